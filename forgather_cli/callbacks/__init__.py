@@ -1,0 +1,1 @@
+"""What watches a run: the event protocol and one file per callback."""

@@ -1,0 +1,156 @@
+"""The event protocol: what a callback sees, what it may ask for, and how events reach it.
+
+Events, arguments and names are those of Hugging Face's ``TrainerCallback`` (transformers 5.23, ``trainer_callback.py``),
+so a class written for that library works here unchanged. Forgather adds ``on_forward_backward_begin/_end``,
+``on_train_metrics``, ``on_log_step`` and ``on_exception``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from forgather_cli.errors import CallbackError, ForgatherError
+
+log = logging.getLogger(__name__)
+
+EVENTS = (
+    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
+    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_prediction_step",
+    "on_save", "on_log", "on_forward_backward_begin", "on_forward_backward_end", "on_train_metrics", "on_log_step",
+    "on_exception",
+)  # fmt: skip
+
+
+@dataclass
+class TrainerControl:
+    """What callbacks ask of the loop. The loop clears a flag when it has acted on it."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+    should_abort_without_save: bool = False
+
+
+@dataclass
+class TrainerState:
+    """Progress of the run; counts are of optimizer steps, tokens and floating-point operations."""
+
+    epoch: float = 0.0
+    global_step: int = 0
+    max_steps: int = 0
+    num_train_epochs: float = 0
+    train_batch_size: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    resumed_step: int = 0
+    """Step this process started from; 0 for a fresh run."""
+    logging_steps: int = 0
+    eval_steps: int = 0
+    save_steps: int = 0
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+
+
+class TrainerCallback:
+    """Base of Forgather's callbacks. Every event is called as ``event(args, state, control, **kwargs)`` on all ranks.
+
+    ``kwargs`` hold model, processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader and trainer;
+    besides: metrics (on_evaluate, on_predict), logs (on_log, on_log_step; the latter may add to it), checkpoint
+    (on_save: path of the published checkpoint), loss, grad_norm, tokens (on_train_metrics: device tensors and an int),
+    exception (on_exception). An event may return the control object.
+
+    A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its name. ``name``
+    is its config name, else its class name. Ranks other than 0 get every event too: check
+    ``state.is_world_process_zero`` before writing anything.
+    """
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_forward_backward_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
+    def on_forward_backward_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
+    def on_train_metrics(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+
+def _handles(callback: Any, event: str) -> bool:
+    """True if the callback's class defines the event itself, not the do-nothing of a base called TrainerCallback."""
+    method = getattr(type(callback), event, None)
+    return method is not None and not getattr(method, "__qualname__", "").startswith("TrainerCallback.")
+
+
+class CallbackList:
+    """The run's callbacks by name; an event that nobody handles costs one dictionary look-up."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Any] = {}
+        self._handlers: dict[str, list[tuple[str, Any]]] = {event: [] for event in EVENTS}
+
+    def add(self, callback: Any, name: str | None = None) -> str:
+        """Append a callback (an object, or a class to instantiate); returns its name, numbered when taken."""
+        if isinstance(callback, type):
+            callback = callback()
+        base = name or getattr(callback, "name", None) or type(callback).__name__
+        unique, n = base, 2
+        while unique in self.by_name:
+            unique, n = f"{base}_{n}", n + 1
+        self.by_name[unique] = callback
+        for event in EVENTS:
+            if _handles(callback, event):
+                self._handlers[event].append((unique, getattr(callback, event)))
+        return unique
+
+    def handles(self, event: str) -> bool:
+        return bool(self._handlers[event])
+
+    def emit(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Call every handler in order. Raises CallbackError, naming callback and event, from what a handler raised.
+
+        The callback that first asks to stop is named in the log.
+        """
+        for name, method in self._handlers[event]:
+            stopping = control.should_training_stop
+            try:
+                answer = method(args, state, control, **kwargs)
+            except ForgatherError:
+                raise
+            except Exception as error:
+                raise CallbackError(f"callback {name} failed in {event}: {type(error).__name__}: {error}") from error
+            if answer is not None and answer is not control and isinstance(answer, TrainerControl):
+                control.__dict__.update(answer.__dict__)
+            if control.should_training_stop and not stopping:
+                log.info("callback %s stopped training in %s at step %d", name, event, state.global_step)
+
+    def emit_quietly(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """``emit`` for a run that is failing already: what a handler raises is logged, so that the first cause stands."""
+        try:
+            self.emit(event, args, state, control, **kwargs)
+        except ForgatherError as error:
+            log.error("%s", error)

@@ -1,0 +1,268 @@
+"""How progress is shown: a bar below table rows on a terminal, timestamped lines elsewhere."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from forgather_cli.callbacks.columns import Column, duration, fit, format_value, header, row
+from forgather_cli.callbacks.console import StreamName, console, is_terminal, say, timestamp
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+Logs = Mapping[str, Any]
+
+
+class Display(ABC):
+    """Where ProgressCallback draws. All methods are called on world rank 0 only."""
+
+    interval: float
+    """Seconds between two calls of ``advance``."""
+
+    @abstractmethod
+    def start(self, step: int, max_steps: int) -> None:
+        """Training begins at ``step``; ``max_steps`` <= 0 when the end is not known."""
+
+    @abstractmethod
+    def advance(self, step: int) -> None:
+        """Training has reached ``step``."""
+
+    @abstractmethod
+    def advance_evaluation(self, done: int, total: int | None) -> None:
+        """An evaluation has seen ``done`` of ``total`` batches."""
+
+    @abstractmethod
+    def log(self, logs: Logs, max_steps: int) -> None:
+        """A training log with ``step`` in it."""
+
+    @abstractmethod
+    def evaluation(self, step: int, metrics: Logs) -> None:
+        """An evaluation has ended."""
+
+    @abstractmethod
+    def final(self, entries: list[tuple[str, str]]) -> None:
+        """The run's results as (label, value)."""
+
+    @abstractmethod
+    def note(self, text: str) -> None:
+        """Something that happened, in one line."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take the bar off the screen; more lines may follow."""
+
+
+def evaluation_prefix(logs: Logs) -> str | None:
+    """``eval``, or what else an evaluation's metrics begin with; None for records of training."""
+    for name in logs:
+        if name.endswith("_runtime") and name != "train_runtime":
+            return name.removesuffix("_runtime")
+    return "eval" if any(name.startswith("eval_") for name in logs) else None
+
+
+def evaluation_entries(metrics: Logs) -> tuple[str, list[tuple[str, str]]]:
+    """(prefix, (label, value) of each metric): important ones first, since a narrow terminal leaves out the last."""
+    prefix = evaluation_prefix(metrics) or "eval"
+    values = {k.removeprefix(f"{prefix}_"): v for k, v in metrics.items() if k.startswith(f"{prefix}_")}
+    runtime, speed = values.pop("runtime", None), values.pop("samples_per_second", None)
+    values.pop("tokens", None)
+    first = {"loss": ".4f", "perplexity": ".4g"}
+    ordered = {**{k: values[k] for k in first if k in values}, **values}
+    entries = [(label, format_value(value, first.get(label, ".4g"))) for label, value in ordered.items()]
+    if runtime is not None:
+        entries.append(("took", f"{runtime:.2f}s"))
+    if speed is not None:
+        entries.append(("samples/s", f"{speed:.1f}"))
+    return prefix, entries
+
+
+class PlainDisplay(Display):
+    """One timestamped line per event, each metric with its label, for files and pipes."""
+
+    interval = math.inf
+
+    def __init__(self, name: StreamName, columns: Iterable[Column]) -> None:
+        self._name = name
+        self._columns = [column for column in columns if column.name != "step"]
+
+    def start(self, step: int, max_steps: int) -> None:
+        of = f" of {max_steps}" if max_steps > 0 else ""
+        self.note(f"training from step {step}{of}")
+
+    def advance(self, step: int) -> None: ...
+
+    def advance_evaluation(self, done: int, total: int | None) -> None: ...
+
+    def log(self, logs: Logs, max_steps: int) -> None:
+        of = f"/{max_steps}" if max_steps > 0 else ""
+        shown = (column for column in self._columns if column.name in logs)
+        pairs = (f"{_word(c.label)} {_word(format_value(logs[c.name], c.fmt))}{c.suffix}" for c in shown)
+        self.note(f"step {logs['step']}{of} " + " ".join(pairs))
+
+    def evaluation(self, step: int, metrics: Logs) -> None:
+        prefix, entries = evaluation_entries(metrics)
+        self.note(" ".join([f"step {step} {prefix}", *(f"{_word(label)} {value}" for label, value in entries)]))
+
+    def final(self, entries: list[tuple[str, str]]) -> None:
+        self.note("done: " + ", ".join(f"{label} {value}" for label, value in entries))
+
+    def note(self, text: str) -> None:
+        say(f"{timestamp()} {text}", self._name)
+
+    def close(self) -> None: ...
+
+
+def _word(text: str) -> str:
+    """One word for what a line of ``label value`` pairs is split at."""
+    return text.replace(" ", "_") if text[:1].isalpha() else text.replace(" ", "")
+
+
+class TerminalDisplay(Display):
+    """Rows that scroll and, below them, a bar that stays. Nothing it writes wraps, whatever the width."""
+
+    interval = 0.2
+
+    def __init__(self, name: StreamName, columns: Iterable[Column], header_interval: int) -> None:
+        self._console = console(name)
+        self._columns = list(columns)
+        self._header_interval = header_interval
+        self._seen = {"tok_per_sec", "step_time"}  # from the first row on, though their first values come later
+        self._header: list[Column] = []
+        self._rows = 0
+        self._bar: Progress | None = None
+        self._train: TaskID | None = None
+        self._eval: TaskID | None = None
+        self._status = ""
+        self._began = time.perf_counter()
+        self._base: tuple[float, int] | None = None
+        """Time and step of the first ``advance``: the first step's compilation does not belong in the ETA."""
+        self._max_steps = 0
+
+    def start(self, step: int, max_steps: int) -> None:
+        self._began, self._base, self._max_steps = time.perf_counter(), None, max_steps
+        self._train = self._open().add_task(
+            "train", total=max_steps if max_steps > 0 else None, completed=step, status=""
+        )
+        self._refresh()
+
+    def advance(self, step: int) -> None:
+        now = time.perf_counter()
+        self._base = self._base or (now, step)
+        self._hide_evaluation()
+        if self._bar is not None and self._train is not None:
+            self._bar.update(self._train, completed=step, status=self._status + self._times(now, step))
+            self._bar.refresh()
+
+    def advance_evaluation(self, done: int, total: int | None) -> None:
+        bar = self._open()
+        if self._eval is None:
+            self._eval = bar.add_task("eval", total=total, status="")
+        bar.update(self._eval, completed=done, total=total)
+        bar.refresh()
+
+    def log(self, logs: Logs, max_steps: int) -> None:
+        self._seen.update(logs)
+        columns = fit((c for c in self._columns if c.name in self._seen), self._console.width)
+        if columns != self._header or self._rows >= self._header_interval:
+            self._line(header(columns), "bold cyan")
+            self._header, self._rows = columns, 0
+        self._line(row(columns, logs))
+        self._rows += 1
+        self._status = " ".join(_status(logs)) + " "
+        self.advance(logs["step"])
+
+    def evaluation(self, step: int, metrics: Logs) -> None:
+        self._hide_evaluation()
+        width = next((c.width for c in self._columns if c.name == "step"), 0)
+        prefix, entries = evaluation_entries(metrics)
+        text = f"{step:>{width}}  {prefix}"
+        for label, value in entries:
+            text = text + "  " + f"{label} {value}" if len(text + label + value) + 3 <= self._console.width else text
+        self._line(text, "green")
+
+    def final(self, entries: list[tuple[str, str]]) -> None:
+        width = max((len(label) for label, _ in entries), default=0)
+        self._line("")
+        for label, value in entries:
+            self._line(f"  {label:<{width}}  {value}", "bold")
+
+    def note(self, text: str) -> None:
+        self._line(text, "dim") if len(text) <= self._console.width else say(text, self._name, "dim")
+
+    @property
+    def _name(self) -> StreamName:
+        return "stderr" if self._console.stderr else "stdout"
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            atexit.unregister(self._bar.stop)
+        self._bar = self._train = self._eval = None
+
+    def _open(self) -> Progress:
+        """The bar, on the screen. An exit that closes nothing still gives the cursor back."""
+        if self._bar is None:
+            self._bar = _bar(self._name)
+            self._bar.start()
+            atexit.register(self._bar.stop)
+        return self._bar
+
+    def _refresh(self) -> None:
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def _hide_evaluation(self) -> None:
+        if self._bar is None or self._eval is None:
+            return
+        self._bar.remove_task(self._eval)
+        self._eval = None
+        if self._train is None:  # an evaluation by itself
+            self.close()
+
+    def _line(self, text: str, style: str = "") -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", crop=True)
+
+    def _times(self, now: float, step: int) -> str:
+        elapsed = duration(now - self._began)
+        since, first = self._base or (now, step)
+        if step <= first or self._max_steps <= 0:
+            return elapsed
+        return f"{elapsed} eta {duration((now - since) / (step - first) * max(self._max_steps - step, 0))}"
+
+
+def _status(logs: Logs) -> Iterable[str]:
+    if "loss" in logs:
+        yield f"loss {format_value(logs['loss'], '.4f')}"
+    if "tok_per_sec" in logs:
+        yield f"{format_value(logs['tok_per_sec'], 'si')} tok/s"
+
+
+def _bar(name: StreamName) -> Progress:
+    """A bar without a thread of its own: the training loop's calls draw it, at most every ``interval`` seconds."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Column as Cell
+
+    return Progress(
+        TextColumn("{task.description}", table_column=Cell(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Cell(ratio=1, min_width=4)),
+        MofNCompleteColumn(table_column=Cell(no_wrap=True)),
+        TextColumn("{task.fields[status]}", table_column=Cell(no_wrap=True)),
+        console=console(name),
+        auto_refresh=False,
+        transient=True,
+        expand=True,
+    )
+
+
+def open_display(name: StreamName, columns: Iterable[Column], header_interval: int) -> Display:
+    """The display that suits what the stream is: a terminal, or a file or pipe."""
+    if is_terminal(name):
+        return TerminalDisplay(name, columns, header_interval)
+    return PlainDisplay(name, columns)

@@ -1,0 +1,81 @@
+"""EarlyStopping: end a run whose evaluation no longer gets better."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.config.schema import EarlyStoppingSettings
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyStopping(TrainerCallback):
+    """Stops after ``patience`` evaluations in a row that do not beat the best metric by more than ``threshold``.
+
+    Lower is better, unless the metric is ``metric_for_best_model`` and ``greater_is_better`` says otherwise. NaN is
+    never better. Best value and count are part of the checkpoint.
+    """
+
+    def __init__(self, settings: EarlyStoppingSettings | None = None) -> None:
+        self.settings = settings or EarlyStoppingSettings()
+        self._best: float | None = None
+        self._best_step = 0
+        self._bad = 0
+        self._warned = False
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        metrics = kwargs.get("metrics") or {}
+        value = metrics.get(_full(self.settings.metric), metrics.get(self.settings.metric))
+        if value is None:
+            self._warn(metrics)
+            return
+        if self._is_better(float(value), _greater(self.settings.metric, args)):
+            self._best, self._best_step, self._bad = float(value), state.global_step, 0
+            return
+        self._bad += 1
+        if self._bad >= self.settings.patience:
+            control.should_training_stop = True
+            if state.is_world_process_zero:
+                self._report(float(value), state.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "best_step": self._best_step, "bad": self._bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best, self._best_step, self._bad = state["best"], state["best_step"], state["bad"]
+
+    def _is_better(self, value: float, greater: bool) -> bool:
+        if value != value:
+            return False
+        if self._best is None:
+            return True
+        gain = value - self._best if greater else self._best - value
+        return gain > self.settings.threshold
+
+    def _report(self, value: float, step: int) -> None:
+        best = "none was a number" if self._best is None else f"the best is {self._best:.6g} of step {self._best_step}"
+        logger.warning(
+            "early_stopping ends the run in on_evaluate at step %d: %s %.6g, %s, no improvement by more than %g in %d "
+            "evaluations",
+            step, self.settings.metric, value, best, self.settings.threshold, self._bad,
+        )  # fmt: skip
+
+    def _warn(self, metrics: dict[str, Any]) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "callbacks.early_stopping.metric: an evaluation has no %r and is not judged; it has %s",
+                self.settings.metric,
+                ", ".join(metrics),
+            )
+
+
+def _full(metric: str) -> str:
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
+def _greater(metric: str, args: Any) -> bool:
+    is_best_metric = _full(metric) == _full(getattr(args, "metric_for_best_model", None) or "")
+    return is_best_metric and bool(getattr(args, "greater_is_better", False))

@@ -1,0 +1,60 @@
+"""InfoCallback: what is about to be trained, once at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say
+from forgather_cli.config.schema import InfoSettings
+
+
+class InfoCallback(TrainerCallback):
+    """Writes ``trainer.info()`` at the start: a panel on a terminal, ``key  value`` lines elsewhere.
+
+    ``verbose`` adds the resolved config, where ``config_tree`` is given, and the module tree.
+    """
+
+    def __init__(
+        self,
+        settings: InfoSettings | None = None,
+        *,
+        config_tree: dict[str, Any] | None = None,
+        stream: StreamName = "stdout",
+    ) -> None:
+        self.settings = settings or InfoSettings()
+        self._tree = config_tree
+        self._stream: StreamName = stream
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        facts = {key: str(value) for key, value in kwargs["trainer"].info().items() if value is not None}
+        if is_terminal(self._stream):
+            _panel(facts, self._stream)
+        else:
+            say(_lines(facts), self._stream)
+        if self.settings.verbose:
+            if self._tree is not None:
+                say(yaml.safe_dump(self._tree, sort_keys=False, allow_unicode=True).rstrip(), self._stream)
+            say(str(kwargs.get("model")), self._stream)
+
+
+def _lines(facts: dict[str, str]) -> str:
+    width = max(map(len, facts), default=0)
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in facts.items())
+
+
+def _panel(facts: dict[str, str], stream: StreamName) -> None:
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in facts.items():
+        table.add_row(Text(key), Text(printable(value, stream)))
+    console(stream).print(Panel(table, title="Forgather", title_align="left", border_style="dim", expand=False))

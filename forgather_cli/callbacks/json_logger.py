@@ -1,0 +1,117 @@
+"""JsonLogger: every log and evaluation as one line of RUN/metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+class JsonLogger(TrainerCallback):
+    """One JSON object per training log, evaluation and final result: ``time`` (UTC), ``step``, ``epoch``, metrics.
+
+    Floats are written with all their digits, so that two runs can be compared to the last bit; NaN and infinities,
+    which JSON lacks, are null. A record is handed to the operating system as it is written. At the start, records
+    after the resumed step are cut, as is a line that a crash left half-written; a file that is not such a log is set
+    aside as ``metrics.jsonl.bak``. Evaluations arrive by on_log too, so on_evaluate is not needed.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._path = run.metrics
+        self._ready = False
+        self._wrote = False
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            # a fresh run repeats step 0 too, unless its record is of an evaluation by this very process
+            self._prepare(state.resumed_step if state.resumed_step or self._wrote else -1)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if not self._ready:  # an evaluation without training
+            self._prepare(math.inf)
+        head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": state.global_step}
+        record = {**head, "epoch": state.epoch, **(kwargs.get("logs") or {}), **head}
+        line = json.dumps(plain(record), allow_nan=False) + "\n"
+        with self._path.open("ab") as file:  # opened for each record: nothing is left open, however the run ends
+            file.write(line.encode())
+        self._wrote = True
+
+    def _prepare(self, last_step: float) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        cut_records(self._path, last_step)
+        self._ready = True
+
+
+def plain(value: Any) -> Any:
+    """``value`` as what JSON can hold: null for NaN and infinities, numbers for 0-dim tensors, text for the unknown."""
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if callable(getattr(value, "tolist", None)):  # tensors, arrays and their scalars
+        return plain(value.tolist())
+    return str(value)
+
+
+def cut_records(path: Path, last_step: float) -> None:
+    """Keep the records up to ``last_step``, in place and atomically; sets aside what cannot be read."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line, step in _records(lines) if step <= last_step]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        aside = _free_name(path.with_name(path.name + ".bak"))
+        path.rename(aside)
+        logger.warning("%s cannot be read (%s); it is set aside as %s", path, error, aside.name)
+        return
+    if len(kept) < len(lines):  # also by a torn last line
+        _replace(path, b"".join(kept))
+
+
+def _records(lines: list[bytes]) -> list[tuple[bytes, int]]:
+    """Each line with its step; a last line without an end is torn and left out. Raises ValueError for any other."""
+    whole = lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+    return [(line, _step(line, number)) for number, line in enumerate(whole, 1)]
+
+
+def _step(line: bytes, number: int) -> int:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is not JSON") from error
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int):
+        raise ValueError(f"line {number} has no step")
+    return step
+
+
+def _free_name(path: Path) -> Path:
+    free, n = path, 2
+    while free.exists():
+        free, n = path.with_name(f"{path.name}.{n}"), n + 1
+    return free
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

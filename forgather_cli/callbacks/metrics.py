@@ -1,0 +1,105 @@
+"""DefaultMetrics: model FLOPs utilization and peak memory in the log record."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.config.schema import MetricsSettings
+
+_T = 1e12
+# Dense matrix-multiply peaks in FLOP/s: bf16 with fp32 accumulation, TF32, fp32 without tensor cores. NVIDIA's data
+# sheets print most tensor-core numbers with 2:4 sparsity; these are half of that. First match wins.
+_PEAKS: tuple[tuple[str, float, float, float], ...] = (
+    (r"\bGB200\b", 2500 * _T, 1250 * _T, 80 * _T),  # GB200 NVL72 data sheet, per GPU
+    (r"\bB200\b", 2250 * _T, 1125 * _T, 75 * _T),  # HGX B200 data sheet
+    (r"\bH200 NVL\b", 835.5 * _T, 417.5 * _T, 60 * _T),  # H200 data sheet
+    (r"\bH200\b", 989.5 * _T, 494.5 * _T, 67 * _T),  # H200 data sheet, SXM
+    (r"\bGH200\b", 989.5 * _T, 494.5 * _T, 67 * _T),  # GH200 data sheet
+    (r"\bH100 NVL\b", 835.5 * _T, 417.5 * _T, 60 * _T),  # H100 data sheet
+    (r"\bH100 PCIe\b", 756 * _T, 378 * _T, 51 * _T),  # H100 data sheet
+    (r"\bH100\b", 989.5 * _T, 494.5 * _T, 67 * _T),  # H100 data sheet, SXM
+    (r"\bA100\b", 312 * _T, 156 * _T, 19.5 * _T),  # A100 data sheet
+    (r"\bA40\b", 149.7 * _T, 74.8 * _T, 37.4 * _T),  # A40 data sheet
+    (r"\bA10\b", 125 * _T, 62.5 * _T, 31.2 * _T),  # A10 data sheet
+    (r"\bA6000\b", 154.8 * _T, 77.4 * _T, 38.7 * _T),  # Ampere GA102 white paper
+    (r"\bL40S\b", 362.1 * _T, 183 * _T, 91.6 * _T),  # L40S data sheet
+    (r"\bL40\b", 181.1 * _T, 90.5 * _T, 90.5 * _T),  # L40 data sheet
+    (r"\bL4\b", 121 * _T, 60 * _T, 30.3 * _T),  # L4 data sheet
+    (r"\bRTX 6000 Ada\b", 364.2 * _T, 182.1 * _T, 91.1 * _T),  # Ada white paper
+    (r"\bRTX 5090$", 209.5 * _T, 104.8 * _T, 104.8 * _T),  # RTX Blackwell white paper, appendix A
+    (r"\bRTX 4090$", 165.2 * _T, 82.6 * _T, 82.6 * _T),  # Ada white paper, appendix A
+    (r"\bRTX 3090$", 71 * _T, 35.6 * _T, 35.6 * _T),  # Ampere GA102 white paper, table 2
+)
+
+
+def peak_flops(device_name: str, kind: str) -> float | None:
+    """Dense peak in FLOP/s of a device by its CUDA name for ``kind`` bf16, tf32 or fp32; None where it is not known."""
+    column = {"bf16": 1, "tf32": 2, "fp32": 3}[kind]
+    for row in _PEAKS:
+        if re.search(row[0], device_name):
+            return float(row[column])
+    return None
+
+
+class DefaultMetrics(TrainerCallback):
+    """Adds to each training log:
+
+    - ``mfu``: FLOPs of the interval / its active seconds / (peak per device x devices); left out where the peak of the
+      device is not known (CPU) and ``peak_hardware_flops`` does not say it;
+    - ``peak_mem_allocated``: bytes, the most this rank has held so far: of CUDA memory, on CPU resident memory.
+    """
+
+    def __init__(self, settings: MetricsSettings | None = None) -> None:
+        self.settings = settings or MetricsSettings()
+        self._peak: float | None = None
+        self._device = torch.device("cpu")
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._device = kwargs["trainer"].strategy.device
+        self._peak = self.settings.peak_hardware_flops or _known_peak(self._device, args)
+
+    def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        interval, logs = kwargs.get("interval"), kwargs["logs"]
+        if interval is None:  # an evaluation's or the final record
+            return
+        if self._peak and interval.flops > 0 and interval.active_seconds > 0:
+            logs["mfu"] = interval.flops / interval.active_seconds / (self._peak * _world_size())
+        logs["peak_mem_allocated"] = peak_memory(self._device)
+
+
+def _known_peak(device: torch.device, args: Any) -> float | None:
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), _matmul_kind(args))
+
+
+def _matmul_kind(args: Any) -> str:
+    """What the run's matrices are multiplied in; ``args`` are a recipe's settings or Hugging Face's arguments."""
+    precision = getattr(getattr(args, "precision", None), "type", None)
+    if precision in ("bf16", "bf16_true", "fp16") or getattr(args, "bf16", False):
+        return "bf16"
+    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the peak of allocated CUDA memory, or of this process's resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        # ru_maxrss is inherited from the parent across exec on Linux (getrusage(2)); VmHWM is this program's own
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

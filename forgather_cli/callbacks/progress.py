@@ -1,0 +1,108 @@
+"""ProgressCallback: how far the run is, on the terminal or as lines in a log."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge
+from forgather_cli.callbacks.display import Display, evaluation_prefix, open_display
+from forgather_cli.config.schema import ProgressSettings
+
+
+class ProgressCallback(TrainerCallback):
+    """Bar, table rows and results on world rank 0.
+
+    A step costs one look at the clock; the bar moves at most five times a second. Raises ConfigError for a column
+    that is not one.
+    """
+
+    def __init__(self, settings: ProgressSettings | None = None) -> None:
+        self.settings = settings or ProgressSettings()
+        path = "callbacks.progress"
+        self.columns = merge(STEP_COLUMNS, self.settings.step_columns, f"{path}.step_columns")
+        self.final_metrics = merge(FINAL_METRICS, self.settings.final_metrics, f"{path}.final_metrics")
+        self._display: Display | None = None
+        self._next_advance = math.inf
+        self._next_evaluation = 0.0
+        self._evaluated = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            display = self._shown()
+            display.start(state.global_step, state.max_steps)
+            self._next_advance = 0.0 if math.isfinite(display.interval) else math.inf
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        if now >= self._next_advance:
+            display = self._shown()
+            display.advance(state.global_step)
+            self._next_advance = now + display.interval
+            self._evaluated = 0
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluated += 1
+        now = time.perf_counter()
+        if state.is_world_process_zero and now >= self._next_evaluation:
+            display = self._shown()
+            display.advance_evaluation(self._evaluated, _length(kwargs.get("eval_dataloader")))
+            self._next_evaluation = now + display.interval
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs: dict[str, Any] = kwargs.get("logs") or {}
+        if not state.is_world_process_zero:
+            return
+        if "train_runtime" in logs:
+            self._shown().final(self._results(logs))
+        elif "loss" in logs:
+            self._shown().log({"epoch": state.epoch, **logs, "step": state.global_step}, state.max_steps)
+        elif evaluation_prefix(logs) is None:  # an evaluation's row is written by on_evaluate
+            pairs = (f"{name} {format_value(value, '.4g')}" for name, value in logs.items())
+            self._shown().note(f"step {state.global_step} " + " ".join(pairs))
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluated, self._next_evaluation = 0, 0.0
+        if state.is_world_process_zero:
+            self._shown().evaluation(state.global_step, kwargs.get("metrics") or {})
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero and kwargs.get("checkpoint") is not None:
+            self._shown().note(f"checkpoint saved: {_short(Path(kwargs['checkpoint']))}")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._close()
+
+    def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._close()
+
+    def _shown(self) -> Display:
+        if self._display is None:
+            settings = self.settings
+            self._display = open_display(settings.output_stream, self.columns.values(), settings.header_interval)
+        return self._display
+
+    def _close(self) -> None:
+        self._next_advance = math.inf
+        if self._display is not None:
+            self._display.close()
+
+    def _results(self, logs: dict[str, Any]) -> list[tuple[str, str]]:
+        shown = (column for column in self.final_metrics.values() if column.name in logs)
+        return [(c.label, format_value(logs[c.name], c.fmt) + c.suffix) for c in shown]
+
+
+def _length(loader: Any) -> int | None:
+    """Batches of a dataloader, or None where it cannot know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _short(path: Path) -> Path:
+    """Relative to the working directory where it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,176 @@
+"""TBLogger: the run in TensorBoard."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.config.schema import TensorboardSettings
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.run_dir import RunDir
+
+Transform = Callable[[float], float]
+TRANSFORMS: dict[str, Transform] = {
+    "exp": math.exp,
+    "log": math.log,
+    "log2": math.log2,
+    "log10": math.log10,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "negate": lambda value: -value,
+    "kilo": lambda value: value / 1e3,
+    "mega": lambda value: value / 1e6,
+    "giga": lambda value: value / 1e9,
+    "tera": lambda value: value / 1e12,
+    "mib": lambda value: value / 2**20,
+    "gib": lambda value: value / 2**30,
+    "percent": lambda value: 100 * value,
+}
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A curve of the user's: the metric it shows and what is done to it."""
+
+    source: str
+    transform: Transform | None
+
+
+class TBLogger(TrainerCallback):
+    """Writes RUN/tensorboard on world rank 0.
+
+    Every number of a log becomes a curve under Hugging Face's names: ``eval_loss`` is ``eval/loss``, the rest
+    ``train/<name>``. ``scalars`` adds or replaces curves by tag, null removes one. Texts: the config,
+    ``trainer.info()`` and the results. A resumed run goes on in the same directory; what was written after the
+    resumed step is purged. TensorBoard is imported with the first log, not before the first step.
+    """
+
+    def __init__(
+        self, run: RunDir, settings: TensorboardSettings | None = None, *, config_tree: dict[str, Any] | None = None
+    ) -> None:
+        self._directory = run.tensorboard
+        self._scalars = _decode((settings or TensorboardSettings()).scalars)
+        self._tree = config_tree
+        self._waiting: list[tuple[str, str, int]] = []
+        self._writer: Any = None
+        self._purge_step: int | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if importlib.util.find_spec("tensorboard") is None:
+            raise SetupError(
+                "callbacks.tensorboard: the package is missing; pip install tensorboard, or set it to null"
+            )
+        self._purge_step = state.resumed_step + 1 if state.resumed_step else 0
+        if self._tree is not None:
+            text = yaml.safe_dump(self._tree, sort_keys=False, allow_unicode=True)
+            self._waiting.append(("config", _indented(text), state.resumed_step))
+        self._waiting.append(("training info", _table(kwargs["trainer"].info()), state.resumed_step))
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        logs = kwargs.get("logs") or {}
+        writer = self._open()
+        if "train_runtime" in logs:
+            writer.add_text("results", _table(logs), state.global_step)
+            return
+        for tag, value in self._values(logs).items():
+            writer.add_scalar(tag, value, state.global_step)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Show literal text of another callback; world rank 0 only."""
+        self._open().add_text(tag, _indented(text), step)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._close()
+
+    def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._close()
+
+    def _values(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        values = {_tag(name): float(value) for name, value in logs.items() if _is_number(value) and name != "step"}
+        for tag, scalar in self._scalars.items():
+            values.pop(tag, None)
+            if scalar is not None and _is_number(logs.get(scalar.source)):
+                values[tag] = _apply(scalar.transform, float(logs[scalar.source]))
+        return values
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
+            self._purge_step = None  # a later reopening goes on
+        for text in self._waiting:
+            self._writer.add_text(*text)
+        self._waiting.clear()
+        return self._writer
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _tag(name: str) -> str:
+    for split in ("eval", "test"):
+        if name.startswith(f"{split}_"):
+            return f"{split}/{name.removeprefix(f'{split}_')}"
+    return f"train/{name}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _apply(transform: Transform | None, value: float) -> float:
+    """NaN where the transform is not defined: a curve with a gap instead of a run that ends."""
+    try:
+        return transform(value) if transform else value
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return math.nan
+
+
+def _decode(scalars: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Scalar | None]:
+    """The user's curves; raises ConfigError with all problems."""
+    decoded: dict[str, Scalar | None] = {}
+    problems: list[str] = []
+    for tag, entry in scalars.items():
+        where = f"callbacks.tensorboard.scalars.{tag}"
+        unknown = sorted(set(entry or ()) - {"source", "transform"})
+        problems += [f"{where}.{key}: unknown; a scalar has source and transform" for key in unknown]
+        if entry is None:
+            decoded[tag] = None
+        elif not isinstance(entry.get("source"), str):
+            problems.append(f"{where}.source: must name a metric, got {entry.get('source')!r}")
+        elif entry.get("transform") not in (None, *TRANSFORMS):
+            got, known = entry["transform"], ", ".join(TRANSFORMS)
+            problems.append(f"{where}.transform: unknown, got {got!r}; use one of {known}")
+        else:
+            decoded[tag] = Scalar(entry["source"], TRANSFORMS.get(entry.get("transform") or ""))
+    if problems:
+        raise ConfigError(problems)
+    return decoded
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    """A Markdown table."""
+    rows = (f"| {_cell(key)} | {_cell(value)} |" for key, value in facts.items())
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _indented(text: str) -> str:
+    """A Markdown code block: TensorBoard renders text as Markdown."""
+    return "\n".join("    " + line for line in text.splitlines())

@@ -1,0 +1,179 @@
+"""TextgenCallback: what the model writes, while it learns.
+
+Legend: B prompts, T tokens of the longest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
+from forgather_cli.config.schema import TextgenSettings
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.run_dir import RunDir
+
+AddText = Callable[[str, str, int], None]
+_PATH = "callbacks.textgen.prompts"
+
+
+class TextgenCallback(TrainerCallback):
+    """Continues the prompts at each evaluation, or every ``generation_steps`` steps, all in one left-padded batch.
+
+    Collective: every rank generates, world rank 0 writes to the console, to ``samples.txt`` and to ``add_text`` (tag,
+    text, step). Sampling draws from a generator of its own, seeded by (seed, step), and leaves training's alone.
+    """
+
+    def __init__(
+        self,
+        settings: TextgenSettings,
+        run: RunDir,
+        *,
+        add_text: AddText | None = None,
+        stream: StreamName = "stdout",
+    ) -> None:
+        self.settings = settings
+        self.prompts = read_prompts(settings.prompts)
+        self._samples = run.samples
+        self._add_text = add_text
+        self._stream: StreamName = stream
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        _encoded(self.prompts, kwargs.get("processing_class"))  # a prompt that cannot be encoded: now, not at step 100
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.settings.generation_steps is None:
+            self._sample(args, state, kwargs)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        every = self.settings.generation_steps
+        if every is not None and state.global_step % every == 0:
+            self._sample(args, state, kwargs)
+
+    def _sample(self, args: Any, state: TrainerState, kwargs: dict[str, Any]) -> None:
+        tokenizer, strategy = kwargs.get("processing_class"), kwargs["trainer"].strategy
+        with evaluation_mode(strategy.parts):
+            completions = self._generate(strategy, tokenizer, _generator(strategy.device, args.seed, state.global_step))
+        if state.is_world_process_zero:
+            self._write([printable(text) for text in completions], state.global_step)
+
+    def _generate(self, strategy: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
+        from forgather_cli.models.generate import generate
+
+        settings, eos = self.settings, tokenizer.eos_token_id
+        pad = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
+        input_ids, mask = left_padded(_encoded(self.prompts, tokenizer), pad)
+        output = generate(
+            strategy.logits,
+            input_ids.to(strategy.device),
+            mask.to(strategy.device),
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=settings.do_sample,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=1.0,
+            repetition_penalty=settings.repetition_penalty,
+            eos_token_id=eos,
+            pad_token_id=pad,
+            generator=generator,
+        )
+        new = output[:, input_ids.shape[1] :].tolist()
+        return [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]
+
+    def _write(self, completions: list[str], step: int) -> None:
+        self._samples.parent.mkdir(parents=True, exist_ok=True)
+        pairs = list(zip(self.prompts, completions, strict=True))
+        text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
+        with self._samples.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(f"=== step {step} ===\n{text}\n")
+        for number, (prompt, completion) in enumerate(pairs, 1):
+            _show(prompt, completion, f"sample {number} at step {step}", self._stream)
+            if self._add_text is not None:
+                self._add_text(f"samples/{number}", prompt + completion, step)
+
+
+def read_prompts(prompts: list[str] | str) -> list[str]:
+    """The prompts themselves, or those of a YAML file. Raises ConfigError for what is not a list of texts, or empty."""
+    found: Any = prompts if isinstance(prompts, list) else _from_file(Path(prompts).expanduser())
+    if not isinstance(found, list) or not all(isinstance(prompt, str) for prompt in found):
+        raise ConfigError(f"{_PATH}: must be a list of texts, got {found!r:.80}; quote each of them in YAML")
+    if not found:
+        raise ConfigError(
+            f"{_PATH}: is empty; give texts or a YAML file with a list of them, or set callbacks.textgen=null"
+        )
+    return found
+
+
+def _from_file(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{_PATH}: cannot read {path}: {error.strerror}; give a list or a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{_PATH}: {path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids of each prompt; an empty one begins with the token that separates documents."""
+    if tokenizer is None:
+        raise SetupError("callbacks.textgen: there is no tokenizer to encode the prompts; give one or set it to null")
+    start = getattr(tokenizer, "bos_token_id", None)
+    start = tokenizer.eos_token_id if start is None else start
+    encoded = [list(tokenizer.encode(prompt)) or [start] for prompt in prompts]
+    if any(ids == [None] for ids in encoded):
+        raise SetupError(
+            f"{_PATH}: an empty prompt needs a tokenizer with a bos or eos token; write at least one character"
+        )
+    return encoded
+
+
+def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """(input_ids, attention_mask), both (B, T) int64; rows end together, so that all go on at the same position."""
+    length = max(map(len, rows))
+    ids = [[pad_token_id] * (length - len(row)) + row for row in rows]
+    mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+@contextmanager
+def evaluation_mode(parts: list[nn.Module]) -> Iterator[None]:
+    """All modules in eval mode inside, each back to what it was after."""
+    modes = [(module, module.training) for part in parts for module in part.modules()]
+    for part in parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _generator(device: torch.device, seed: int, step: int) -> torch.Generator:
+    """A generator of this (seed, step) alone, the same on all ranks; a negative seed takes one from the system."""
+    generator = torch.Generator(device)
+    if seed < 0:
+        generator.seed()
+    else:
+        digest = hashlib.sha256(f"textgen {seed} {step}".encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:7], "little"))
+    return generator
+
+
+def _show(prompt: str, completion: str, title: str, stream: StreamName) -> None:
+    if is_terminal(stream):
+        from rich.text import Text
+
+        say(title, stream, "magenta")
+        text = Text.assemble((printable(prompt, stream), "bold"), printable(completion, stream))
+        console(stream).print(text, soft_wrap=True)
+    else:
+        lines = (prompt + completion).splitlines()
+        say("\n".join([f"{timestamp()} {title}:", *(f"    {line}" for line in lines)]), stream)

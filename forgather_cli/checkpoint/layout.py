@@ -1,0 +1,214 @@
+"""Which byte of which safetensors file every row of every tensor is, and which rank writes it. No torch here.
+
+All ranks compute the same plan from what all ranks hold, so nothing but names and shapes is ever sent.
+File format: https://github.com/huggingface/safetensors#format (8-byte little-endian header length, JSON header, data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from forgather_cli.errors import CheckpointError
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Hugging Face's shard limit ("5GB"); a larger tensor gets a file of its own."""
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+"""Bytes per element of the safetensors dtypes that are written here."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A full tensor: name, safetensors dtype, full shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the first dimension; a 0-dim tensor is one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [start, start + rows) of a tensor, as one rank holds them."""
+
+    spec: TensorSpec
+    start: int
+    rows: int
+
+    @property
+    def begin(self) -> int:
+        """First byte of the piece inside its tensor."""
+        return self.start * self.spec.row_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.spec.row_bytes
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """One safetensors file: its path inside the directory, and its tensors in the order of their bytes."""
+
+    path: str
+    specs: tuple[TensorSpec, ...]
+
+    @cached_property
+    def header(self) -> bytes:
+        """The header with its length in front, padded with blanks so that the data starts at a multiple of 8."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        begin = 0
+        for spec in self.specs:
+            offsets = [begin, begin + spec.num_bytes]
+            entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+            begin = offsets[1]
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Tensor name -> its first byte in the file."""
+        result, offset = {}, len(self.header)
+        for spec in self.specs:
+            result[spec.name] = offset
+            offset += spec.num_bytes
+        return result
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(spec.num_bytes for spec in self.specs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The files of one kind of tensors (model, optimizer, state) and what each rank writes of them."""
+
+    stem: str
+    files: tuple[TensorFile, ...]
+    writes: tuple[tuple[Piece, ...], ...]
+    """By rank."""
+
+    def parts(self, file: TensorFile, rank: int) -> list[tuple[int, Piece | None]]:
+        """What ``rank`` writes of ``file``: (offset in the file, piece), ascending; None is the header."""
+        parts: list[tuple[int, Piece | None]] = [(0, None)] if rank == self._owner(file) else []
+        pieces = [piece for piece in self.writes[rank] if piece.spec.name in file.offsets]
+        parts += [(file.offsets[piece.spec.name] + piece.begin, piece) for piece in pieces]
+        return sorted(parts, key=lambda part: part[0])
+
+    def _owner(self, file: TensorFile) -> int:
+        """The rank that writes the header: the one that writes the first data byte, so that both are one range."""
+        first = {
+            file.offsets[piece.spec.name] + piece.begin: rank
+            for rank, pieces in enumerate(self.writes)
+            for piece in pieces
+            if piece.spec.name in file.offsets
+        }
+        return first[min(first)] if first else 0
+
+    def index(self) -> bytes | None:
+        """Content of Hugging Face's ``<stem>.safetensors.index.json``; None where one file holds everything."""
+        if len(self.files) == 1:
+            return None
+        weight_map = {spec.name: file.path.rpartition("/")[2] for file in self.files for spec in file.specs}
+        total = sum(spec.num_bytes for file in self.files for spec in file.specs)
+        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        return json.dumps(document, indent=2).encode()
+
+
+def plan(held: Sequence[Sequence[Piece]], stem: str, max_bytes: int = MAX_SHARD_BYTES) -> Plan:
+    """The plan for what each rank holds (by rank). ``stem`` is a path like ``model/model``.
+
+    Raises CheckpointError where ranks disagree on a tensor or its rows are not all held.
+    """
+    specs = _agree(held)
+    shards = _split(sorted(specs.values(), key=lambda spec: spec.name), max_bytes)
+    names = _file_names(stem, len(shards))
+    files = tuple(TensorFile(name, _in_file_order(shard)) for name, shard in zip(names, shards, strict=True))
+    return Plan(stem, files, _share_out(held, specs))
+
+
+def _agree(held: Sequence[Sequence[Piece]]) -> dict[str, TensorSpec]:
+    specs: dict[str, TensorSpec] = {}
+    for rank, pieces in enumerate(held):
+        for piece in pieces:
+            known = specs.setdefault(piece.spec.name, piece.spec)
+            if known != piece.spec:
+                raise CheckpointError(
+                    f"{known.name}: ranks disagree on its dtype or shape; rank {rank} has {piece.spec.dtype} "
+                    f"{list(piece.spec.shape)}, another {known.dtype} {list(known.shape)}"
+                )
+    return specs
+
+
+def _split(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if shards[-1] and size + spec.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.num_bytes
+    return shards
+
+
+def _file_names(stem: str, num_files: int) -> list[str]:
+    if num_files == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{n:05d}-of-{num_files:05d}.safetensors" for n in range(1, num_files + 1)]
+
+
+def _in_file_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Wide elements first: then every tensor is aligned to its element, as safetensors' own writer does it."""
+    return tuple(sorted(specs, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name)))
+
+
+def _share_out(held: Sequence[Sequence[Piece]], specs: dict[str, TensorSpec]) -> tuple[tuple[Piece, ...], ...]:
+    """Each distinct piece to one of the ranks that hold it, the one with the fewest bytes so far."""
+    holders: dict[Piece, list[int]] = {}
+    for rank, pieces in enumerate(held):
+        for piece in pieces:
+            if piece.num_bytes:
+                holders.setdefault(piece, []).append(rank)
+    _check_cover(holders, specs)
+    writes: list[list[Piece]] = [[] for _ in held]
+    load = [0] * len(held)
+    for piece, ranks in sorted(holders.items(), key=lambda item: (item[0].spec.name, item[0].start)):
+        rank = min(ranks, key=lambda r: (load[r], r))
+        writes[rank].append(piece)
+        load[rank] += piece.num_bytes
+    return tuple(map(tuple, writes))
+
+
+def _check_cover(pieces: Iterable[Piece], specs: dict[str, TensorSpec]) -> None:
+    """Raise CheckpointError unless the pieces of every tensor are all its rows, each once."""
+    reached = dict.fromkeys(specs, 0)
+    for piece in sorted(pieces, key=lambda piece: (piece.spec.name, piece.start)):
+        name = piece.spec.name
+        if piece.start != reached[name]:
+            problem = "are held by no rank" if piece.start > reached[name] else "are held in pieces that overlap"
+            first, last = sorted((piece.start, reached[name]))
+            raise CheckpointError(f"{name}: rows {first} to {last} {problem}")
+        reached[name] += piece.rows
+    for name, rows in reached.items():
+        if specs[name].num_bytes and rows != specs[name].num_rows:
+            raise CheckpointError(f"{name}: {rows} rows are held, its shape is {list(specs[name].shape)}")

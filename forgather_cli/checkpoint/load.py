@@ -1,0 +1,207 @@
+"""Reading checkpoints: find the newest good one, verify it, read rows of tensors and components."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from forgather_cli.checkpoint.components import Component, Sharing, rank_file, shared_file
+from forgather_cli.checkpoint.encoding import decode
+from forgather_cli.checkpoint.manifest import Level, NewerFormatError, read_manifest
+from forgather_cli.checkpoint.tensors import TensorReader
+from forgather_cli.errors import CheckpointError
+from forgather_cli.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+Kind = Literal["model", "optimizer"]
+
+
+class Reader:
+    """One checkpoint, open for reading. Opening reads the manifest only.
+
+    Raises CheckpointError: no checkpoint, not one of ours, damaged, of a newer format, or asked for what it lacks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self._documents: dict[str, dict[str, Any]] = {}
+        self._state_tensors: dict[str, TensorReader] = {}
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def verify(self, level: Level = "full") -> None:
+        """Raise CheckpointError, naming every damaged file, unless all files are as they were written."""
+        problems = self.manifest.problems(self.path, level)
+        if problems:
+            raise CheckpointError(f"{self.path}: is damaged: {'; '.join(problems)}")
+
+    # -------------------------------------------------------------------------------------------------------- tensors
+
+    def model_names(self) -> list[str]:
+        """Names of the weights, sorted."""
+        return sorted(self._model)
+
+    def optimizer_names(self) -> list[str]:
+        """Names of the optimizer's tensors, ``<parameter>.<state>``, sorted."""
+        return sorted(self._optimizer)
+
+    def shape(self, name: str, kind: Kind = "model") -> tuple[int, ...]:
+        """Full shape of a tensor."""
+        return self._file_of(name, kind).specs[name].shape
+
+    def read(self, name: str, kind: Kind = "model", start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor, in host memory of its own."""
+        return self._file_of(name, kind).read(name, start, stop)
+
+    def _file_of(self, name: str, kind: Kind) -> TensorReader:
+        files = self._model if kind == "model" else self._optimizer
+        if name not in files:
+            raise CheckpointError(f"{self.path}: has no {kind} tensor {name}")
+        return files[name]
+
+    @cached_property
+    def _model(self) -> dict[str, TensorReader]:
+        return self._index("model")
+
+    @cached_property
+    def _optimizer(self) -> dict[str, TensorReader]:
+        return self._index("optimizer")
+
+    def _index(self, folder: str) -> dict[str, TensorReader]:
+        """Tensor name -> the file that has it."""
+        prefix = f"{folder}/{folder}"
+        names = [name for name in self.manifest.files if name.startswith(prefix) and name.endswith(".safetensors")]
+        readers = [TensorReader(self.path / name) for name in names]
+        return {tensor: reader for reader in readers for tensor in reader.specs}
+
+    # ----------------------------------------------------------------------------------------------------- components
+
+    def components(self) -> list[str]:
+        """Keys of the components in this checkpoint."""
+        return list(self.manifest.components)
+
+    def has(self, component: Component) -> bool:
+        """True if ``component`` can be restored; if not, a warning says that it starts fresh.
+
+        Raises CheckpointError where a required one is missing.
+        """
+        if component.key in self.manifest.components:
+            return True
+        if component.required:
+            raise CheckpointError(f"{self.path}: has no {component.key}, without which a run cannot be resumed")
+        log.warning("%s: has no state of %s, which starts fresh", self.path, component.key)
+        return False
+
+    def state(self, key: str, rank: int = 0) -> Any:
+        """The state of a component, as ``rank`` saved it where ranks differ."""
+        if key not in self.manifest.components:
+            raise CheckpointError(f"{self.path}: has no component {key}; it has {', '.join(self.components())}")
+        shared = Sharing(self.manifest.components[key]).is_shared
+        if not shared and rank >= self.manifest.world_size:
+            raise CheckpointError(
+                f"{self.path}: has {key} of {self.manifest.world_size} ranks only, rank {rank} was asked for"
+            )
+        stem = shared_file() if shared else rank_file(rank)
+        document = self._document(stem)
+        if key not in document:
+            raise CheckpointError(f"{self.path / stem}.json: is damaged (has no {key})")
+        return decode(document[key], lambda name: self._state_tensor(stem, name))
+
+    def _document(self, stem: str) -> dict[str, Any]:
+        if stem not in self._documents:
+            path = self.path / f"{stem}.json"
+            try:
+                self._documents[stem] = dict(json.loads(path.read_bytes())["components"])
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+        return self._documents[stem]
+
+    def _state_tensor(self, stem: str, name: str) -> Tensor:
+        if stem not in self._state_tensors:
+            self._state_tensors[stem] = TensorReader(self.path / f"{stem}.safetensors")
+        return self._state_tensors[stem].read(name)
+
+
+def newest_valid(run: RunDir, verify: Level = "full") -> Reader | None:
+    """The run's newest whole checkpoint, a healthy one if there is any; None if the run has none at all.
+
+    Every damaged one on the way is a warning with file and reason. Raises CheckpointError if all are damaged, or if
+    one is of a newer format: falling back behind it would lose work that an upgrade keeps.
+    """
+    problems: list[str] = []
+    readers = _open_all(run, problems)
+    for reader in sorted(readers, key=lambda reader: not reader.manifest.healthy):  # stable: newest first within each
+        try:
+            reader.verify(verify)
+        except CheckpointError as error:
+            _report(error, problems)
+            continue
+        if not reader.manifest.healthy:
+            log.warning("%s: was saved while training looked diverged, but no healthy one is left", reader.path)
+        elif reader is not readers[0] and not readers[0].manifest.healthy:
+            log.warning("%s: was saved while training looked diverged; %s is used", readers[0].path, reader.path)
+        return reader
+    if problems:
+        raise CheckpointError(
+            "no usable checkpoint is left; to start afresh use overwrite_output_dir=true\n  " + "\n  ".join(problems)
+        )
+    return None
+
+
+def _open_all(run: RunDir, problems: list[str]) -> list[Reader]:
+    """The run's readable checkpoints, newest first."""
+    readers = []
+    for step in reversed(run.checkpoint_steps()):
+        try:
+            readers.append(Reader(run.checkpoint(step)))
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            _report(error, problems)
+    return readers
+
+
+def _report(error: CheckpointError, problems: list[str]) -> None:
+    log.warning("%s; the checkpoint before it is tried", error)
+    problems.append(str(error))
+
+
+def restore_components(
+    reader: Reader, components: Iterable[Component], *, rank: int = 0, only: Collection[str] | None = None
+) -> list[str]:
+    """Load what the checkpoint has of ``components``; with ``only``, of those with these keys.
+
+    Returns the keys that start fresh because the checkpoint lacks them, each with a warning. Raises CheckpointError if
+    a required one is missing, and names the component whose state does not fit.
+    """
+    fresh = []
+    for component in components:
+        if only is not None and component.key not in only:
+            continue
+        if reader.has(component):
+            _load(reader, component, rank)
+        else:
+            fresh.append(component.key)
+    return fresh
+
+
+def _load(reader: Reader, component: Component, rank: int) -> None:
+    state = reader.state(component.key, rank)
+    try:
+        component.object.load_state_dict(state)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{reader.path}: the state of {component.key} does not fit this run ({type(error).__name__}: {error}); "
+            "leave it out of resume_components if it may start fresh"
+        ) from error

@@ -1,0 +1,201 @@
+"""manifest.json: what a checkpoint is, and how to tell that it is whole. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from forgather_cli.checkpoint.files import Range, hash_range
+from forgather_cli.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = "forgather-checkpoint"
+FORMAT_VERSION = 1
+
+Level = Literal["full", "size", "none"]
+"""How much is verified: every byte by its hash, sizes only, or nothing."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint of a Forgather newer than this one: nothing is wrong with it."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and hashed ranges of one file; the ranges are the whole file."""
+
+    size: int
+    ranges: tuple[Range, ...]
+
+    def problem(self, path: Path, level: Level) -> str | None:
+        """What is wrong with the file at ``path``, None if nothing is. Reads the file at level full."""
+        try:
+            size = path.stat().st_size
+            if size != self.size:
+                return f"has {size} bytes instead of {self.size}"
+            if level == "full" and any(hash_range(path, a, b) != sha256 for a, b, sha256 in self.ranges):
+                return "has other content than was written (SHA-256 differs)"
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read ({error.strerror})"
+        return None
+
+
+@dataclass(frozen=True)
+class BestBy:
+    """The metric that tells the best checkpoint."""
+
+    metric: str
+    greater_is_better: bool
+
+    def value(self, metrics: dict[str, float]) -> float | None:
+        """The metric, with or without Hugging Face's ``eval_`` in front; None if it is missing or not finite."""
+        value = metrics.get(self.metric, metrics.get(f"eval_{self.metric}"))
+        return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything in manifest.json. Paths are relative to the checkpoint, with ``/``."""
+
+    step: int
+    strategy: str
+    world_size: int
+    created: str
+    """UTC, ISO 8601."""
+    config_fingerprint: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    healthy: bool = True
+    final: bool = False
+    """Training ended with this one."""
+    best_by: BestBy | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    components: dict[str, str] = field(default_factory=dict)
+    """Component key -> how it is shared among ranks."""
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        document = asdict(self)
+        document["metrics"] = {key: _to_json(value) for key, value in self.metrics.items()}
+        document = {"format": FORMAT, "format_version": FORMAT_VERSION, **document}
+        return json.dumps({**document, "checksum": _checksum(document)}, indent=1).encode()
+
+    def problems(self, directory: Path, level: Level = "full") -> list[str]:
+        """``file: what is wrong`` for every damaged file of the checkpoint in ``directory``."""
+        if level == "none":
+            return []
+        found = {name: entry.problem(directory / name, level) for name, entry in self.files.items()}
+        return [f"{name} {problem}" for name, problem in found.items() if problem]
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint in ``directory``.
+
+    Raises CheckpointError: no checkpoint there, not one of ours, damaged, or of a newer format.
+    """
+    path = directory / NAME
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(_nothing_here(directory)) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path}: is damaged (not JSON)") from None
+    return _decode(path, document)
+
+
+def _nothing_here(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory}: no such checkpoint directory"
+    hint = ""
+    if (directory / "checkpoints").is_dir():
+        hint = "; it is a run directory, its checkpoints are in checkpoints/"
+    elif directory.name == "model" and (directory.parent / NAME).exists():
+        hint = f"; it is the model of one, use {directory.parent}"
+    elif (directory / "config.json").exists():
+        hint = "; to start from a model directory use model=pretrained model.path=DIR"
+    return f"{directory}: not a Forgather checkpoint (no {NAME}){hint}"
+
+
+def _decode(path: Path, document: Any) -> Manifest:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointError(f"{path.parent}: not a Forgather checkpoint ({NAME} is of another program)")
+    version = document.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{path.parent}: has checkpoint format {version}, this Forgather reads up to {FORMAT_VERSION}; "
+            "upgrade forgather to use it"
+        )
+    if document.pop("checksum", None) != _checksum(document):
+        raise CheckpointError(f"{path}: is damaged (its content does not match its checksum)")
+    try:
+        return _build(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+
+
+def _build(document: dict[str, Any]) -> Manifest:
+    known = {key: document[key] for key in (f.name for f in fields(Manifest)) if key in document}
+    best_by = document.get("best_by")
+    return Manifest(
+        **{
+            **known,
+            "metrics": {key: float(value) for key, value in document["metrics"].items()},
+            "best_by": BestBy(**best_by) if best_by else None,
+            "files": {_inside(name): _entry(entry) for name, entry in document["files"].items()},
+        }
+    )
+
+
+def _entry(entry: dict[str, Any]) -> FileEntry:
+    ranges = tuple((int(start), int(stop), str(sha256)) for start, stop, sha256 in entry["ranges"])
+    size = int(entry["size"])
+    stops = [0, *(stop for _, stop, _ in ranges)]
+    if [start for start, _, _ in ranges] != stops[:-1] or stops[-1] != size:
+        raise ValueError("hashed ranges are not the whole file")
+    return FileEntry(size, ranges)
+
+
+def _inside(name: str) -> str:
+    """A stranger's manifest may not name files outside the checkpoint."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"file name {name!r}")
+    return name
+
+
+def _to_json(value: float) -> float | str:
+    """JSON has no nan and inf."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def merge_entries(reports: list[dict[str, list[Range]]]) -> dict[str, FileEntry]:
+    """The files of a checkpoint from what each rank wrote of them, by name."""
+    ranges: dict[str, list[Range]] = {}
+    for report in reports:
+        for name, written in report.items():
+            ranges.setdefault(name, []).extend(written)
+    return {
+        name: FileEntry(max((stop for _, stop, _ in written), default=0), tuple(sorted(written)))
+        for name, written in sorted(ranges.items())
+    }
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,240 @@
+"""Writing and publishing one checkpoint: a temporary sibling, hashes, manifest, rename."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forgather_cli.checkpoint import files
+from forgather_cli.checkpoint.encoding import Encoded
+from forgather_cli.checkpoint.files import Check, Range, remove, sync_directory, write_file
+from forgather_cli.checkpoint.gather import gather
+from forgather_cli.checkpoint.layout import plan
+from forgather_cli.checkpoint.manifest import NAME, Manifest, NewerFormatError, merge_entries, read_manifest
+from forgather_cli.checkpoint.retention import sibling
+from forgather_cli.checkpoint.snapshot import Snapshot
+from forgather_cli.checkpoint.tensors import whole, write_index, write_share
+from forgather_cli.errors import CheckpointError, ForgatherError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be published; the ones before it stand."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rank's attempt came to, as it is sent to the others."""
+
+    value: Any = None
+    failure: str | None = None
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line for the log."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}"
+    return str(error) if isinstance(error, ForgatherError) else f"{type(error).__name__}: {error}"
+
+
+class Publication:
+    """One checkpoint on its way to disk. ``run`` is for a thread of its own; it raises nothing.
+
+    Afterwards ``path`` is the published checkpoint, or ``failure`` says why there is none; with both, what went wrong
+    after the publication. Every rank runs it.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        *,
+        snapshot: Snapshot,
+        manifest: Manifest,
+        write_model_files: Callable[[Path], None],
+        timeout: float,
+        group: Any = None,
+        rank: int = 0,
+    ) -> None:
+        self.target = target
+        self.step = manifest.step
+        self.path: Path | None = None
+        self.failure: str | None = None
+        self.deadline = time.monotonic() + timeout
+        self._timeout = timeout
+        self._temporary: Path | None = None
+        self._snapshot = snapshot
+        self._manifest = manifest
+        self._write_model_files = write_model_files
+        self._group = group
+        self._rank = rank
+        self._abandoned = False
+        self._renaming = threading.Lock()
+
+    def run(self) -> None:
+        try:
+            self.path = self._publish()
+        except Exception as error:  # the edge of the thread
+            log.debug("checkpoint", exc_info=True)
+            self.failure = reason(error)
+            self._remove_temporary()
+
+    def abandon(self) -> bool:
+        """See to it that this checkpoint is not published any more; False if it is already."""
+        with self._renaming:
+            self._abandoned = self._abandoned or self.path is None
+            return self._abandoned
+
+    # ------------------------------------------------------------------------------------------------------- phases
+
+    def _publish(self) -> Path:
+        """Collective."""
+        temporary = self._temporary = self._on_rank_0(self._prepare)
+        if temporary is None:
+            return self.target
+        reports = gather(self._attempt(lambda: self._write(temporary)), self._group)
+        self._on_rank_0(lambda: self._finish(temporary, reports))
+        return self.target
+
+    def _on_rank_0(self, action: Callable[[], T]) -> T:
+        """Collective. What ``action`` returns on rank 0, on all ranks; its failure is everybody's."""
+        outcome = self._attempt(action) if self._rank == 0 else _Outcome()
+        outcome = gather(outcome, self._group)[0]
+        if outcome.failure is not None:
+            raise SaveError(outcome.failure)
+        result: T = outcome.value
+        return result
+
+    def _attempt(self, action: Callable[[], Any]) -> _Outcome:
+        try:
+            return _Outcome(action())
+        except Exception as error:  # another rank must hear of it
+            log.debug("checkpoint", exc_info=True)
+            return _Outcome(failure=reason(error))
+
+    def _check(self) -> None:
+        """Raise SaveError when the time is over."""
+        if self._abandoned or time.monotonic() > self.deadline:
+            raise SaveError(f"it took longer than save_timeout={self._timeout:g} seconds")
+
+    # ------------------------------------------------------------------------------------------------------ rank 0
+
+    def _prepare(self) -> Path | None:
+        """A new temporary directory; None if this step has a good checkpoint already."""
+        if self._is_kept():
+            return None
+        temporary = sibling(self.target, "tmp")
+        (temporary / "model").mkdir(parents=True)
+        return temporary
+
+    def _is_kept(self) -> bool:
+        """True if this step has a checkpoint that is whole, of the same config and no less healthy.
+
+        It gets the new one's metrics and marks.
+        """
+        if not self.target.exists():
+            return False
+        new = self._manifest
+        try:
+            old = read_manifest(self.target)
+            problems = old.problems(self.target, "full")
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            problems = [str(error)]
+        if problems:
+            log.warning("%s: is damaged and is written again: %s", self.target, "; ".join(problems))
+            return False
+        if old.config_fingerprint != new.config_fingerprint or (new.healthy and not old.healthy):
+            return False
+        marked = replace(old, metrics={**old.metrics, **new.metrics}, final=old.final or new.final)
+        if marked != old:
+            files.replace_file(self.target / NAME, marked.to_bytes(), sibling(self.target, "tmp"))
+        return True
+
+    def _finish(self, temporary: Path, reports: list[_Outcome]) -> None:
+        """Manifest, sync, rename."""
+        for rank, report in enumerate(reports):
+            if report.failure is not None:
+                raise SaveError(f"rank {rank}: {report.failure}" if len(reports) > 1 else report.failure)
+        manifest = replace(self._manifest, files=merge_entries([report.value for report in reports]))
+        problems = manifest.problems(temporary, "size")
+        if problems:
+            raise SaveError("; ".join(problems))
+        write_file(temporary / NAME, manifest.to_bytes())
+        for directory in [path for path in temporary.rglob("*") if path.is_dir()]:
+            sync_directory(directory)
+        sync_directory(temporary)
+        self._rename(temporary)
+
+    def _rename(self, temporary: Path) -> None:
+        old = sibling(self.target, "replaced")
+        with self._renaming:
+            self._check()
+            if self.target.exists():
+                self.target.rename(old)
+            try:
+                temporary.rename(self.target)
+            except OSError:
+                if old.exists():
+                    old.rename(self.target)
+                raise
+            self.path = self.target
+        sync_directory(self.target.parent)
+        remove(old)
+
+    def _remove_temporary(self) -> None:
+        if self._rank != 0 or self._temporary is None:
+            return
+        try:
+            remove(self._temporary)
+        except OSError as error:
+            log.warning("%s: cannot remove (%s)", self._temporary, reason(error))
+
+    # ------------------------------------------------------------------------------------------------------ all ranks
+
+    def _write(self, temporary: Path) -> dict[str, list[Range]]:
+        """This rank's share of the files; what it wrote by file."""
+        report: dict[str, list[Range]] = {}
+        if self._rank == 0:
+            report |= self._write_foreign(temporary)
+        self._snapshot.wait()
+        for tensors, rows in zip(self._snapshot.plans, self._snapshot.rows, strict=True):
+            report |= write_share(temporary, tensors, self._rank, rows, self._check)
+            if self._rank == 0:
+                report |= write_index(temporary, tensors)
+        for stem, state in self._snapshot.states.items():
+            report |= write_state(temporary, stem, state, self._check)
+        self._check()
+        return report
+
+    def _write_foreign(self, temporary: Path) -> dict[str, list[Range]]:
+        """config.json, tokenizer and the like, which others write; hashed and synced here."""
+        self._write_model_files(temporary / "model")
+        paths = sorted(path for path in (temporary / "model").rglob("*") if path.is_file())
+        return {path.relative_to(temporary).as_posix(): _ranges(path) for path in paths}
+
+
+def _ranges(path: Path) -> list[Range]:
+    files.sync_file(path)
+    size = os.stat(path).st_size
+    return [(0, size, files.hash_range(path, 0, size))] if size else []
+
+
+def write_state(directory: Path, stem: str, state: Encoded, check: Check) -> dict[str, list[Range]]:
+    """Write components as ``<stem>.json`` and, where they have tensors, ``<stem>.safetensors``."""
+    document = json.dumps({"components": state.documents}, separators=(",", ":"), allow_nan=False).encode()
+    report = {f"{stem}.json": write_file(directory / f"{stem}.json", document)}
+    if state.tensors:
+        pieces = [whole(name, tensor) for name, tensor in state.tensors.items()]
+        report |= write_share(directory, plan([pieces], stem, max_bytes=1 << 62), 0, state.tensors, check)
+    return report

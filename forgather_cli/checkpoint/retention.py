@@ -1,0 +1,168 @@
+"""Which checkpoints a run has, which is best, and which may go. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from forgather_cli.checkpoint.files import remove, size_of, sync_directory
+from forgather_cli.checkpoint.manifest import NAME, BestBy, Manifest, NewerFormatError, read_manifest
+from forgather_cli.errors import CheckpointError
+from forgather_cli.run_dir import RunDir, step_of
+
+log = logging.getLogger(__name__)
+
+_TEMPORARY = re.compile(r"\.(tmp|trash|replaced)-(?P<name>.+)-\d+\.\d+$")
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One published checkpoint. Of a damaged one only step, path, size and problem are known."""
+
+    step: int
+    path: Path
+    size_bytes: int
+    """On disk."""
+    created: str = ""
+    """UTC, ISO 8601."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    healthy: bool = False
+    final: bool = False
+    """Training ended with it."""
+    best: bool = False
+    """The best of this run's by the metric it was trained for."""
+    strategy: str = ""
+    world_size: int = 0
+    best_by: BestBy | None = None
+    problem: str | None = None
+    """Why it cannot be used, as far as manifest and file sizes tell."""
+    foreign: bool = False
+    """Not written by this program or by a newer version of it: never deleted."""
+
+
+def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[CheckpointInfo]:
+    """The run's published checkpoints by ascending step, damaged ones too. Reads manifests and file sizes.
+
+    ``best_by`` None: the rule of the newest one.
+    """
+    listed = [_info(step, run.checkpoint(step)) for step in run.checkpoint_steps()]
+    found = [info for info in listed if info.path.exists()]  # a running job may have deleted some meanwhile
+    rules = [info.best_by for info in found if info.best_by is not None]
+    rule = best_by or (rules[-1] if rules else None)
+    best = {info.step for info in best_of(found, rule, 1)} if rule else set()
+    return [replace(info, best=info.step in best) for info in found]
+
+
+def best_checkpoint(run: RunDir, metric: str | None = None, greater_is_better: bool = False) -> CheckpointInfo | None:
+    """The best of the run's usable checkpoints by ``metric`` (None: the one it was trained for), None without."""
+    rule = BestBy(metric, greater_is_better) if metric is not None else None
+    return next((info for info in list_checkpoints(run, rule) if info.best), None)
+
+
+def best_of(found: Sequence[CheckpointInfo], rule: BestBy, count: int) -> list[CheckpointInfo]:
+    """The ``count`` best usable and healthy ones, best first; those without the metric do not count."""
+    scored = [
+        (value, info)
+        for info in found
+        if info.problem is None and info.healthy and (value := rule.value(info.metrics)) is not None
+    ]
+    scored.sort(key=lambda item: (-item[0] if rule.greater_is_better else item[0], item[1].step))
+    return [info for _, info in scored[:count]]
+
+
+def _info(step: int, path: Path) -> CheckpointInfo:
+    size = size_of(path)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        foreign = isinstance(error, NewerFormatError) or not (path / NAME).exists()
+        return CheckpointInfo(step, path, size, problem=str(error), foreign=foreign)
+    return _from_manifest(step, path, size, manifest)
+
+
+def _from_manifest(step: int, path: Path, size: int, manifest: Manifest) -> CheckpointInfo:
+    return CheckpointInfo(
+        step=step,
+        path=path,
+        size_bytes=size,
+        created=manifest.created,
+        metrics=manifest.metrics,
+        healthy=manifest.healthy,
+        final=manifest.final,
+        strategy=manifest.strategy,
+        world_size=manifest.world_size,
+        best_by=manifest.best_by,
+        problem="; ".join(manifest.problems(path, "size")) or None,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- deleting
+
+
+def expendable(
+    found: Sequence[CheckpointInfo], *, limit: int, num_best: int, best_by: BestBy, protected: Collection[int] = ()
+) -> list[CheckpointInfo]:
+    """The checkpoints that may go: all but the newest ``limit``, the ``num_best`` best, the newest healthy one and
+    those of the ``protected`` steps. Damaged ones do not count towards the limit and go first.
+    """
+    usable = sorted((info for info in found if info.problem is None), key=lambda info: info.step, reverse=True)
+    kept = {info.step for info in usable[:limit]}
+    kept |= {info.step for info in best_of(found, best_by, num_best)}
+    kept |= {info.step for info in [info for info in usable if info.healthy][:1]}
+    return [info for info in found if info.step not in kept | set(protected) and not info.foreign]
+
+
+def apply_retention(
+    run: RunDir, *, limit: int | None, num_best: int, best_by: BestBy, protected: Collection[int] = ()
+) -> None:
+    """Delete what ``expendable`` names; None keeps all. What cannot be deleted is a warning."""
+    if limit is None:
+        return
+    found = list_checkpoints(run)
+    for info in expendable(found, limit=limit, num_best=num_best, best_by=best_by, protected=protected):
+        try:
+            delete(info.path)
+        except OSError as error:
+            log.warning("%s: cannot delete this old checkpoint (%s)", info.path, error.strerror)
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint so that no half of it is ever taken for one: rename first. Raises OSError."""
+    trash = sibling(path, "trash")
+    path.rename(trash)
+    sync_directory(path.parent)
+    remove(trash)
+
+
+def sibling(path: Path, kind: str) -> Path:
+    """A new name beside ``path`` that is not a checkpoint's: ``tmp`` (being written), ``trash`` (being deleted) or
+    ``replaced`` (a checkpoint whose successor is about to take its name).
+    """
+    return path.with_name(f".{kind}-{path.name}-{os.getpid()}.{next(_serial)}")
+
+
+def clean(run: RunDir) -> None:
+    """Remove what killed writers left behind; the caller holds the run directory, so nobody is writing now.
+
+    A checkpoint that had given up its name while its successor had not taken it yet gets it back.
+    """
+    if not run.checkpoints.is_dir():
+        return
+    for path in sorted(run.checkpoints.iterdir()):
+        match = _TEMPORARY.match(path.name)
+        if match is None:
+            continue
+        target = path.with_name(match["name"])
+        try:
+            if match[1] == "replaced" and step_of(target) is not None and not target.exists():
+                path.rename(target)
+            else:
+                remove(path)
+        except OSError as error:
+            log.warning("%s: cannot remove this leftover of a killed job (%s)", path, error.strerror)

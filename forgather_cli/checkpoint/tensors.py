@@ -1,0 +1,156 @@
+"""Tensors as bytes of safetensors files: dtypes, host memory, writing and reading.
+
+Written here rather than with ``safetensors.torch.save_file`` because that takes whole tensors, holds a second copy of
+the bytes, and can neither hash what it writes nor write one rank's rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather_cli.checkpoint.files import Check, Range, no_check, write_file, write_ranges
+from forgather_cli.checkpoint.layout import ITEM_BYTES, MAX_SHARD_BYTES, Piece, Plan, TensorSpec, plan
+from forgather_cli.errors import CheckpointError
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float64: "F64",
+}  # fmt: skip
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors' own reader."""
+
+
+def spec_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec:
+    """The spec of a full tensor. Raises CheckpointError for a dtype that safetensors lacks."""
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name}: cannot store {dtype} in a safetensors file; use one of {', '.join(_BY_NAME)}")
+    return TensorSpec(name, DTYPES[dtype], tuple(shape))
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous host tensor as uint8, flat, shared."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def host_copy(tensor: Tensor, into: Tensor | None = None) -> Tensor:
+    """A contiguous copy in host memory, into ``into`` where that fits.
+
+    From a CUDA device the copy is asynchronous into pinned memory if ``into`` is pinned; later work on the device's
+    current stream cannot overtake it, but the host must wait for the stream before it reads.
+    """
+    fits = into is not None and into.shape == tensor.shape and into.dtype == tensor.dtype
+    target = into if fits and into is not None else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return target.copy_(tensor.detach(), non_blocking=target.is_pinned())
+
+
+def write_share(
+    directory: Path, plan: Plan, rank: int, rows: Mapping[str, Tensor], check: Check = no_check
+) -> dict[str, list[Range]]:
+    """Write what ``rank`` has to write of a plan's files into ``directory`` and sync it.
+
+    ``rows``: the rank's rows in host memory by tensor name, contiguous. Returns the ranges by file path.
+    """
+    report = {}
+    for file in plan.files:
+        parts = [(at, _content(file.header, piece, rows)) for at, piece in plan.parts(file, rank)]
+        if parts:
+            path = directory / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            report[file.path] = write_ranges(path, parts, check)
+    return report
+
+
+def _content(header: bytes, piece: Piece | None, rows: Mapping[str, Tensor]) -> Any:
+    return header if piece is None else raw_bytes(rows[piece.spec.name]).numpy()
+
+
+def write_index(directory: Path, plan: Plan) -> dict[str, list[Range]]:
+    """Write Hugging Face's index where a plan has several files; returns its ranges by path."""
+    content = plan.index()
+    if content is None:
+        return {}
+    path = f"{plan.stem}.safetensors.index.json"
+    return {path: write_file(directory / path, content)}
+
+
+def write_model_directory(directory: Path, tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write whole tensors by name as ``model.safetensors``, or shards of ``max_bytes`` with an index."""
+    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    files = plan([pieces], "model", max_bytes)
+    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_share(directory, files, 0, host)
+    write_index(directory, files)
+
+
+def whole(name: str, tensor: Tensor) -> Piece:
+    """All rows of a tensor."""
+    spec = spec_of(name, tensor.dtype, tuple(tensor.shape))
+    return Piece(spec, 0, spec.num_rows)
+
+
+class TensorReader:
+    """Reads rows of the tensors in one safetensors file. Raises CheckpointError for a file that is not one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.specs: dict[str, TensorSpec] = {}
+        self._offsets: dict[str, int] = {}
+        try:
+            self._read_header()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: is not a safetensors file ({error})") from error
+
+    def _read_header(self) -> None:
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(_MAX_HEADER_BYTES, size - 8):
+                raise ValueError("its header is longer than the file")
+            entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            if entry["dtype"] not in ITEM_BYTES:
+                raise ValueError(f"{name} has dtype {entry['dtype']}, known are {', '.join(ITEM_BYTES)}")
+            spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
+            begin, end = entry["data_offsets"]
+            inside = min(spec.shape, default=0) >= 0 and 0 <= begin <= end <= size - 8 - length
+            if not inside or end - begin != spec.num_bytes:
+                raise ValueError(f"the bytes of {name} do not match its shape")
+            self.specs[name], self._offsets[name] = spec, 8 + length + begin
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor in fresh host memory; a 0-dim tensor as it is."""
+        spec = self.specs[name]
+        stop = spec.num_rows if stop is None else min(stop, spec.num_rows)
+        shape = (max(stop - start, 0), *spec.shape[1:]) if spec.shape else ()
+        result = torch.empty(shape, dtype=_BY_NAME[spec.dtype])
+        if math.prod(shape):
+            _read_into(self.path, raw_bytes(result), self._offsets[name] + start * spec.row_bytes)
+        return result
+
+
+def _read_into(path: Path, target: Tensor, offset: int) -> None:
+    content: Any = target.numpy()
+    view = memoryview(content)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise CheckpointError(f"{path}: ends too early")
+                view = view[count:]
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

@@ -1,0 +1,204 @@
+"""Taking a run directory for one job: the lock, what may be there already, and the files that say what was started."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.errors import SetupError
+from forgather_cli.run_dir import RunDir
+
+_PACKAGES = ("forgather", "torch", "hydra-core", "omegaconf", "safetensors", "tokenizers", "torchdata", "numpy")
+
+
+class Claim:
+    """A run directory that this process may write, until it ends.
+
+    ``undo`` puts the directory back as it was found; files of others are never touched.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Make and lock the directory. Raises SetupError if it cannot be made or another job holds it."""
+        self.run = RunDir(root)
+        self._before: dict[Path, bytes | None] = {}
+        self._made = _make_directory(root)
+        self._lock = _take_lock(self.run)
+        self._traces = self._training_traces()
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a file of the run that ``undo`` takes back."""
+        self.remember(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise SetupError(f"output_dir: {path} cannot be written: {error.strerror}") from error
+
+    def remember(self, path: Path) -> None:
+        """Note what is at ``path`` now, for ``undo``."""
+        self._before.setdefault(path, path.read_bytes() if path.is_file() else None)
+
+    def _training_traces(self) -> tuple[object, ...]:
+        metrics = self.run.metrics
+        return (*self.run.checkpoint_steps(), metrics.stat().st_mtime_ns if metrics.exists() else None)
+
+    def has_trained(self) -> bool:
+        """True if this job has left metrics or checkpoints."""
+        return self._training_traces() != self._traces
+
+    def undo(self) -> None:
+        """Put back what this job found. Only for a job that has not trained."""
+        for path, content in self._before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_bytes(content)
+        if self._made:
+            shutil.rmtree(self.run.root, ignore_errors=True)
+            _remove_empty(self._made[1:])
+        else:
+            _remove_empty([self.run.logs])
+
+    def release(self) -> None:
+        """Let another job have the directory."""
+        os.close(self._lock)
+
+
+def _make_directory(root: Path) -> list[Path]:
+    """Create ``root`` and its parents; returns what was missing, innermost first."""
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"output_dir: {root} cannot be created: {error.strerror}; choose another one") from error
+    return missing
+
+
+def _remove_empty(paths: list[Path]) -> None:
+    for path in paths:
+        try:
+            path.rmdir()
+        except OSError:
+            return
+
+
+def _take_lock(run: RunDir) -> int:
+    """Hold RUN/.lock; returns its descriptor.
+
+    A record lock, which belongs to the process: one of flock(2) would live on in data workers for the seconds they
+    need to notice that their parent was killed, and a restart would be refused.
+    """
+    try:
+        lock = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise SetupError(f"output_dir: {run.root} cannot be written: {error.strerror}; choose another one") from error
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(lock, 200).decode(errors="replace").strip() or "unknown process"
+        os.close(lock)
+        raise SetupError(
+            f"output_dir: {run.root} is being written by another job ({holder}); wait for it or choose another one"
+        ) from error
+    os.ftruncate(lock, 0)
+    os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock
+
+
+@contextmanager
+def claim(root: Path) -> Iterator[Claim]:
+    """Hold a run directory; a SetupError raised inside before training takes back what was written."""
+    held = Claim(root)
+    try:
+        yield held
+    except SetupError:
+        if not held.has_trained():
+            held.undo()
+        raise
+    finally:
+        held.release()
+
+
+def prepare(held: Claim, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool) -> Path:
+    """Refuse or empty a used directory and write what is started; returns the config file of this start."""
+    run = held.run
+    if run.is_used() and not resume:
+        if not overwrite:
+            raise SetupError(
+                f"output_dir: {run.root} already holds a run; go on with it by resume_from_checkpoint=true, "
+                "or delete it by overwrite_output_dir=true"
+            )
+        remove_run(run)
+    held.remember(run.exit)
+    run.exit.unlink(missing_ok=True)
+    held.remember(run.rank_log(0))
+    return _write_start(held, tree_text, origin, later=resume and run.config.exists())
+
+
+def _write_start(held: Claim, tree_text: str, origin: dict[str, Any], *, later: bool) -> Path:
+    run = held.run
+    path = run.later_config(max([0, *run.later_starts()]) + 1) if later else run.config
+    held.write(path, tree_text)
+    if not later:
+        for n in run.later_starts():
+            held.remember(run.later_config(n))
+            run.later_config(n).unlink()
+        held.write(run.origin, _yaml({**origin, "versions": versions()}))
+    run.logs.mkdir(exist_ok=True)
+    return path
+
+
+def remove_run(run: RunDir) -> None:
+    """Delete what a run of ours left in its directory; other files stay."""
+    starts = [run.later_config(n) for n in run.later_starts()]
+    logs = list(run.logs.glob("rank-*.log")) if run.logs.is_dir() else []
+    for path in (run.metrics, run.samples, run.exit, run.config, run.origin, *starts, *logs):
+        path.unlink(missing_ok=True)
+    for directory in (run.tensorboard, run.checkpoints):
+        _remove_tree(directory)
+
+
+def _remove_tree(directory: Path) -> None:
+    """Delete a directory; renamed first, so that a kill in between leaves nothing that looks whole."""
+    if directory.is_dir():
+        doomed = directory.with_name(f".{directory.name}.deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages a run depends on, without importing them."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        found.update(_version(name))
+    return found
+
+
+def _version(package: str) -> dict[str, str]:
+    try:
+        return {package: metadata.version(package)}
+    except metadata.PackageNotFoundError:
+        return {}
+
+
+def _yaml(value: dict[str, Any]) -> str:
+    """A YAML document with texts of several lines as blocks."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: Any, value: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,68 @@
+"""The ``forgather`` program: its commands, and the edge where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from forgather_cli import __version__
+from forgather_cli.cli import checkpoint, config, evaluate, generate, logs, plan, resume, train
+from forgather_cli.cli.style import Command, Group
+from forgather_cli.errors import ForgatherError
+from forgather_cli.report import report_error
+
+_HELP = """Train language models from composed configs.
+
+[cyan]forgather train[/]                              the default recipe, no download
+[cyan]forgather train model=nano max_steps=50[/]      options and settings by name
+[cyan]forgather train learning_rate=1e-3,3e-3 -m[/]   a sweep
+[cyan]forgather config options[/]                     what there is to choose from"""
+
+app = typer.Typer(
+    name="forgather",
+    cls=Group,
+    help=_HELP,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forgather {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None: ...
+
+
+app.command("train", cls=Command)(train.train)
+app.command("resume", cls=Command)(resume.resume)
+app.add_typer(config.app, name="config")
+app.command("plan", cls=Command)(plan.plan)
+app.command("eval", cls=Command)(evaluate.evaluate)
+app.command("generate", cls=Command)(generate.generate)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(logs.app, name="logs")
+
+
+def main() -> NoReturn:
+    """Run the command line. Errors for users end with their exit code; anything else with a traceback and 1."""
+    try:
+        app(prog_name="forgather")
+    except ForgatherError as error:
+        report_error(error)
+        sys.exit(error.exit_code)
+    sys.exit(0)

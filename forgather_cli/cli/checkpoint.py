@@ -1,0 +1,198 @@
+"""``forgather checkpoint``: look at checkpoints and check them. No torch here."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forgather_cli.cli.common import AsJson, console, human_bytes, print_json
+from forgather_cli.cli.style import Command, Group
+from forgather_cli.errors import CheckpointError
+from forgather_cli.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from forgather_cli.checkpoint.manifest import Manifest
+    from forgather_cli.checkpoint.retention import CheckpointInfo
+
+app = typer.Typer(cls=Group, help="Look at checkpoints and check them.", no_args_is_help=True)
+
+Source = Annotated[
+    Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run for its newest one.", show_default=False)
+]
+RunOrCheckpoint = Annotated[
+    Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run for all of its.", show_default=False)
+]
+
+
+@app.command("list", cls=Command)
+def list_(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """List a run's checkpoints with the best and the final one marked."""
+    found = _of_run(run_dir)
+    if as_json:
+        print_json([_document(info) for info in found])
+    else:
+        _print_list(found)
+
+
+def _of_run(run_dir: Path) -> list[CheckpointInfo]:
+    """The run's checkpoints. Raises CheckpointError for a directory without any."""
+    from forgather_cli.checkpoint.retention import list_checkpoints
+
+    if not run_dir.is_dir():
+        raise CheckpointError(f"{run_dir}: no such directory; give a run's directory")
+    found = list_checkpoints(RunDir(run_dir))
+    if not found:
+        raise CheckpointError(f"{run_dir}: has no checkpoints; give the directory of a run that has saved one")
+    return found
+
+
+def _document(info: CheckpointInfo) -> dict[str, Any]:
+    document = {key: value for key, value in asdict(info).items() if key not in ("best_by", "foreign")}
+    return {**document, "path": str(info.path)}
+
+
+def _print_list(found: list[CheckpointInfo]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("step", "loss", "eval loss", "size", "saved (UTC)", "", "path"):
+        table.add_column(title, justify="right" if title in ("step", "loss", "eval loss", "size") else "left")
+    for info in found:
+        losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
+        shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
+        saved = info.created.replace("T", " ")[:19]
+        style = "red" if info.problem else "bold" if info.best else ""
+        table.add_row(
+            str(info.step), *shown, human_bytes(info.size_bytes), saved, _marks(info), str(info.path), style=style
+        )
+    console().print(table)
+
+
+def _marks(info: CheckpointInfo) -> str:
+    marks = {"best": info.best, "final": info.final, "not healthy": not info.healthy and not info.problem}
+    return ", ".join(["damaged"] if info.problem else [mark for mark, holds in marks.items() if holds])
+
+
+@app.command(cls=Command)
+def inspect(source: Source, as_json: AsJson = False) -> None:
+    """Show a checkpoint's manifest and its tensors."""
+    from forgather_cli.checkpoint.manifest import read_manifest
+
+    path = _newest(source)
+    manifest = read_manifest(path)
+    tensors = list(_tensors(path, manifest))
+    if as_json:
+        print_json({"path": str(path), "manifest": json.loads(manifest.to_bytes()), "tensors": tensors})
+    else:
+        _print_manifest(path, manifest)
+        _print_tensors(tensors)
+
+
+def _newest(source: Path) -> Path:
+    """``source`` if it is a checkpoint, else the newest checkpoint of the run."""
+    if (source / "checkpoints").is_dir() or not source.is_dir():
+        return _of_run(source)[-1].path
+    return source
+
+
+def _tensors(path: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Name, dtype, shape, bytes and file of every tensor, from the files' headers."""
+    for name in sorted(manifest.files):
+        if name.endswith(".safetensors"):
+            for tensor, entry in _header(path / name).items():
+                begin, end = entry["data_offsets"]
+                shape = list(entry["shape"])
+                yield {"name": tensor, "dtype": entry["dtype"], "shape": shape, "bytes": end - begin, "file": name}
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file (https://github.com/huggingface/safetensors#format)."""
+    try:
+        with path.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header: dict[str, Any] = json.loads(stream.read(min(length, path.stat().st_size)))
+    except (OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); see forgather checkpoint verify") from error
+    header.pop("__metadata__", None)
+    return header
+
+
+def _print_manifest(path: Path, manifest: Manifest) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = {
+        "checkpoint": path,
+        "step": manifest.step,
+        "saved": manifest.created,
+        "strategy": f"{manifest.strategy}, world size {manifest.world_size}",
+        "healthy": "yes" if manifest.healthy else "no",
+        "final": "yes" if manifest.final else "no",
+        "metrics": ", ".join(f"{key}={value:.6g}" for key, value in manifest.metrics.items()),
+        "components": ", ".join(f"{key} ({kind.lower()})" for key, kind in manifest.components.items()),
+        "versions": ", ".join(f"{key} {value}" for key, value in manifest.versions.items()),
+        "config": manifest.config_fingerprint or "-",
+    }
+    for label, value in rows.items():
+        table.add_row(label, str(value))
+    console().print(table)
+
+
+def _print_tensors(tensors: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("tensor", "dtype", "shape", "size", "file"):
+        table.add_column(title, justify="right" if title == "size" else "left")
+    for t in tensors:
+        shape = " x ".join(map(str, t["shape"])) or "scalar"
+        table.add_row(t["name"], t["dtype"], shape, human_bytes(t["bytes"]), t["file"])
+    console().print(table)
+
+
+@app.command(cls=Command)
+def verify(source: RunOrCheckpoint, as_json: AsJson = False) -> None:
+    """Read every byte of a checkpoint and compare it with its manifest; exit code 1 if it is damaged."""
+    checked = [(path, _problems(path)) for path in _all(source)]
+    if as_json:
+        print_json([{"path": str(path), "valid": not problems, "problems": problems} for path, problems in checked])
+    else:
+        for path, problems in checked:
+            typer.secho(f"{path}: {'damaged' if problems else 'ok'}", fg="red" if problems else "green")
+            typer.echo("".join(f"  {problem}\n" for problem in problems), nl=False)
+    if any(problems for _, problems in checked):
+        raise typer.Exit(1)
+
+
+def _all(source: Path) -> list[Path]:
+    if (source / "checkpoints").is_dir() or not source.is_dir():
+        return [info.path for info in _of_run(source)]
+    return [source]
+
+
+def _problems(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, file by file. Raises CheckpointError where there is none."""
+    from forgather_cli.checkpoint.manifest import NAME, NewerFormatError, read_manifest
+
+    if not (path / NAME).exists():
+        read_manifest(path)
+    try:
+        return read_manifest(path).problems(path, "full")
+    except NewerFormatError:
+        raise
+    except CheckpointError as error:
+        return [str(error)]

@@ -1,0 +1,146 @@
+"""What the commands share: how RECIPE and OVERRIDEs are read, and how results are printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forgather_cli.cli.completion import complete_override, complete_words
+from forgather_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from forgather_cli.config.load import Loaded
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [OVERRIDE]...",
+        help="A recipe's name or file, and settings as [cyan]key=value[/], [cyan]group=option[/], [cyan]+key=value[/], "
+        "[cyan]~key[/].",
+        autocompletion=complete_words,
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDE]...",
+        help="Settings to change, as [cyan]key=value[/] or [cyan]group=option[/].",
+        autocompletion=complete_override,
+        show_default=False,
+    ),
+]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder with groups and recipes of yours, beside ./conf and ./recipes."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def is_override(word: str) -> bool:
+    """True for ``key=value`` in any of Hydra's forms and ``~key``; else the word can only be a recipe."""
+    return "=" in word or word.startswith("~")
+
+
+def split_words(words: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The recipe (``default`` if none is named) and the overrides. Raises ConfigError for a second recipe."""
+    named = [word for word in words or [] if not is_override(word)]
+    if len(named) > 1:
+        hint = f"write key=value (the recipe is {named[0]})"
+        raise ConfigError([f"{word}: not an override; {hint}" for word in named[1:]])
+    return (named[0] if named else "default"), [word for word in words or [] if is_override(word)]
+
+
+def check_overrides(words: Sequence[str] | None) -> list[str]:
+    """The words, all of which must be overrides. Raises ConfigError for others."""
+    wrong = [word for word in words or [] if not is_override(word)]
+    if wrong:
+        raise ConfigError([f"{word}: not an override; write key=value" for word in wrong])
+    return list(words or [])
+
+
+def quoted(path: Path) -> str:
+    """A path as a value in Hydra's grammar."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def load(words: Sequence[str] | None, config_dir: Path | None) -> Loaded:
+    """Compose and check a run from the words of the command line. Raises ConfigError."""
+    from forgather_cli.config.load import load_config
+
+    recipe, overrides = split_words(words)
+    return load_config(recipe, overrides, config_dir=config_dir)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console that prints text as it is; 120 columns where it is no terminal."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else 120)
+
+
+def print_json(value: Any) -> None:
+    """Print the one document of ``--json``; not-a-number becomes null, since JSON has none."""
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    print(text, flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+@contextlib.contextmanager
+def only_json(as_json: bool) -> Iterator[None]:
+    """While work is done for ``--json``, what it prints goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+def human(number: float | None, letters: str = "KMBT") -> str:
+    """A count with three digits and a letter for thousands and so on: 3.25M; a dash for None."""
+    if number is None:
+        return "-"
+    for power, letter in reversed(list(enumerate(letters, start=1))):
+        if abs(number) >= 1000**power * 0.9995:
+            return f"{number / 1000**power:.3g}{letter}"
+    return f"{number:.4g}"
+
+
+def human_flops(number: float) -> str:
+    """Floating-point operations with SI's letters: 4.64 GFLOP."""
+    text = human(number, "KMGTPE")
+    return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"
+
+
+def human_bytes(number: float | None) -> str:
+    """Bytes in KiB, MiB, GiB: 12.4 MiB; a dash for None."""
+    if number is None:
+        return "-"
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(number) >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """Seconds as 1h02m, 3m05s or 4.2s; a dash for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"

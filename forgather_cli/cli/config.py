@@ -1,0 +1,99 @@
+"""``forgather config``: what a run is composed of, and what there is to choose from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forgather_cli.cli.common import AsJson, ConfigDir, Words, console, load, print_json
+from forgather_cli.cli.style import Command, Group
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from forgather_cli.config.load import Loaded
+
+app = typer.Typer(cls=Group, help="The resolved config, groups with their options, and recipes.", no_args_is_help=True)
+
+
+@app.command(cls=Command)
+def show(words: Words = None, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
+    """Print the resolved config of a recipe with overrides, as YAML."""
+    loaded = load(words, config_dir)
+    if as_json:
+        print_json(loaded.tree)
+    else:
+        print_config(loaded)
+
+
+def print_config(loaded: Loaded) -> None:
+    """The resolved config as YAML, in colour on a terminal."""
+    from forgather_cli.config.decode import dump_tree
+
+    text = dump_tree(loaded.tree).rstrip("\n")
+    screen = console()
+    if not screen.is_terminal:
+        typer.echo(text)
+        return
+    from rich.syntax import Syntax
+
+    screen.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+
+
+@app.command(cls=Command)
+def options(
+    groups: Annotated[
+        list[str] | None, typer.Argument(metavar="[GROUP]...", help="Only these groups.", show_default=False)
+    ] = None,
+    config_dir: ConfigDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the config groups with their options: [cyan]group=option[/] chooses one."""
+    from forgather_cli.config import options as known
+    from forgather_cli.errors import ConfigError
+
+    found = known.groups(config_dir)
+    wrong = [group for group in groups or [] if group not in found]
+    if wrong:
+        raise ConfigError([f"{group}: no such group; groups: {', '.join(found)}" for group in wrong])
+    wanted = {group: infos for group, infos in found.items() if not groups or group in groups}
+    if as_json:
+        print_json({group: [_info(i.name, i.description, i.source) for i in infos] for group, infos in wanted.items()})
+        return
+    table = _table("group", "option", "")
+    for group, infos in wanted.items():
+        for n, info in enumerate(infos):
+            table.add_row("" if n else group, info.name, info.description, end_section=info is infos[-1])
+    console().print(table)
+
+
+@app.command(cls=Command)
+def recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
+    """List the recipes with what they are."""
+    from forgather_cli.config import options as known
+
+    found = known.recipes(config_dir)
+    if as_json:
+        print_json([_info(i.name, i.description, i.path) for i in found])
+        return
+    table = _table("recipe", "")
+    for info in found:
+        table.add_row(info.name, info.description)
+    console().print(table)
+
+
+def _info(name: str, description: str, file: Path) -> dict[str, str]:
+    return {"name": name, "description": description, "file": str(file)}
+
+
+def _table(*titles: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for n, title in enumerate(titles):
+        table.add_column(title, style=("bold", "cyan", "")[n] if len(titles) == 3 else ("cyan", "")[n])
+    return table

@@ -1,0 +1,191 @@
+"""``forgather train -m``: one run for each combination, one after another, each a process of its own.
+
+Directories are named by the content of recipe and overrides, so the same command again goes on with the sweep: jobs
+that are done are skipped, others are resumed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import typer
+
+from forgather_cli.cli.common import console, human_seconds, print_json, quoted
+from forgather_cli.cli.summary import summarize
+from forgather_cli.errors import ConfigError
+from forgather_cli.outcome import DONE, FAILED, STOPPED, read_outcome
+from forgather_cli.run_dir import RunDir
+from forgather_cli.signals import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from forgather_cli.config.load import Loaded
+
+_SIGNALLED = (STOPPED, *(128 + signum for signum in STOP_SIGNALS))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    name: str
+    overrides: list[str]
+    run: RunDir
+
+    @property
+    def is_done(self) -> bool:
+        ended = read_outcome(self.run)
+        return ended is not None and ended.code == DONE
+
+
+def run_sweep(recipe: str, overrides: list[str], *, config_dir: Path | None, dry_run: bool, as_json: bool) -> int:
+    """Run what is left of a sweep; returns 0 if all jobs are done, 75 after a signal, else 1.
+
+    Every job's config is checked before the first starts; raises ConfigError with the problems of all.
+    """
+    jobs = plan_jobs(recipe, overrides, config_dir)
+    if dry_run:
+        _show(jobs, recipe, config_dir, as_json)
+        return DONE
+    forward = _Forward()
+    for number, job in enumerate(jobs, start=1):
+        typer.secho(f"[{number}/{len(jobs)}] {job.name}{' is done' if job.is_done else ''}", bold=True)
+        code = DONE if job.is_done else forward.run(_command(job, recipe, config_dir))
+        if forward.signum is not None or code in _SIGNALLED:
+            _print_table(jobs)
+            typer.echo(f"stopped; the same command goes on:\n{shlex.join(['forgather', *sys.argv[1:]])}")
+            return STOPPED if code in (STOPPED, DONE) else code
+    _print_table(jobs)
+    return DONE if all(job.is_done for job in jobs) else FAILED
+
+
+def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> list[Job]:
+    """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
+    from forgather_cli.config.load import load_config
+    from forgather_cli.config.sweep import expand, job_name
+    from forgather_cli.launch import require_available
+
+    jobs: list[Job] = []
+    problems: dict[str, None] = {}
+    expanded = expand(overrides, config_dir=config_dir)
+    for job_overrides in expanded:
+        try:
+            loaded = load_config(recipe, job_overrides, config_dir=config_dir)
+            require_available(loaded.config)
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
+        fixed = [word for word in job_overrides if all(word in other for other in expanded)]
+        own = [word for word in job_overrides if word not in fixed]
+        name = job_name(loaded.recipe_text, own)
+        jobs.append(Job(name, job_overrides, RunDir(_sweep_root(loaded, fixed) / name)))
+    if problems:
+        raise ConfigError(list(problems))
+    return jobs
+
+
+def _sweep_root(loaded: Loaded, fixed: list[str]) -> Path:
+    """``output_dir`` where one is given, else named by the recipe and the overrides that all jobs share.
+
+    So a sweep that is given more values later keeps the jobs it has.
+    """
+    if loaded.config.output_dir and "output_dir" in loaded.given:
+        return Path(loaded.config.output_dir)
+    content = "\0".join([loaded.recipe_text, *fixed])
+    return Path("outputs") / loaded.recipe / f"sweep-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+
+
+def _command(job: Job, recipe: str, config_dir: Path | None) -> list[str]:
+    """One job as a command line of its own: goes on where it was, or begins."""
+    own = [f"output_dir={quoted(job.run.root)}", "overwrite_output_dir=false", "resume_from_checkpoint=true"]
+    extra = ["--config-dir", str(config_dir)] if config_dir else []
+    return [sys.executable, "-m", "forgather_cli", "train", recipe, *job.overrides, *own, *extra]
+
+
+class _Forward:
+    """Runs jobs in their own process groups and hands every signal on once.
+
+    In the same group a job would get Ctrl-C from the terminal and again from here, and two signals end it at once.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._job: subprocess.Popen[bytes] | None = None
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, self._received)
+
+    def _received(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = self.signum or signum
+        if self._job is not None and self._job.poll() is None:
+            self._job.send_signal(signum)
+
+    def run(self, command: list[str]) -> int:
+        """Run one job to its end; returns its exit code, 128 + signal if one killed it."""
+        if self.signum is not None:
+            return 128 + self.signum
+        self._job = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent())
+        if self.signum is not None:  # arrived between the check and the start
+            self._job.send_signal(self.signum)
+        code = self._job.wait()
+        return code if code >= 0 else 128 - code
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What the job does before it starts so that SIGKILL of this process leaves no orphan (Linux's PDEATHSIG)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    parent, set_death_signal = os.getpid(), 1
+
+    def ask() -> None:
+        prctl(set_death_signal, int(signal.SIGTERM))
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)
+
+    return ask
+
+
+def _show(jobs: list[Job], recipe: str, config_dir: Path | None, as_json: bool) -> None:
+    """Print the jobs of ``--dry-run``."""
+    commands = [shlex.join(["forgather", *_command(job, recipe, config_dir)[3:]]) for job in jobs]
+    if as_json:
+        shown = zip(jobs, commands, strict=True)
+        print_json([{"name": j.name, "dir": str(j.run.root), "done": j.is_done, "command": c} for j, c in shown])
+        return
+    for job, command in zip(jobs, commands, strict=True):
+        typer.secho(f"{job.name}{' (done)' if job.is_done else ''}", bold=True)
+        typer.echo(f"  {command}")
+
+
+def _print_table(jobs: list[Job]) -> None:
+    """The summary at the end."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("job", overflow="fold")
+    for title in ("state", "step", "loss", "eval loss", "best", "time", "directory"):
+        table.add_column(title, justify="left" if title in ("state", "directory") else "right", overflow="fold")
+    for job in jobs:
+        table.add_row(job.name, *_cells(job), str(job.run.root))
+    console().print(table)
+
+
+def _cells(job: Job) -> list[str]:
+    if not job.run.metrics.exists():
+        ended = read_outcome(job.run)
+        return ["failed" if ended and ended.code != STOPPED else "not run", *["-"] * 5]
+    each = summarize(job.run)
+    losses = [each.last_loss, each.last_eval_loss, each.best_eval_loss]
+    shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
+    return [each.state, str(each.step), *shown, human_seconds(each.seconds)]

@@ -1,0 +1,73 @@
+"""``forgather train``: compose, check, launch."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forgather_cli.cli.common import AsJson, ConfigDir, Words, load, only_json, print_json, split_words
+from forgather_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from forgather_cli.config.load import Loaded
+
+
+def train(
+    words: Words = None,
+    config_dir: ConfigDir = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show config, plan and command; train nothing, write nothing.")
+    ] = False,
+    multirun: Annotated[
+        bool, typer.Option("--multirun", "-m", help="One run for each combination of [cyan]key=a,b,c[/].")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe, with settings of yours.
+
+    Without RECIPE the [cyan]default[/] one. The run goes to [cyan]output_dir[/], or to
+    outputs/RECIPE/DATE_TIME. The exit code is 0 when done, 2 for a mistake in the
+    settings or in what they name, 75 after a signal, with a checkpoint to go on from.
+    """
+    if as_json and not dry_run:
+        raise ConfigError("--json: training prints no document; use it with --dry-run, or see RUN/metrics.jsonl")
+    if multirun:
+        from forgather_cli.cli.multirun import run_sweep
+
+        raise typer.Exit(run_sweep(*split_words(words), config_dir=config_dir, dry_run=dry_run, as_json=as_json))
+    from forgather_cli import launch
+
+    loaded = load(words, config_dir)
+    launch.require_available(loaded.config)
+    if dry_run:
+        _show(loaded, train_command(*split_words(words), config_dir), as_json)
+        return
+    raise typer.Exit(launch.launch(loaded))
+
+
+def train_command(recipe: str, overrides: list[str], config_dir: Path | None) -> list[str]:
+    """The words that start this run in a shell."""
+    extra = ["--config-dir", str(config_dir)] if config_dir else []
+    return ["forgather", "train", recipe, *overrides, *extra]
+
+
+def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
+    """Print what ``--dry-run`` promises."""
+    from forgather_cli.cli.config import print_config
+    from forgather_cli.cli.plan import plan_document, print_plan
+    from forgather_cli.launch import output_dir
+    from forgather_cli.plan import make_plan
+
+    with only_json(as_json):
+        made = make_plan(loaded.config)
+    if as_json:
+        document: dict[str, Any] = {"config": loaded.tree, "plan": plan_document(made), "command": command}
+        print_json({**document, "output_dir": str(output_dir(loaded))})
+        return
+    print_config(loaded)
+    print_plan(made)
+    typer.echo(f"\nwould train in  {output_dir(loaded)}\nby the command  {shlex.join(command)}")

@@ -1,0 +1,77 @@
+"""How many sequences each rank takes at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forgather_cli.config.schema import RunSettings
+from forgather_cli.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Sequences per optimizer step over all ranks and per rank and micro-step; micro-steps per optimizer step."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+
+def batch_plan(run: RunSettings, world: int, *, multiple_of: int = 1) -> BatchPlan:
+    """The batch sizes for ``world`` data-parallel ranks.
+
+    With ``global_batch_size`` the micro-batch is the largest number of sequences up to per_device_train_batch_size that
+    divides a rank's share and is divisible by ``multiple_of`` (n_microbatches of a pipeline). Raises ConfigError where
+    there is none or gradient_accumulation_steps disagrees.
+    """
+    if run.global_batch_size is None:
+        return _from_micro_batch(run, world, multiple_of)
+    share, rest = divmod(run.global_batch_size, world)
+    if rest:
+        near = _multiples_near(run.global_batch_size, world)
+        raise ConfigError(
+            f"global_batch_size: {run.global_batch_size} sequences cannot be shared evenly by {world} ranks; "
+            f"set global_batch_size={near}, or another number of ranks"
+        )
+    if run.gradient_accumulation_steps is None:
+        micro = _largest(share, run.per_device_train_batch_size, multiple_of)
+        if micro is None:
+            raise ConfigError(
+                f"global_batch_size: {share} sequences per rank have no micro-batch up to per_device_train_batch_size="
+                f"{run.per_device_train_batch_size} divisible by n_microbatches={multiple_of}; change one of the three"
+            )
+        return BatchPlan(run.global_batch_size, micro, share // micro)
+    return _from_both(run, share, world, multiple_of)
+
+
+def _from_micro_batch(run: RunSettings, world: int, multiple_of: int) -> BatchPlan:
+    micro, accumulation = run.per_device_train_batch_size, run.gradient_accumulation_steps or 1
+    if micro % multiple_of:
+        raise ConfigError(
+            f"per_device_train_batch_size: {micro} cannot be cut into n_microbatches={multiple_of} equal parts; "
+            f"set per_device_train_batch_size={_multiples_near(micro, multiple_of)}, or another n_microbatches"
+        )
+    return BatchPlan(micro * accumulation * world, micro, accumulation)
+
+
+def _from_both(run: RunSettings, share: int, world: int, multiple_of: int) -> BatchPlan:
+    accumulation, bound = run.gradient_accumulation_steps or 1, run.per_device_train_batch_size
+    micro, rest = divmod(share, accumulation)
+    if rest or micro > bound or micro % multiple_of:
+        raise ConfigError(
+            f"gradient_accumulation_steps: {accumulation} disagrees with global_batch_size={run.global_batch_size} "
+            f"over {world} rank{'s' if world > 1 else ''} with at most per_device_train_batch_size={bound} sequences "
+            "at a time; leave gradient_accumulation_steps out, it follows from the other two"
+        )
+    assert run.global_batch_size is not None
+    return BatchPlan(run.global_batch_size, micro, accumulation)
+
+
+def _largest(share: int, bound: int, multiple_of: int) -> int | None:
+    sizes = (size for size in range(min(share, bound), 0, -1) if share % size == 0 and size % multiple_of == 0)
+    return next(sizes, None)
+
+
+def _multiples_near(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

@@ -1,0 +1,132 @@
+"""The middle of loading: changes applied to a composed config, and the checks on what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forgather_cli.config.check import cross_check
+from forgather_cli.config.compose import Plain, plain
+from forgather_cli.config.decode import decode, option_types
+from forgather_cli.config.mistakes import Speech
+from forgather_cli.config.options import SearchPath, shipped
+from forgather_cli.config.overrides import Change, apply, resolve
+from forgather_cli.config.paths import leaves
+from forgather_cli.config.targets import target_problems
+from forgather_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from forgather_cli.config.schema import Config
+
+
+@dataclass
+class Build:
+    """A config on its way from composition to ``Config``.
+
+    ``options``: chosen option by group; ``chosen``: groups chosen on the command line; ``in_recipe``: paths that a
+    recipe sets, with its file; ``problems`` collects the mistakes of every stage.
+    """
+
+    search: SearchPath
+    cfg: DictConfig
+    options: dict[str, str]
+    recipe: str
+    chosen: set[str]
+    in_recipe: dict[str, Path]
+    problems: list[str]
+    typed: dict[str, str] = field(default_factory=dict)
+    on_command_line: set[str] = field(default_factory=set)
+
+    def change(self, changes: Iterable[Change]) -> None:
+        """Apply value changes in order; those that cannot be made become problems."""
+        tree = self._raw()
+        selected, known = option_types(tree), frozenset(leaves(tree))
+        for change in changes:
+            path, problem = resolve(change.key, known, selected)
+            problem = problem or self._twice(change, path) or apply(change, path, self.cfg)
+            if problem:
+                self.problems.append(f"{problem} (in {change.source})" if change.source else problem)
+            else:
+                self._note(change, path)
+
+    def finish(self) -> Config:
+        """Resolve, decode and check. Raises ConfigError with the problems of every stage."""
+        self._fill_output_dir()
+        resolved = plain(self.cfg)
+        self.problems += resolved.problems
+        config = self._decoded(resolved)
+        if config and not self._unknown_options():
+            self.problems += cross_check(config, self.given(), frozenset(self.on_command_line | self.chosen))
+        if config and not self.problems:
+            self.problems += target_problems(config)
+        if self.problems or config is None:
+            raise ConfigError(list(dict.fromkeys(self.problems)))
+        return config
+
+    def given(self) -> frozenset[str]:
+        """Paths set by recipe or command line, and groups chosen on the command line."""
+        return frozenset({*self.in_recipe, *self.on_command_line, *self.chosen})
+
+    def _decoded(self, resolved: Plain) -> Config | None:
+        tree = resolved.tree
+        tree["recipe"] = self.recipe
+        if tree.get("callbacks") is None:
+            tree["callbacks"] = {}  # ~callbacks: none
+        speech = Speech(self.options, self.typed, {**self._option_sources(), **self.in_recipe}, self.search)
+        try:
+            return decode(tree, speech=speech, unresolved=resolved.unresolved | self._unknown_options())
+        except ConfigError as error:
+            self.problems += error.problems
+            return None
+
+    def _fill_output_dir(self) -> None:
+        """Before interpolations are resolved, since others may name it."""
+        from omegaconf import OmegaConf
+
+        if OmegaConf.select(self.cfg, "output_dir", throw_on_resolution_failure=False) is None:
+            fresh = f"outputs/{self.recipe}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+            OmegaConf.update(self.cfg, "output_dir", fresh, force_add=True)
+
+    def _note(self, change: Change, path: str) -> None:
+        """Remember who set a path and how it was typed, for messages and for the checks."""
+        paths = [path, *leaves(change.value, path)] if isinstance(change.value, dict) else [path]
+        for each in paths:
+            self.typed[each] = change.key if each == path else each
+            self.in_recipe.pop(each, None)
+            self.on_command_line.discard(each)
+            if change.action == "delete":
+                self.typed.pop(each)
+            elif change.source:
+                self.in_recipe[each] = change.source
+            else:
+                self.on_command_line.add(each)
+
+    def _twice(self, change: Change, path: str) -> str | None:
+        if change.source and self.in_recipe.get(path) == change.source:
+            return f"{change.key}: set twice, {path} being the same setting; keep one"
+        return None
+
+    def _unknown_options(self) -> frozenset[str]:
+        """Groups whose option could not be chosen; their settings are not spoken of."""
+        return frozenset(group for group in self.options if any(p.startswith(f"{group}=") for p in self.problems))
+
+    def _option_sources(self) -> dict[str, Path]:
+        """Leaves that stand in option files of the user's, with the file."""
+        found: dict[str, Path] = {}
+        tree = self._raw()
+        for group, option in self.options.items():
+            file = self.search.option(group, option)
+            if file and not file.is_relative_to(shipped("conf")):
+                found.update(dict.fromkeys(leaves(tree.get(group), group), file))
+        return {path: file for path, file in found.items() if path not in self.typed}
+
+    def _raw(self) -> dict[str, Any]:
+        from omegaconf import OmegaConf
+
+        tree: Any = OmegaConf.to_container(self.cfg, resolve=False)
+        return {str(key): value for key, value in tree.items()}

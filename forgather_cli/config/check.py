@@ -1,0 +1,197 @@
+"""Settings that contradict each other, and settings that nothing will read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.pipeline_limits import pipeline_problems
+from forgather_cli.config.schema import (
+    Config,
+    DDPSettings,
+    MuonSettings,
+    PipelineSettings,
+    SingleSettings,
+    Target,
+)
+from forgather_cli.errors import ConfigError
+
+_LAUNCH = (
+    "nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts",
+)  # fmt: skip
+
+
+def cross_check(config: Config, given: frozenset[str], command_line: frozenset[str] = frozenset()) -> list[str]:
+    """Problems between settings, each naming both and the remedy.
+
+    ``given`` are the paths that recipe or command line set, ``command_line`` those of the latter. A recipe's setting
+    that the command line makes void (``save_strategy=no`` over ``save_steps``) is no mistake.
+    """
+    return [
+        *_length(config),
+        *_batch(config),
+        *_optimizer_in_backward(config),
+        *_best_model(config),
+        *_loading(config),
+        *_memory(config),
+        *_trainer(config),
+        *_unread(config, given, command_line),
+    ]
+
+
+def known_world(config: Config) -> int | None:
+    """Ranks of the whole job where the config says so; None under ``nproc_per_node=auto``."""
+    if isinstance(config.trainer, SingleSettings):
+        return 1
+    return None if config.nproc_per_node == "auto" else config.nproc_per_node * config.nnodes
+
+
+def planned_batch(config: Config) -> BatchPlan | None:
+    """The batch plan, None where it depends on a number of ranks that only the launch knows. Raises ConfigError."""
+    if isinstance(config.trainer, PipelineSettings):
+        return batch_plan(config, 1, multiple_of=config.trainer.n_microbatches)
+    world = known_world(config)
+    return None if world is None else batch_plan(config, world)
+
+
+def _length(config: Config) -> Iterator[str]:
+    epochs = config.num_train_epochs
+    if config.max_steps == 0:
+        yield "max_steps: 0 trains nothing; set max_steps=-1 to train by num_train_epochs, or a number of steps"
+    elif config.max_steps == -1 and epochs == -1 and not isinstance(config.data, Target):
+        yield f"max_steps: -1 with num_train_epochs=-1 never ends on data={config.data.type}; set one of them"
+    elif config.max_steps == -1 and epochs <= 0 and epochs != -1:
+        yield f"num_train_epochs: must be above 0 with max_steps=-1, got {epochs:g}; set one of them"
+
+
+def _batch(config: Config) -> list[str]:
+    try:
+        planned_batch(config)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _optimizer_in_backward(config: Config) -> Iterator[str]:
+    if not config.fuse_optim_with_backward:
+        return
+    fused = "fuse_optim_with_backward"
+    if config.max_grad_norm:
+        yield (
+            f"{fused}: gradients are gone before max_grad_norm={config.max_grad_norm:g} could clip them; "
+            "set max_grad_norm=null"
+        )
+    if problem := _accumulation(config):
+        yield f"{fused}: steps in every backward, {problem}"
+    if isinstance(config.optimizer, MuonSettings):
+        yield f"{fused}: takes one optimizer, and optimizer=muon brings AdamW for the rest; choose optimizer=adamw"
+    elif own := [name for name, group in _groups(config).items() if group.optimizer is not None]:
+        yield f"{fused}: takes one optimizer, optimizer.groups.{own[0]}.optimizer is another; set it to null"
+    if isinstance(config.trainer, DDPSettings | PipelineSettings):
+        yield f"{fused}: not possible with trainer={config.trainer.type}; choose trainer=single or trainer=fsdp2"
+
+
+def _accumulation(config: Config) -> str | None:
+    """Why micro-batches are accumulated, with the remedy; None if they are not."""
+    steps = config.gradient_accumulation_steps
+    if steps is not None and steps > 1:
+        return f"got gradient_accumulation_steps={steps}; set gradient_accumulation_steps=1"
+    try:
+        plan = planned_batch(config)
+    except ConfigError:  # reported by _batch
+        return None
+    if plan is None or plan.accumulation == 1:
+        return None
+    return (
+        f"but global_batch_size={config.global_batch_size} with per_device_train_batch_size="
+        f"{config.per_device_train_batch_size} accumulates {plan.accumulation} micro-batches; "
+        f"set per_device_train_batch_size={plan.micro_batch * plan.accumulation}"
+    )
+
+
+def _groups(config: Config) -> dict[str, Any]:
+    return {} if isinstance(config.optimizer, Target) else config.optimizer.groups
+
+
+def _best_model(config: Config) -> Iterator[str]:
+    best, metric = "load_best_model_at_end", config.metric_for_best_model
+    if config.load_best_model_at_end and config.eval_strategy == "no" and not config.eval_on_save:
+        yield f"{best}: needs evaluations, got eval_strategy=no; set eval_strategy=steps or eval_on_save=true"
+    if config.load_best_model_at_end and config.save_strategy == "no":
+        yield f"{best}: needs checkpoints, got save_strategy=no; set save_strategy=steps"
+    if config.greater_is_better and metric.endswith(("loss", "perplexity")):
+        yield f"greater_is_better: true keeps the worst metric_for_best_model={metric}; set greater_is_better=false"
+
+
+def _loading(config: Config) -> Iterator[str]:
+    if config.dataloader_num_workers:
+        return
+    if config.dataloader_prefetch_factor is not None:
+        yield "dataloader_prefetch_factor: only workers prefetch, got dataloader_num_workers=0; set it above 0"
+    if config.dataloader_persistent_workers:
+        yield "dataloader_persistent_workers: there are none, got dataloader_num_workers=0; set it above 0"
+
+
+def _memory(config: Config) -> Iterator[str]:
+    budget = "activation_memory_budget"
+    if config.activation_memory_budget is None:
+        return
+    if not config.torch_compile:
+        yield f"{budget}: only the compiler reads it, got torch_compile=false; set torch_compile=true"
+    if config.gradient_checkpointing:
+        yield f"{budget}: gradient_checkpointing=true recomputes all of a block already; set one of the two"
+
+
+def _trainer(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if isinstance(trainer, PipelineSettings):
+        yield from pipeline_problems(config, known_world(config))
+    if isinstance(trainer, DDPSettings) and trainer.post_local_sgd.enabled and trainer.comm_hook != "none":
+        yield (
+            f"post_local_sgd.enabled: excludes comm_hook={trainer.comm_hook}, both replace the all-reduce; "
+            "set comm_hook=none or post_local_sgd.enabled=false"
+        )
+    if config.node_rank >= config.nnodes:
+        yield f"node_rank: counts from 0 to nnodes-1, got {config.node_rank} with nnodes={config.nnodes}; set one below"
+
+
+def _unread(config: Config, given: frozenset[str], command_line: frozenset[str]) -> Iterator[str]:
+    """Settings given explicitly that nothing will read."""
+    for path, because, remedy in _void(config):
+        if path in given and (path in command_line or because not in command_line):
+            name, cause = path.rpartition(".")[2], because.rpartition(".")[2]
+            yield f"{name}: nothing reads it with {cause}={_value(config, because)}; {remedy} or leave {name} out"
+
+
+def _void(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(setting, the setting that makes it void, what would make it count) for this config."""
+    for kind, names in (
+        ("logging", ("logging_steps", "logging_first_step")),
+        ("eval", ("eval_steps",)),
+        ("save", ("save_steps",)),
+    ):
+        if getattr(config, f"{kind}_strategy") != "steps":
+            yield from ((name, f"{kind}_strategy", f"set {kind}_strategy=steps") for name in names)
+    if config.eval_strategy == "no":
+        yield "eval_delay", "eval_strategy", "set eval_strategy=steps"
+    if config.save_strategy == "no":
+        yield "eval_on_save", "save_strategy", "set save_strategy=steps"
+    if isinstance(config.trainer, SingleSettings):
+        yield from ((name, "trainer", "choose trainer=ddp, fsdp2 or pipeline") for name in _LAUNCH)
+    if not isinstance(config.data, Target) and config.data.tokenizer != "bpe":
+        yield "data.bpe_vocab_size", "data.tokenizer", "set tokenizer=bpe"
+    if not config.torch_compile:
+        for name in ("backend", "mode", "dynamic", "fullgraph"):
+            yield f"torch_compile_{name}", "torch_compile", "set torch_compile=true"
+    if config.max_steps > 0:
+        yield "num_train_epochs", "max_steps", "set max_steps=-1"
+
+
+def _value(config: Config, path: str) -> Any:
+    """A setting's value as it is typed; of a group its option's type."""
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    value = getattr(value, "type", value)
+    return str(value).lower() if isinstance(value, bool) else value

@@ -1,0 +1,103 @@
+"""Completion of recipes and overrides, from the schema and the directories; nothing is composed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forgather_cli.config.options import GROUPS, SearchPath, comment, description, recipes, search_path, shipped
+from forgather_cli.errors import ConfigError
+
+Candidate = tuple[str, str]
+
+
+def complete(
+    incomplete: str, words: list[str], *, config_dir: Path | None = None, cwd: Path | None = None
+) -> list[Candidate]:
+    """(text, description) of what ``incomplete`` may become. ``words`` are the arguments before it.
+
+    ``tra`` -> ``trainer=``, ``trainer=`` -> its options, ``max_st`` -> ``max_steps=``, ``packing=`` -> its values.
+    """
+    try:
+        search = search_path(config_dir, cwd)
+    except ConfigError:  # an own option with a shipped name: still complete the rest
+        search = SearchPath((shipped("conf"),), (shipped("recipes"),))
+    sign = incomplete[: len(incomplete) - len(incomplete.lstrip("+~"))]
+    key, equals, value = incomplete[len(sign) :].partition("=")
+    if equals:
+        return [(f"{sign}{key}={text}", about) for text, about in _values(key, search) if text.startswith(value)]
+    found = [] if sign or _has_recipe(words) else _recipes(key, config_dir, cwd)
+    end = "" if sign == "~" else "="
+    return found + [(f"{sign}{text}{end}", about) for text, about in _keys(key, words, search)]
+
+
+def _recipes(start: str, config_dir: Path | None, cwd: Path | None) -> list[Candidate]:
+    try:
+        return [(info.name, info.description) for info in recipes(config_dir, cwd) if info.name.startswith(start)]
+    except ConfigError:
+        return []
+
+
+def _has_recipe(words: list[str]) -> bool:
+    return any("=" not in word and not word.startswith(("-", "~", "+")) for word in words)
+
+
+def _keys(start: str, words: list[str], search: SearchPath) -> list[Candidate]:
+    """Groups, run-level settings and bare keys; full paths once a group's name and a dot are typed."""
+    from forgather_cli.config.paths import root_keys, settings
+
+    if "." in start:
+        return [(path, _about(path, search)) for path in settings() if path.startswith(start)]
+    groups = [(group, f"{group} option") for group in GROUPS if group.startswith(start)]
+    roots = [(key, _about(key, search)) for key in sorted(root_keys()) if key.startswith(start)]
+    chosen = _chosen(words, search)
+    bare = [
+        (setting.leaf, _about(path, search))
+        for path, setting in settings().items()
+        if setting.types and setting.leaf.startswith(start) and _fits(path, setting.types, chosen)
+    ]
+    return groups + roots + bare
+
+
+def _chosen(words: list[str], search: SearchPath) -> dict[str, str]:
+    """Options that the words before choose, by group."""
+    pairs = (word.partition("=") for word in words if "=" in word)
+    return {group: name for group, _, name in pairs if group in GROUPS and search.option(group, name)}
+
+
+def _fits(path: str, types: tuple[str, ...], chosen: dict[str, str]) -> bool:
+    """False where the command line chose an option that does not have the setting."""
+    option = chosen.get(path.split(".")[0])
+    return option is None or option in types or option not in _single_types(path)
+
+
+def _single_types(path: str) -> set[str]:
+    """Types of the group that are options of the same name; sizes of a model are not."""
+    from forgather_cli.config.paths import settings
+
+    group = path.split(".")[0]
+    return {kind for known, setting in settings().items() if known.startswith(f"{group}.") for kind in setting.types}
+
+
+def _values(key: str, search: SearchPath) -> list[Candidate]:
+    from forgather_cli.config.paths import ending_with, settings, values
+
+    if search.is_group(key):
+        names = search.option_names(key)
+        return [(name, description(file)) for name in names if (file := search.option(key, name))]
+    known = settings()
+    path = key if key in known else next(iter(ending_with(key)), None)
+    return [(value, "") for value in values(known[path].annotation)] if path in known else []
+
+
+def _about(path: str, search: SearchPath) -> str:
+    """The comment on a setting in the shipped files."""
+    from forgather_cli.config.paths import settings
+
+    group, dot, rest = path.partition(".")
+    if not dot:
+        return comment(search.conf[0] / "train.yaml", path)
+    for option in settings()[path].types or ("default",):
+        file = search.option(group, option)
+        if file and (text := comment(file, rest.rpartition(".")[2])):
+            return text
+    return ""

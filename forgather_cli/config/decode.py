@@ -1,0 +1,158 @@
+"""Plain trees to ``Config`` and back: strict, with every mistake reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from forgather_cli.config import mistakes
+from forgather_cli.config.mistakes import Speech
+from forgather_cli.config.options import GROUPS
+from forgather_cli.config.schema import CallbackSettings, Config, Target
+from forgather_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+_T = TypeVar("_T")
+
+
+def decode(
+    tree: dict[str, Any],
+    *,
+    options: dict[str, str] | None = None,
+    speech: Speech | None = None,
+    unresolved: frozenset[str] = frozenset(),
+) -> Config:
+    """A plain resolved tree as ``Config``. Unknown keys, wrong types and missing values raise one ConfigError.
+
+    ``options`` are the chosen options by group, for messages; ``speech`` says how paths were typed. Nothing is said of
+    ``unresolved`` paths, which another message covers.
+    """
+    from pydantic import ValidationError
+
+    say = speech or Speech(options=options or option_types(tree))
+    given, missing = _without_missing(tree)
+    problems = [mistakes.missing(path, say) for path in missing if path not in unresolved]
+    infinite = dict(_not_finite(given))
+    problems += [f"{say.name(path)}: must be a finite number, got {value}" for path, value in infinite.items()]
+    try:
+        config = _adapter().validate_json(json.dumps(given, default=str))
+    except ValidationError as error:
+        known = {*missing, *unresolved, *infinite}
+        problems += mistakes.from_pydantic(error.errors(include_url=False), given, say, known)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def decode_settings(cls: type[_T], values: dict[str, Any]) -> _T:
+    """Values by field name as a settings dataclass of the schema, strictly. Raises ConfigError with all problems."""
+    from pydantic import TypeAdapter, ValidationError
+
+    speech = Speech(fields=tuple(field.name for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
+    infinite = dict(_not_finite(values))
+    problems = [f"{path}: must be a finite number, got {value}" for path, value in infinite.items()]
+    try:
+        decoded: _T = TypeAdapter(cls).validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        problems += mistakes.from_pydantic(error.errors(include_url=False), values, speech, set(infinite))
+    if problems:
+        raise ConfigError(problems)
+    return decoded
+
+
+def option_types(tree: dict[str, Any]) -> dict[str, str]:
+    """The ``type`` of each group's option, ``_target_`` for the user's own."""
+    found = {group: tree[group] for group in GROUPS if isinstance(tree.get(group), dict)}
+    return {group: "_target_" if "_target_" in option else str(option.get("type")) for group, option in found.items()}
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """The config as plain dicts and lists; ``decode`` gives back an equal one."""
+    tree = _plain(config)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def dump_tree(tree: dict[str, Any]) -> str:
+    """YAML text of a plain tree, in the order of its keys."""
+    import yaml
+
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+
+
+def load_tree(path: Path) -> dict[str, Any]:
+    """The plain tree in a YAML file that ``dump_tree`` wrote. Raises ConfigError if it cannot be read."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be read ({reason}); give a run directory with its config.yaml") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")
+    return tree
+
+
+def load_saved(path: Path) -> Config:
+    """The config a run was started with, from its ``config.yaml``. Raises ConfigError, each problem with the file."""
+    try:
+        return decode(load_tree(path))
+    except ConfigError as error:
+        named = [problem if str(path) in problem else f"{path}: {problem}" for problem in error.problems]
+        raise ConfigError(named) from error
+
+
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Config)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Target):
+        return {"_target_": value.path, **{key: _plain(item) for key, item in value.kwargs.items()}}
+    if isinstance(value, CallbackSettings):
+        named = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name != "custom"
+        }
+        active = {name: callback for name, callback in named.items() if callback is not None}
+        return {name: _plain(callback) for name, callback in {**active, **value.custom}.items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _without_missing(tree: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The tree without its ``???`` values, and their paths."""
+    kept, missing = {}, []
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            kept[key], below = _without_missing(value, f"{path}.")
+            missing += below
+        elif value == "???":
+            missing.append(path)
+        else:
+            kept[key] = value
+    return kept, missing
+
+
+def _not_finite(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Paths of infinities and NaNs, which comparisons with bounds would let pass."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, float) and not math.isfinite(value):
+            yield path, value
+        yield from _not_finite(value, path)

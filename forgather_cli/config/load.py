@@ -1,0 +1,106 @@
+"""From a recipe and overrides to a checked ``Config``: compose, change, decode, cross-check, bind targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forgather_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forgather_cli.config.build import Build
+    from forgather_cli.config.options import SearchPath
+    from forgather_cli.config.overrides import Parsed
+    from forgather_cli.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked config and where it came from.
+
+    ``tree`` is the config as a plain tree, complete and resolved; ``given`` the dotted paths that recipe or command
+    line set, groups whose option was chosen among them.
+    """
+
+    config: Config
+    tree: dict[str, Any]
+    recipe: str
+    recipe_path: Path
+    recipe_text: str
+    overrides: tuple[str, ...]
+    given: frozenset[str]
+
+
+def load_config(
+    recipe: str | None, overrides: Sequence[str], *, config_dir: Path | None = None, cwd: Path | None = None
+) -> Loaded:
+    """Compose a recipe (None: ``default``) with overrides and check it. Writes nothing, starts nothing.
+
+    Raises ConfigError with every problem found.
+    """
+    from forgather_cli.config.build import Build
+    from forgather_cli.config.compose import compose
+    from forgather_cli.config.options import search_path
+    from forgather_cli.config.overrides import parse
+    from forgather_cli.config.recipe import read_recipe
+
+    here = (cwd or Path.cwd()).resolve()
+    search = search_path(config_dir, here)
+    source = read_recipe(recipe or "default", search, here)
+    parsed = parse(overrides, search)
+    problems = [*parsed.problems, *source.problems]
+    try:
+        composed = compose(source.primary, source.nodes, parsed.groups, search)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    build = Build(search, composed.cfg, composed.options, source.name, parsed.chosen, dict(source.given), problems)
+    build.change([*source.bare, *parsed.changes])
+    return _loaded(build, source.path, source.text, overrides)
+
+
+def load_resumed(
+    saved: Path, overrides: Sequence[str], *, config_dir: Path | None = None, cwd: Path | None = None
+) -> Loaded:
+    """A run's saved ``config.yaml`` with overrides, checked. A group override replaces the whole group by that option.
+
+    ``recipe_path`` and ``recipe_text`` are those of the saved config. Raises ConfigError with every problem found.
+    """
+    from omegaconf import OmegaConf
+
+    from forgather_cli.config.build import Build
+    from forgather_cli.config.decode import load_tree, option_types
+    from forgather_cli.config.options import search_path
+    from forgather_cli.config.overrides import parse
+
+    search = search_path(config_dir, (cwd or Path.cwd()).resolve())
+    tree = load_tree(saved)
+    parsed = parse(overrides, search)
+    options = {**option_types(tree), **_replace_groups(tree, parsed, search)}
+    name = str(tree.pop("recipe", "default"))
+    build = Build(search, OmegaConf.create(tree), options, name, parsed.chosen, {}, list(parsed.problems))
+    build.change(parsed.changes)
+    return _loaded(build, saved, saved.read_text(encoding="utf-8"), overrides)
+
+
+def _replace_groups(tree: dict[str, Any], parsed: Parsed, search: SearchPath) -> dict[str, str]:
+    """Put the options that ``parsed`` chooses into a saved tree; returns the options by group."""
+    if not parsed.groups:
+        return {}
+    from omegaconf import OmegaConf
+
+    from forgather_cli.config.compose import compose
+
+    composed = compose("train", {}, parsed.groups, search)
+    fresh: Any = OmegaConf.to_container(composed.cfg, resolve=False)
+    for group in parsed.chosen:
+        tree[group] = fresh.get(group, {})
+    return {group: option for group, option in composed.options.items() if group in parsed.chosen}
+
+
+def _loaded(build: Build, path: Path, text: str, overrides: Sequence[str]) -> Loaded:
+    from forgather_cli.config.decode import to_tree
+
+    config = build.finish()
+    return Loaded(config, to_tree(config), build.recipe, path, text, tuple(overrides), build.given())

@@ -1,0 +1,205 @@
+"""Config mistakes in words: ``path: what is wrong, got X; what to do``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from forgather_cli.config import schema
+from forgather_cli.config.options import GROUPS, SearchPath, did_you_mean
+from forgather_cli.config.paths import Setting, is_list, lookup, members, option_type, root_keys, settings
+
+_MUST_BE = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping of settings",
+    "dataclass_exact_type": "a mapping of settings",
+}
+
+
+@dataclass(frozen=True)
+class Speech:
+    """How to speak of paths: as the user typed them, where they stand, and which options are chosen.
+
+    ``typed``: path -> key as typed; ``sources``: path -> the user's file it stands in; ``options``: group -> option.
+    """
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    typed: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, Path] = field(default_factory=dict)
+    search: SearchPath | None = None
+    fields: tuple[str, ...] = ()
+    """All names there are, where it is not a whole config that is decoded."""
+
+    def name(self, path: str) -> str:
+        """The path as it was typed, or what was typed above or below it."""
+        if path in self.typed:
+            return self.typed[path]
+        if above := next((known for known in self.typed if path.startswith(f"{known}.")), None):
+            return self.typed[above] + path.removeprefix(above)
+        below = (typed for known, typed in self.typed.items() if known.startswith(f"{path}."))
+        return path if lookup(path) else next(below, path)
+
+    def where(self, path: str) -> str:
+        """`` in FILE`` if the path stands in a file of the user's, empty if on the command line."""
+        if path in self.typed and path not in self.sources:
+            return ""
+        file = self.sources.get(path) or next((f for p, f in self.sources.items() if p.startswith(f"{path}.")), None)
+        return f" in {file}" if file else ""
+
+
+def missing(path: str, say: Speech) -> str:
+    """A mandatory value that nobody gave."""
+    group = path.split(".")[0]
+    setting = lookup(path)
+    value = "[...]" if setting and is_list(setting.annotation) else "..."
+    if path in GROUPS:
+        return f"{path}: required; choose an option: {path}={'|'.join(_options(path, say))}"
+    by = f" by {group}={say.options[group]}" if group in say.options and group != path else ""
+    return f"{path}: required{by}; set {path}={value}"
+
+
+def from_pydantic(errors: Sequence[Any], tree: dict[str, Any], say: Speech, known: set[str]) -> list[str]:
+    """Pydantic's errors in our words, one per path; ``known`` paths are reported already."""
+    by_path: dict[str, list[Any]] = {}
+    for error in errors:
+        by_path.setdefault(_path(error, tree), []).append(error)
+    specific = [path for path in by_path if not any(other.startswith(f"{path}.") for other in by_path)]
+    return [_words(path, by_path[path], say) for path in specific if not _covered(path, known)]
+
+
+def _covered(path: str, known: set[str]) -> bool:
+    return any(path == above or path.startswith(f"{above}.") for above in known)
+
+
+def _path(error: Any, tree: Any) -> str:
+    """The dotted path of an error: pydantic's location without the names of union members in it."""
+    parts: list[str | int] = []
+    node = tree
+    for part in error["loc"]:
+        if isinstance(node, dict) and part in node:
+            parts, node = [*parts, part], node[part]
+        elif isinstance(node, list) and isinstance(part, int):
+            parts, node = ([*parts, part], node[part]) if part < len(node) else (parts, None)
+        elif part == error["loc"][-1] and error["type"] == "missing" and not isinstance(part, int):
+            parts.append(part)
+    return ".".join(map(str, parts))
+
+
+def _words(path: str, errors: list[Any], say: Speech) -> str:
+    first = errors[0]
+    kind, name, where = first["type"], say.name(path), say.where(path)
+    if kind == "missing" and isinstance(first["loc"][-1], int):
+        return (
+            f"{name}: must have more values, got {_shown(first['input'])}{where}; give {first['loc'][-1] + 1} or more"
+        )
+    if kind == "missing":
+        return missing(path, say)
+    if kind == "unexpected_keyword_argument":
+        return unknown(path, say)
+    if kind.startswith("union_tag"):
+        got = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
+        types = ", ".join(_types(path.rpartition(".")[2]))
+        return f"{name}: an option names a _target_ or its type, got {_shown(got)}{where}; types: {types}"
+    wanted = list(dict.fromkeys(_must_be(error) for error in errors))
+    return f"{name}: must be {' or '.join(wanted)}, got {_shown(first['input'])}{where}{_remedy(errors, name)}"
+
+
+def unknown(path: str, say: Speech) -> str:
+    """A setting that the selected options do not have, or nobody has."""
+    name, where, setting = say.name(path), say.where(path), lookup(path)
+    group = path.split(".")[0]
+    if setting is not None and setting.types and group in say.options:
+        return _elsewhere(name, group, setting, where, say)
+    if path.startswith("callbacks.") and path.count(".") == 1:
+        known = [p.split(".")[1] for p in settings() if p.startswith("callbacks.")]
+        near = did_you_mean(path.split(".")[1], sorted(set(known)))
+        return f"{name}: unknown callback{where};{near} One of your own needs {path}._target_=module.Class"
+    if say.fields:
+        return f"{name}: unknown setting;{did_you_mean(name, list(say.fields)) or ' leave it out'}"
+    near = _nearest(name)
+    return f"{name}: unknown setting{where};{near or ' forgather config show lists all'}"
+
+
+def _elsewhere(name: str, group: str, setting: Setting, where: str, say: Speech) -> str:
+    having = [option for option in _options(group, say) if _type_of(group, option, say) in setting.types]
+    which = "|".join(having or setting.types)
+    chosen = f"{group}={say.options[group]}"
+    remedy = f"remove it with ~{name}" if where else f"leave {name} out"
+    return (
+        f"{name}: only {group}={which} has this setting, but {chosen} is selected{where}; "
+        f"choose {group}={(having or list(setting.types))[0]} or {remedy}"
+    )
+
+
+def _nearest(name: str) -> str:
+    """`` did you mean ...?``: siblings of a dotted name, else what may stand alone, or a callback's setting in full."""
+    parent, dot, last = name.rpartition(".")
+    siblings = {setting.leaf: path for path, setting in settings().items() if path == f"{parent}.{setting.leaf}"}
+    if dot:
+        return did_you_mean(last, list(siblings), shown=siblings)
+    in_full = [path for path in settings() if path.startswith("callbacks.") and path.endswith(f".{name}")]
+    if in_full:
+        return f" did you mean {' or '.join(in_full)}?"
+    leaves = [setting.leaf for path, setting in settings().items() if "." in path and not path.startswith("callbacks.")]
+    return did_you_mean(name, [*root_keys(), *GROUPS, *dict.fromkeys(leaves)])
+
+
+def _options(group: str, say: Speech) -> list[str]:
+    return say.search.option_names(group) if say.search else _types(group)
+
+
+def _types(group: str) -> list[str]:
+    if group == "callbacks":
+        return ["default", "minimal"]
+    return [option_type(cls) for cls in members(get_type_hints(schema.Config, include_extras=True)[group])]
+
+
+def _type_of(group: str, option: str, say: Speech) -> str:
+    """The type of an option, read from its file or from the one it starts from; ``_target_`` and the like have none."""
+    file = say.search.option(group, option) if say.search else None
+    if file is None:
+        return option
+    text = file.read_text(encoding="utf-8")
+    if match := re.search(r"^type: *(\w+)", text, re.MULTILINE):
+        return match.group(1)
+    parent = re.search(r"^ *- (\w+)$", text, re.MULTILINE)
+    return _type_of(group, parent.group(1), say) if parent and parent.group(1) not in ("_self_", option) else ""
+
+
+def _must_be(error: Any) -> str:
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"]).replace("'", "")
+    text: str = _MUST_BE.get(error["type"], "")
+    return text or re.sub(r"^\w+ should (be|have) ", lambda m: "" if m.group(1) == "be" else "with ", error["msg"])
+
+
+def _shown(value: Any) -> str:
+    text = {True: "true", False: "false", None: "null"}.get(value) if value is None or isinstance(value, bool) else None
+    return text or (repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}...")
+
+
+def _remedy(errors: list[Any], name: str) -> str:
+    """What to do, where the wanted type alone does not say it."""
+    value, kinds = errors[0]["input"], {error["type"] for error in errors}
+    if "literal_error" in kinds and isinstance(value, str):
+        expected = [
+            word for error in errors for word in re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected", "")))
+        ]
+        near = did_you_mean(value, expected)
+        return f";{near}" if near else ""
+    if "int_type" in kinds and isinstance(value, float) and value.is_integer():
+        return f"; write {name}={int(value)}"
+    if "list_type" in kinds and isinstance(value, str):
+        return f"; write {name}=[{value}]"
+    if kinds == {"string_type"} and isinstance(value, int | float):
+        return f"""; write {name}="'{value}'\""""
+    return ""

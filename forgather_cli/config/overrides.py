@@ -1,0 +1,184 @@
+"""Command-line overrides: Hydra's grammar, and bare keys that stand for the one path they end.
+
+Whether a setting exists is not asked here: every change is applied and the strict decoding reports what nobody has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, did_you_mean
+from forgather_cli.config.paths import ending_with, lookup, root_keys
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+Action = Literal["set", "add", "force", "delete"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value override: ``key`` as typed, ``source`` the recipe it stands in, None for the command line."""
+
+    key: str
+    value: Any
+    action: Action = "set"
+    source: Path | None = None
+
+
+@dataclass
+class Parsed:
+    """Overrides by kind: ``groups`` choose options (as typed), ``changes`` set values."""
+
+    groups: list[str]
+    chosen: set[str]
+    changes: list[Change]
+    problems: list[str]
+
+
+def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Hydra's parse of each override, and one problem per override that is none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    parsed, problems = [], []
+    for line in overrides:
+        try:
+            parsed.append(parser.parse_override(line))
+        except HydraException as error:
+            reason = str(error).partition("\n")[0].partition(" expecting {")[0] or type(error).__name__
+            problems.append(f"{line}: not an override ({reason}); write key=value and quote special characters")
+    return parsed, problems
+
+
+def parse(overrides: Sequence[str], path: SearchPath) -> Parsed:
+    """Sort overrides into options to choose and values to change. Options that do not exist become problems."""
+    parsed, problems = parse_lines(overrides)
+    result = Parsed([], set(), [], problems)
+    for item in parsed:
+        _sort(item, path, result)
+    return result
+
+
+def wrong_option(group: str, name: object, path: SearchPath) -> str | None:
+    """The problem with choosing ``name`` in ``group``, or None if it exists."""
+    names = path.option_names(group)
+    if isinstance(name, str) and path.option(group, name):
+        return None
+    typed = "null" if name is None else str(name)
+    remedy = " remove it with ~callbacks;" if group == "callbacks" and name is None else did_you_mean(typed, names)
+    return f"{group}={typed}: no such option;{remedy} Options: {', '.join(names)}"
+
+
+def resolve(key: str, cfg_leaves: Iterable[str], selected: dict[str, str]) -> tuple[str, str | None]:
+    """The full path a key stands for, and the problem if it stands for several.
+
+    ``selected`` maps each group to the type of its option; ``cfg_leaves`` are the leaves of the composed options.
+    """
+    first = key.split(".")[0]
+    if key == "recipe":
+        return key, "recipe: is named by the first word of the command, not by a setting; leave it out"
+    if first in root_keys() or first in GROUPS:
+        return key, _type_problem(key)
+    here = {leaf for leaf in cfg_leaves if leaf.split(".")[0] in BARE_GROUPS}
+    candidates = ending_with(key, here)
+    fitting = [path for path in candidates if path in here or _has(selected, path)] or candidates
+    if len(fitting) > 1:
+        return key, f"{key}: stands for {' and '.join(fitting)}; write one of them in full"
+    return (fitting[0] if fitting else key), None
+
+
+def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
+    """Make one change in the composed config; the problem if it cannot be made."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        if change.action == "delete":
+            return _delete(change, path, cfg)
+        present = _present(cfg, path)
+        if change.action == "add" and present and not isinstance(change.value, dict | list):
+            return f"+{change.key}: is there already; leave the + out to change it"
+        if change.action == "set" and not present and _is_new_entry(path):
+            return f"{change.key}: nothing of that name there; write +{change.key}=... to add it"
+        OmegaConf.update(cfg, path, change.value, merge=True, force_add=True)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        return f"{change.key}: cannot be set to {change.value!r} ({str(error).splitlines()[0]})"
+    return None
+
+
+def _sort(item: Override, path: SearchPath, result: Parsed) -> None:
+    key, line = item.key_or_group, item.input_line or item.key_or_group
+    if item.is_hydra_override() or key == "hydra":
+        result.problems.append(
+            f"{key}: Hydra's own settings have no effect here; leave it out (output_dir=DIR sets the run directory)"
+        )
+    elif item.is_sweep_override():
+        result.problems.append(
+            f"{line}: several values; add -m to run one job for each, "
+            f"or write a list as {key}=[a,b] and a string as \"{key}='a,b'\""
+        )
+    elif path.is_group(key) and not isinstance(item.value(), dict):
+        _choose(item, path, result)
+    else:
+        action: Action = (
+            "delete" if item.is_delete() else "add" if item.is_add() else "force" if item.is_force_add() else "set"
+        )
+        result.changes.append(Change(key, item.value(), action))
+
+
+def _choose(item: Override, path: SearchPath, result: Parsed) -> None:
+    """Sort an override of a group; ``group=[a,b]`` composes several options."""
+    group, value = item.key_or_group, item.value()
+    names = value if isinstance(value, list) else [value]
+    found = [] if item.is_delete() else [problem for name in names if (problem := wrong_option(group, name, path))]
+    result.problems += found
+    result.chosen.add(group)
+    if not found:
+        result.groups.append(item.input_line or group)
+
+
+def _type_problem(key: str) -> str | None:
+    group, _, rest = key.partition(".")
+    if rest == "type" and group in GROUPS:
+        return f"{key}: follows from the option; choose one with {group}=..."
+    return None
+
+
+def _has(selected: dict[str, str], path: str) -> bool:
+    """True if the selected option of the path's group has this setting."""
+    setting = lookup(path)
+    return setting is not None and selected.get(path.split(".")[0]) in setting.types
+
+
+def _is_new_entry(path: str) -> bool:
+    """True for a path below a mapping of free names, where a misspelt name would make a new entry silently."""
+    setting = lookup(path)
+    return setting is not None and setting.open and setting.path != path
+
+
+def _present(cfg: DictConfig, path: str) -> bool:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(cfg, path, throw_on_missing=False) is not None
+
+
+def _delete(change: Change, path: str, cfg: DictConfig) -> str | None:
+    from omegaconf import DictConfig, OmegaConf, open_dict
+
+    above, _, last = path.rpartition(".")
+    parent = OmegaConf.select(cfg, above) if above else cfg
+    if not isinstance(parent, DictConfig) or last not in parent:
+        return f"~{change.key}: nothing of that name to remove; leave it out"
+    if change.value is not None and change.value != parent[last]:
+        return (
+            f"~{change.key}: is {parent[last]!r}, not {change.value!r}; write ~{change.key} to remove it whatever it is"
+        )
+    with open_dict(cfg):
+        del parent[last]
+    return None

@@ -1,0 +1,115 @@
+"""Options and callbacks of the user's: import what ``_target_`` names and bind its arguments before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forgather_cli.config.options import did_you_mean
+from forgather_cli.config.schema import Config, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a kind of target is called: positional arguments first, and keywords it gets where it takes them."""
+
+    positional: tuple[str, ...] = ()
+    offered: tuple[str, ...] = ()
+
+
+_CALLS = {
+    "model": _Call(offered=("vocab_size", "seq_len")),
+    "data": _Call(),
+    "trainer": _Call(),
+    "optimizer": _Call(("params",), ("lr", "weight_decay")),
+    "lr_scheduler": _Call(("optimizer",)),
+    "loss": _Call(offered=("num_items_in_batch",)),
+    "callbacks": _Call(),
+}
+
+
+def target_problems(config: Config) -> list[str]:
+    """What is wrong with each ``_target_``: it cannot be imported, or its arguments do not fit its signature.
+
+    Imports the users' modules, and with them what those import.
+    """
+    return [problem for where, target, call in _targets(config) if (problem := _problem(where, target, call))]
+
+
+def locate(path: str) -> Callable[..., Any]:
+    """The class or function at ``package.module.name``; modules in the working directory are found too.
+
+    Raises ImportError with the reason.
+    """
+    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ImportError(f"{path!r} names no module; write module.{path}")
+    try:
+        found: Any = getattr(import_module(module), name)
+    except AttributeError as error:
+        raise ImportError(str(error)) from error
+    if not callable(found):
+        raise ImportError(f"{path} is no class or function but {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
+    for group, call in _CALLS.items():
+        option = getattr(config, group)
+        if isinstance(option, Target):
+            yield group, option, call
+    groups = {} if isinstance(config.optimizer, Target) else config.optimizer.groups
+    for name, group in groups.items():
+        if isinstance(group.optimizer, Target):
+            yield f"optimizer.groups.{name}.optimizer", group.optimizer, _CALLS["optimizer"]
+    for name, target in config.callbacks.custom.items():
+        yield f"callbacks.{name}", target, _CALLS["callbacks"]
+
+
+def _problem(where: str, target: Target, call: _Call) -> str | None:
+    try:
+        factory = locate(target.path)
+    except Exception as error:  # a user's module may raise anything
+        reason = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else str(error)
+        return f"{where}._target_: cannot import {target.path} ({reason}); mend the path or install what it needs"
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some C functions have none
+        return None
+    positional = call.positional
+    if where == "loss" and not isinstance(factory, type):
+        positional = ("logits", "labels")  # a loss function is called as it stands, its arguments bound beforehand
+    return _mismatch(where, target, signature, positional, call.offered)
+
+
+def _mismatch(
+    where: str, target: Target, signature: inspect.Signature, positional: tuple[str, ...], offered: tuple[str, ...]
+) -> str | None:
+    """The first argument that does not fit, with the names there are."""
+    parameters = signature.parameters
+    names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    taken = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    free = [name for name in names if name not in taken[: len(positional)]]
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        for key in target.kwargs:
+            if key not in free:
+                return (
+                    f"{where}.{key}: {target.path} takes no such argument;{did_you_mean(key, free)} "
+                    f"Arguments: {', '.join(free) or 'none'}"
+                )
+    given: Mapping[str, Any] = {**{name: None for name in offered if name in free}, **target.kwargs}
+    for name in free:
+        parameter = parameters[name]
+        if parameter.default is parameter.empty and name not in given:
+            return f"{where}.{name}: {target.path} requires it; set {where}.{name}=..."
+    return None

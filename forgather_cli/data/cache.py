@@ -1,0 +1,143 @@
+"""The data cache on disk: directories that are built once, by one process, and appear whole or not at all.
+
+    <cache_dir>/content/<stamp>.json      paths, sizes and times of a corpus -> hash of its content
+    <cache_dir>/tokenizers/<key>/         trained tokenizers
+    <cache_dir>/tokens/<key>/             tokenized corpora
+    <cache_dir>/indexes/<key>/            document borders of token files
+    <cache_dir>/packings/<key>/           index tables of best_fit and pad
+    <cache_dir>/locks/
+
+Every directory holds ``meta.json``, written last, with the size of each other file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.errors import DataError
+
+Meta = dict[str, Any]
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """``data.cache_dir``, or ``$XDG_CACHE_HOME/forgather``, or ``~/.cache/forgather``."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "forgather"
+
+
+def digest(value: Any) -> str:
+    """32 hex digits that stand for a JSON value."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def find(root: Path, kind: str, key: str) -> Meta | None:
+    """The meta data of a complete directory, None if there is none or a file's size is not what was written."""
+    directory = root / kind / key
+    try:
+        meta: Meta = json.loads((directory / "meta.json").read_text())
+        sizes = meta["files"]
+        whole = all((directory / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return meta if whole else None
+
+
+def build_once(root: Path, kind: str, key: str, write: Callable[[Path], Meta]) -> tuple[Path, Meta]:
+    """The directory ``<root>/<kind>/<key>`` and its meta data, made by ``write(temporary directory)`` if it is missing.
+
+    Other processes that want it wait for the one that builds. One that is killed leaves a temporary directory, which
+    the next removes. Raises DataError when the disk refuses.
+    """
+    directory = root / kind / key
+    if (meta := find(root, kind, key)) is not None:
+        return directory, meta
+    with _disk_errors(root), _locked(root, f"{kind}-{key}"):
+        if (meta := find(root, kind, key)) is None:
+            meta = _build(directory, write)
+    return directory, meta
+
+
+def _build(directory: Path, write: Callable[[Path], Meta]) -> Meta:
+    parent = directory.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    for stale in parent.glob(f".tmp-{directory.name}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary = parent / f".tmp-{directory.name}-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        meta = write(temporary)
+        meta["files"] = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+        _sync(temporary)
+        if directory.exists():  # damaged, or find() would have returned it
+            shutil.rmtree(directory)
+        temporary.rename(directory)
+        _sync_one(parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return meta
+
+
+def remember(path: Path, value: Meta) -> None:
+    """Write a small JSON file atomically. Raises DataError when the disk refuses."""
+    with _disk_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(value))
+        temporary.replace(path)
+
+
+def recall(path: Path) -> Meta | None:
+    """What ``remember`` wrote, None if there is nothing that can be read."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@contextlib.contextmanager
+def _locked(root: Path, name: str) -> Iterator[None]:
+    """Hold an flock; the kernel drops it when the process dies. The file stays, since removing it would race."""
+    path = root / "locks" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _disk_errors(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or root
+        raise DataError(
+            f"data.cache_dir: cannot write the data cache ({error.strerror}: {where}); "
+            f"set data.cache_dir to a directory with free space that you may write to"
+        ) from error
+
+
+def _sync(directory: Path) -> None:
+    for path in directory.iterdir():
+        _sync_one(path)
+    _sync_one(directory)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

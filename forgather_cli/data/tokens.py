@@ -1,0 +1,81 @@
+"""Token sequences on disk: memory maps of one or several files, and their document borders."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ArrayFile:
+    """``length`` numbers that start ``offset`` bytes into a file. Travels to other processes as a path."""
+
+    def __init__(self, path: Path, dtype: str, length: int, offset: int = 0) -> None:
+        self.path, self.dtype, self.length, self.offset = path, dtype, length, offset
+
+    def __reduce__(self) -> Any:
+        return ArrayFile, (self.path, self.dtype, self.length, self.offset)
+
+    @cached_property
+    def array(self) -> NDArray[Any]:
+        """The memory map as a plain array: slicing ``np.memmap`` itself costs ten times as much."""
+        if self.length == 0:
+            return np.empty(0, self.dtype)
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.length,)))
+
+
+class Tokens:
+    """The tokens [start, stop) of files read as one sequence."""
+
+    def __init__(self, files: Sequence[ArrayFile], start: int = 0, stop: int | None = None) -> None:
+        self.files = list(files)
+        self._firsts = [0]
+        for file in self.files:
+            self._firsts.append(self._firsts[-1] + file.length)
+        self._start = start
+        self._stop = self._firsts[-1] if stop is None else stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def read(self, start: int, out: NDArray[np.int64]) -> None:
+        """Copy the ``len(out)`` tokens from ``start`` on into ``out``.
+
+        A copy per row beats one fancy-indexed gather of the batch, which would first build an index for every token.
+        """
+        start += self._start
+        if len(self.files) == 1:
+            out[:] = self.files[0].array[start : start + len(out)]
+            return
+        number, done = bisect.bisect_right(self._firsts, start) - 1, 0
+        while done < len(out):
+            at = start + done - self._firsts[number]
+            piece = self.files[number].array[at : at + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+            number += 1
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """One split of a tokenized corpus."""
+
+    tokens: Tokens
+    documents: ArrayFile | None
+    """int64: where each document starts, and where the last ends; None where nothing marks documents."""
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A corpus as token ids. ``meta`` holds ``{split: {tokens, documents}}`` and what is known of the origin."""
+
+    train: TokenSplit
+    eval: TokenSplit | None
+    fingerprint: str
+    meta: dict[str, Any]

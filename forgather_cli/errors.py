@@ -1,0 +1,72 @@
+"""Every exception Forgather raises on purpose.
+
+    ForgatherError                 something a user can act on; the message is the whole story
+    ├── ConfigError                a setting is wrong: found before torch is imported, exit code 2
+    ├── SetupError                 data, tokenizer, model, checkpoint, memory or disk is wrong: found before step 1, exit code 2
+    │   ├── DataError
+    │   ├── ModelError
+    │   └── CheckpointError        damaged, foreign, newer or not matching
+    ├── CallbackError              a user's callback raised; names callback and event
+    └── TrainingError              the run failed after it had started, exit code 1
+        ├── DivergenceError        a loss or gradient norm that is not finite
+        └── OutOfMemoryError       with memory by kind and the settings most likely to help
+
+A message says what is wrong, what was got and what to do, with settings named as typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ForgatherError(Exception):
+    """Base of all errors that are reported as one message without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(ForgatherError):
+    """One or several config mistakes, reported together.
+
+    ``problems`` holds one line each: ``path: what is wrong, got X; what to do``.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class SetupError(ForgatherError):
+    """Something outside the config is wrong; found before the first step."""
+
+    exit_code = 2
+
+
+class DataError(SetupError):
+    """Corpus, tokenizer or token cache."""
+
+
+class ModelError(SetupError):
+    """Model directory, architecture or a capability the model lacks."""
+
+
+class CheckpointError(SetupError):
+    """A checkpoint that is damaged, foreign, of a newer format, or does not match the run."""
+
+
+class CallbackError(ForgatherError):
+    """A callback raised; the original exception is the cause."""
+
+
+class TrainingError(ForgatherError):
+    """The run failed after it had started."""
+
+
+class DivergenceError(TrainingError):
+    """Loss or gradient norm is not finite."""
+
+
+class OutOfMemoryError(TrainingError):
+    """The device ran out of memory during a step."""

@@ -1,0 +1,307 @@
+"""The decoder: Llama, Mistral, Qwen2 and Qwen3 in one lean model, with Hugging Face's parameter names.
+
+Legend: B sequences, T tokens of this call, S positions attended to (T, or more with a cache), V vocabulary,
+E hidden size, H heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgather_cli.config.schema import DecoderSettings
+from forgather_cli.errors import ModelError
+from forgather_cli.models.cache import KVCache, LayerCache
+from forgather_cli.models.families import family_of, output_bias
+from forgather_cli.models.layers import Embedding, Linear, RMSNorm, to_autocast
+from forgather_cli.models.rope import RotaryEmbedding, rotate
+
+__all__ = ["Context", "Decoder", "DecoderLayer", "KVCache", "resolve_decoder"]
+
+_log = logging.getLogger(__name__)
+
+
+class Context(NamedTuple):
+    """What all layers of one forward share."""
+
+    cos: Tensor  # (T, 1, D/2) or (B, T, 1, D/2), fp32
+    sin: Tensor
+    mask: Tensor | None  # (1 or B, 1, T, S) bool, True = attend
+    is_causal: bool  # the mask is the plain causal one, and not made
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with optional norms of queries and keys."""
+
+    def __init__(self, s: DecoderSettings) -> None:
+        super().__init__()
+        assert s.head_dim is not None
+        assert s.num_key_value_heads is not None
+        self.head_dim = s.head_dim
+        self.grouped = s.num_key_value_heads != s.num_attention_heads
+        self.dropout = s.attention_dropout
+        q_size, kv_size = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
+        std = s.initializer_range
+        self.q_proj = Linear(s.hidden_size, q_size, bias=s.attention_bias, std=std)
+        self.k_proj = Linear(s.hidden_size, kv_size, bias=s.attention_bias, std=std)
+        self.v_proj = Linear(s.hidden_size, kv_size, bias=s.attention_bias, std=std)
+        self.o_proj = Linear(q_size, s.hidden_size, bias=output_bias(s), std=std)
+        self.q_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
+        B, T, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim))  # (B, T, H, D)
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim))  # (B, T, K, D)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim)
+        q = rotate(q, context.cos, context.sin, v.dtype).transpose(1, 2)  # (B, H, T, D)
+        k = rotate(k, context.cos, context.sin, v.dtype).transpose(1, 2)  # (B, K, T, D)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.append(k, v)  # (B, K, S, D)
+        y = self._attend(q, k, v, context)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        grouped = self.grouped
+        if grouped and context.mask is not None and q.is_cuda:
+            # with a mask, CUDA's fused kernels do not take grouped heads and SDPA would fall back to the slow path
+            groups = q.shape[1] // k.shape[1]
+            k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=context.mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=context.is_causal,
+            enable_gqa=grouped,
+        )
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, s: DecoderSettings) -> None:
+        super().__init__()
+        assert s.intermediate_size is not None
+        std = s.initializer_range
+        self.gate_proj = Linear(s.hidden_size, s.intermediate_size, bias=s.mlp_bias, std=std)
+        self.up_proj = Linear(s.hidden_size, s.intermediate_size, bias=s.mlp_bias, std=std)
+        self.down_proj = Linear(s.intermediate_size, s.hidden_size, bias=s.mlp_bias, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside the residual stream, which stays fp32 under autocast."""
+
+    def __init__(self, s: DecoderSettings) -> None:
+        super().__init__()
+        self.dropout = s.residual_dropout
+        self.self_attn = Attention(s)
+        self.mlp = MLP(s)
+        self.input_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        x = x + self._dropped(self.self_attn(to_autocast(self.input_layernorm(x)), context, cache))
+        return x + self._dropped(self.mlp(to_autocast(self.post_attention_layernorm(x))))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Stack(nn.Module):
+    """Embedding, layers and final norm. Layers are keyed by index, so that one left out does not rename the others."""
+
+    def __init__(self, s: DecoderSettings) -> None:
+        super().__init__()
+        assert s.vocab_size is not None
+        self.embed_tokens: Embedding | None = Embedding(s.vocab_size, s.hidden_size, std=s.initializer_range)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(s) for i in range(s.num_hidden_layers)})
+        self.norm: RMSNorm | None = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(s)
+
+    def forward(self, x: Tensor, context: Context, cache: KVCache | None) -> Tensor:
+        """``x`` is token ids (B, T) where this stack has the embedding, else hidden states (B, T, E)."""
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        for key, layer in self.layers.items():
+            x = layer(x, context, None if cache is None else cache.layer(key))
+        return x if self.norm is None else self.norm(x)
+
+
+class Decoder(nn.Module):
+    """A causal language model. ``settings`` must be resolved (``resolve_decoder``).
+
+    ``embed_tokens``, some layers, ``norm`` or ``lm_head`` may be taken out (set to None, deleted from ``layers``): the
+    rest runs on hidden states instead of token ids and keeps its parameter names.
+    """
+
+    def __init__(self, settings: DecoderSettings) -> None:
+        super().__init__()
+        assert settings.vocab_size is not None, "resolve_decoder first"
+        self.settings = settings
+        self.model = Stack(settings)
+        self.lm_head: Linear | None = Linear(
+            settings.hidden_size, settings.vocab_size, bias=False, std=settings.initializer_range
+        )
+        if settings.tie_word_embeddings and self.model.embed_tokens is not None:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def head(self) -> Linear:
+        """The layer from hidden states to logits."""
+        if self.lm_head is None:
+            raise AssertionError("this part of the model has no head")
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits (B, T, V), or (B, 1, V) of the last position with ``last_only``.
+
+        input_ids (B, T) int64. ``document_ids`` (B, T) int: attention stays inside equal ids. ``attention_mask``
+        (B, S) 1 = token, 0 = padding on either side. ``position_ids`` (T,) or (B, T); without them positions count
+        tokens from the left, padding left out. ``cache`` holds the positions before these and is extended by them; with
+        rope type ``dynamic``, whose angles change with the length for all positions, it stays empty.
+        """
+        x = self.hidden_states(
+            input_ids,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            attention_mask=attention_mask,
+            cache=cache,
+        )
+        if last_only:
+            x = x[:, -1:]
+        return x if self.lm_head is None else self.lm_head(x)
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """What ``head`` is applied to, (B, T, E), after the final norm. Arguments as in ``forward``."""
+        if self.model.rotary_emb.dynamic:
+            cache = None
+        context = self.context(input_ids, position_ids, document_ids, attention_mask, cache)
+        x: Tensor = self.model(input_ids, context, cache)
+        if cache is not None:
+            cache.length += input_ids.shape[1]
+        return x
+
+    def context(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Context:
+        """Angles and mask for input ``x`` (B, T, ...); only its shape and device are read."""
+        T, past = x.shape[1], 0 if cache is None else cache.length
+        if cache is not None and document_ids is not None:
+            raise ValueError("document_ids and cache exclude each other")
+        positions = position_ids
+        if positions is None:
+            positions = _positions(x, past, attention_mask)
+        known = past + T if position_ids is None and attention_mask is None else None
+        cos, sin = self.model.rotary_emb(positions, known)
+        mask, is_causal = _mask(x, past, self.settings.sliding_window, document_ids, attention_mask)
+        return Context(cos, sin, mask, is_causal)
+
+
+def _positions(x: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
+    """Position ids (T,), or (B, T) that leave padding out."""
+    T = x.shape[1]
+    if attention_mask is None:
+        return torch.arange(past, past + T, device=x.device)
+    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + T]
+
+
+def _mask(
+    x: Tensor, past: int, window: int | None, document_ids: Tensor | None, attention_mask: Tensor | None
+) -> tuple[Tensor | None, bool]:
+    """The mask (1 or B, 1, T, S), True = attend, and whether it is the plain causal one, which SDPA need not be given."""
+    T, S = x.shape[1], past + x.shape[1]
+    windowed = window is not None and window < S
+    if document_ids is None and attention_mask is None and not windowed and (past == 0 or T == 1):
+        return None, past == 0 and T > 1
+    keys = torch.arange(S, device=x.device)
+    queries = keys[past:, None]
+    mask = keys <= queries
+    if window is not None and windowed:
+        mask &= keys > queries - window
+    mask = mask[None, None]
+    if document_ids is not None:
+        mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    if attention_mask is not None:
+        # padding attends to itself: a row without any key would be NaN in some kernels
+        mask = mask & attention_mask[:, None, None, :].bool() | (keys == queries)
+    return mask, False
+
+
+def resolve_decoder(settings: DecoderSettings, *, vocab_size: int, seq_len: int) -> DecoderSettings:
+    """``settings`` with every null filled in. Raises ModelError for sizes that do not fit together.
+
+    ``vocab_size`` is the tokenizer's, ``seq_len`` the data's, both in tokens.
+    """
+    s = settings
+    if s.vocab_size is not None and s.vocab_size < vocab_size:
+        raise ModelError(
+            f"model.vocab_size: the tokenizer has {vocab_size} tokens, got {s.vocab_size}; "
+            f"set model.vocab_size=null or at least {vocab_size}, or take another data.tokenizer"
+        )
+    if s.head_dim is None and s.hidden_size % s.num_attention_heads:
+        raise ModelError(
+            f"model.hidden_size: must be a multiple of model.num_attention_heads={s.num_attention_heads}, "
+            f"got {s.hidden_size}; change one of them or set model.head_dim"
+        )
+    resolved = dataclasses.replace(
+        s,
+        intermediate_size=s.intermediate_size or -(-8 * s.hidden_size // 96) * 32,
+        num_key_value_heads=s.num_key_value_heads or s.num_attention_heads,
+        head_dim=s.head_dim or s.hidden_size // s.num_attention_heads,
+        vocab_size=s.vocab_size or vocab_size,
+        max_position_embeddings=s.max_position_embeddings or seq_len,
+        attention_output_bias=output_bias(s),
+    )
+    _check(resolved, seq_len)
+    return resolved
+
+
+def _check(s: DecoderSettings, seq_len: int) -> None:
+    assert s.num_key_value_heads is not None
+    assert s.head_dim is not None
+    assert s.max_position_embeddings is not None
+    if s.num_attention_heads % s.num_key_value_heads:
+        raise ModelError(
+            f"model.num_key_value_heads: must divide model.num_attention_heads={s.num_attention_heads}, "
+            f"got {s.num_key_value_heads}"
+        )
+    if s.head_dim % 2:
+        raise ModelError(f"model.head_dim: rotary embedding needs an even head size, got {s.head_dim}")
+    if seq_len > s.max_position_embeddings:
+        _log.warning(
+            "data.seq_len=%d is longer than model.max_position_embeddings=%d", seq_len, s.max_position_embeddings
+        )
+    family_of(s)

@@ -1,0 +1,110 @@
+"""Sampling from a causal language model.
+
+Legend: B sequences, T prompt tokens, n new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from forgather_cli.errors import ModelError
+from forgather_cli.models.cache import KVCache
+
+LogitsFn = Callable[..., Tensor | None]
+"""``(batch, last_only=True, cache=KVCache | None) -> (B, 1, V)``: ``Strategy.logits``."""
+
+
+@torch.no_grad()
+def generate(
+    logits_fn: LogitsFn,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    do_sample: bool = True,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    generator: Generator | None = None,
+    use_cache: bool = True,
+    on_token: Callable[[Tensor], bool | None] | None = None,
+) -> Tensor:
+    """Prompts (B, T), padded on the left where ``attention_mask`` (B, T) is 0, with new tokens: (B, T + n).
+
+    n is ``max_new_tokens``, or less once every row has ended; a row that has ended goes on with ``pad_token_id``
+    (else its end token). Random numbers come from ``generator`` alone (None: a fresh one, seed 0), so training's are
+    not touched. ``on_token`` sees each column (B, 1) and ends the generation by returning True. A model that does not
+    fill the cache is given the whole sequence each time. The model's mode (eval) is the caller's business.
+    """
+    ids, ends = input_ids, _end_tokens(eos_token_id, input_ids.device)
+    generator = generator or Generator().manual_seed(0)
+    real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
+    padded = not bool(real.all())
+    cache = KVCache() if use_cache else None
+    done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
+    filler = pad_token_id if pad_token_id is not None else (int(ends[0]) if len(ends) else 0)
+    for _ in range(max_new_tokens):
+        batch = {"input_ids": ids[:, cache.length :] if cache is not None else ids}
+        if padded:
+            batch["attention_mask"] = real
+        logits = logits_fn(batch, last_only=True, cache=cache)
+        if logits is None:
+            raise ModelError("generation needs the logits on every rank, but this rank got none")
+        scores = _penalized(_finite(logits[:, -1].float()), ids, real, repetition_penalty)
+        if do_sample:
+            token = _draw(_filtered(scores / temperature, top_k, top_p), generator)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        token = torch.where(done, filler, token.to(ids))
+        ids, real = torch.cat((ids, token), dim=1), torch.cat((real, torch.ones_like(token)), dim=1)
+        done |= torch.isin(token, ends)
+        if (on_token is not None and on_token(token)) or (len(ends) and bool(done.all())):
+            break
+    return ids
+
+
+def _end_tokens(eos_token_id: int | Sequence[int] | None, device: torch.device) -> Tensor:
+    ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Logits (B, V) that can be sampled: NaN is never chosen, a row without any finite value becomes uniform."""
+    logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=1e30, neginf=-torch.inf)
+    return logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
+
+
+def _penalized(scores: Tensor, ids: Tensor, real: Tensor, penalty: float) -> Tensor:
+    """Scores (B, V) of tokens seen in the row made less likely (Keskar et al. 2019, arXiv:1909.05858)."""
+    if penalty == 1.0:
+        return scores
+    seen = torch.zeros_like(scores).scatter_add_(1, ids, real.to(scores.dtype)) > 0
+    lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return torch.where(seen, lowered, scores)
+
+
+def _filtered(scores: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Scores (B, V) with all but the ``top_k`` best and the nucleus of mass ``top_p`` at -inf; 0 and 1.0 are off.
+
+    Source of the nucleus: Holtzman et al. 2019, arXiv:1904.09751. The best token always stays.
+    """
+    if 0 < top_k < scores.shape[-1]:
+        worst = scores.topk(top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < worst, -torch.inf)
+    if top_p < 1.0:
+        ordered, order = scores.sort(descending=True)
+        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        cut = (mass_before >= top_p).index_fill(-1, torch.zeros(1, dtype=torch.int64, device=scores.device), False)
+        scores = scores.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
+    return scores
+
+
+def _draw(scores: Tensor, generator: Generator) -> Tensor:
+    """One token per row (B, 1) from softmax(scores), with a generator of any device."""
+    return torch.multinomial(scores.softmax(-1).to(generator.device), 1, generator=generator)

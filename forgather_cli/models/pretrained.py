@@ -1,0 +1,272 @@
+"""config.json of Hugging Face directories to decoder settings and back.
+
+Both forms of the rotary settings are read and written: ``rope_parameters`` (transformers 5) and ``rope_theta`` with
+``rope_scaling`` (transformers 4).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from forgather_cli.config.schema import DecoderSettings, RopeScaling
+from forgather_cli.errors import ModelError
+from forgather_cli.models.families import FAMILIES, family_of
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
+    "mistral": {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
+    "qwen3": {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "head_dim": 128},
+}
+"""What transformers 5.23 takes for a key that config.json leaves out, by model_type, over ``_COMMON``."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,  # ours; transformers keeps it without reading it
+    "sliding_window": None,
+}
+_COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "initializer_range",
+    "tie_word_embeddings", "attention_dropout", "residual_dropout",
+)  # fmt: skip
+
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+"""The keys each rope type reads."""
+
+
+def read_settings(directory: str | Path) -> DecoderSettings:
+    """Resolved settings of the model in a Hugging Face directory. Raises ModelError."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise ModelError(f"model.path: no such directory: {path}")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"model.path: {path} has no config.json; expected a Hugging Face model directory") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: cannot read {path / 'config.json'}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"model.path: {path / 'config.json'} must hold a JSON object, got {type(config).__name__}")
+    try:
+        return decoder_settings_from_hf(config)
+    except ModelError as error:
+        raise ModelError(f"model.path: {path / 'config.json'}: {error}") from error
+
+
+def decoder_settings_from_hf(config: dict[str, Any]) -> DecoderSettings:
+    """Resolved settings from a parsed config.json. Raises ModelError for what the decoder does not have."""
+    model_type = _model_type(config)
+    config = {**_COMMON, **_DEFAULTS[model_type], **config}
+    _refuse(config)
+    llama_like = model_type in ("llama", "qwen3")
+    attention_bias = model_type == "qwen2" or (llama_like and bool(config.get("attention_bias", False)))
+    heads = config["num_attention_heads"]
+    values = {key: config[key] for key in _COPIED}
+    values["num_key_value_heads"] = config["num_key_value_heads"] or heads
+    values["head_dim"] = config["head_dim"] or config["hidden_size"] // heads
+    try:
+        return DecoderSettings(
+            **values,
+            rope_theta=float(_rope(config).get("rope_theta") or 10000.0),
+            rope_scaling=_rope_scaling(config),
+            sliding_window=_sliding_window(model_type, config),
+            attention_bias=attention_bias,
+            attention_output_bias=attention_bias and model_type != "qwen2",
+            mlp_bias=model_type == "llama" and bool(config.get("mlp_bias", False)),
+            qk_norm=model_type == "qwen3",
+        )
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"cannot be read: {error}") from error
+
+
+def _model_type(config: dict[str, Any]) -> str:
+    named = config.get("architectures") or []
+    known = {family.architecture: family.model_type for family in FAMILIES.values()}
+    model_type = config.get("model_type") or known.get(named[0] if named else "")
+    if model_type not in FAMILIES or (named and named[0] not in known):
+        raise ModelError(
+            f"unsupported architecture {named[0] if named else model_type!r}; "
+            f"supported are {', '.join(known)} (model_type {', '.join(FAMILIES)})"
+        )
+    return str(model_type)
+
+
+def _refuse(config: dict[str, Any]) -> None:
+    partial = _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    wrong = {
+        "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
+        "quantization_config": config.get("quantization_config") is not None,
+        "partial_rotary_factor": partial not in (None, 1.0),
+    }
+    for key, unsupported in wrong.items():
+        if unsupported:
+            got = partial if key == "partial_rotary_factor" else config[key]
+            raise ModelError(f"{key}={got!r} is not supported by the decoder")
+
+
+def _sliding_window(model_type: str, config: dict[str, Any]) -> int | None:
+    """The window of all layers; Qwen's windows of some layers are refused."""
+    window = config["sliding_window"]
+    if model_type in ("llama", "mistral"):
+        return window if model_type == "mistral" else None
+    layers = config["num_hidden_layers"]
+    if not config.get("use_sliding_window", False) or window is None:
+        return None
+    first = config.get("max_window_layers", 28)
+    types = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if set(types) == {"full_attention"}:
+        return None
+    if set(types) != {"sliding_attention"}:
+        raise ModelError("layer_types: sliding and full attention in one model are not supported by the decoder")
+    return int(window)
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary settings in the form of transformers 5; its ``rope_scaling`` wins where both forms are present."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise ModelError(f"rope_parameters: expected a JSON object, got {found!r}")
+    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    return {"rope_theta": theta, **found}
+
+
+def _rope_scaling(config: dict[str, Any]) -> RopeScaling | None:
+    rope = _rope(config)
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in _ROPE_KEYS:
+        raise ModelError(f"rope_type={rope_type!r} is not supported; supported are {', '.join(_ROPE_KEYS)}")
+    if rope_type == "default":
+        return None
+    if rope_type in ("yarn", "llama3"):
+        # some models keep it outside the rotary settings; it then takes precedence in transformers
+        outside = config.get("original_max_position_embeddings")
+        fallback = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        rope["original_max_position_embeddings"] = outside or fallback
+    given = {key: rope[key] for key in _ROPE_KEYS[rope_type] if rope.get(key) is not None}
+    return RopeScaling(rope_type=rope_type, **given)
+
+
+def _hf_rope(s: DecoderSettings) -> dict[str, Any]:
+    scaling = s.rope_scaling or RopeScaling()
+    values: dict[str, Any] = {key: getattr(scaling, key) for key in _ROPE_KEYS[scaling.rope_type]}
+    if "original_max_position_embeddings" in values:
+        values["original_max_position_embeddings"] = (
+            scaling.original_max_position_embeddings or s.max_position_embeddings
+        )
+    given = {key: value for key, value in values.items() if value is not None}
+    return {"rope_type": scaling.rope_type, "rope_theta": s.rope_theta, **given}
+
+
+def hf_config(
+    settings: DecoderSettings,
+    *,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """config.json of resolved ``settings``, for transformers 4.50 and later. Raises ModelError if no family fits."""
+    s, family = settings, family_of(settings)
+    rope = _hf_rope(s)
+    config = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{key: getattr(s, key) for key in _COPIED if key != "residual_dropout"},
+        "hidden_act": "silu",
+        "use_cache": True,
+        "rope_parameters": rope,
+        "rope_theta": s.rope_theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else dict(rope),
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+    if s.residual_dropout:
+        config["residual_dropout"] = s.residual_dropout
+    return {**config, **_family_keys(family.model_type, s)}
+
+
+def _family_keys(model_type: str, s: DecoderSettings) -> dict[str, Any]:
+    if model_type == "llama":
+        return {"attention_bias": s.attention_bias, "mlp_bias": s.mlp_bias}
+    if model_type == "mistral":
+        return {"sliding_window": s.sliding_window}
+    sliding = s.sliding_window is not None
+    keys: dict[str, Any] = {
+        "use_sliding_window": sliding,
+        "sliding_window": s.sliding_window,
+        "max_window_layers": 0 if sliding else s.num_hidden_layers,
+        "layer_types": ["sliding_attention" if sliding else "full_attention"] * s.num_hidden_layers,
+    }
+    return {**keys, "attention_bias": s.attention_bias} if model_type == "qwen3" else keys
+
+
+def write_config(
+    directory: str | Path,
+    settings: DecoderSettings,
+    *,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    dtype: str = "float32",
+) -> None:
+    """Write config.json and generation_config.json into an existing directory."""
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    _write_json(Path(directory) / "config.json", hf_config(settings, **ids, dtype=dtype))
+    generation = {key: value for key, value in ids.items() if value is not None}
+    _write_json(Path(directory) / "generation_config.json", {"_from_model_config": True, **generation})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_model_files(model: nn.Module, processing_class: Any, directory: Path) -> None:
+    """Everything of a Hugging Face directory but the weights: configs where the model has one, tokenizer files.
+
+    ``model`` is a Decoder, or any module with a transformers ``config``; others get no config.json. The tokenizer is
+    saved through its ``save`` or ``save_pretrained``.
+    """
+    from forgather_cli.models.decoder import Decoder
+
+    if isinstance(model, Decoder):
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        write_config(directory, model.settings, **{n: getattr(processing_class, n, None) for n in names}, dtype=dtype)
+    else:
+        for part in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+            if callable(getattr(part, "save_pretrained", None)):
+                part.save_pretrained(directory)
+    save = getattr(processing_class, "save", None) or getattr(processing_class, "save_pretrained", None)
+    if callable(save):
+        save(directory)

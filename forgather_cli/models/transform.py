@@ -1,0 +1,75 @@
+"""Changes to a built model, block by block: activation checkpointing and compilation. Names stay as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from forgather_cli.config.schema import RunSettings
+from forgather_cli.errors import ModelError
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: children of the outermost lists (or dicts, sequences) of modules of one composite class."""
+    return list(_blocks(module))
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        members = list(child.children())
+        container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        if container and len({type(m) for m in members}) == 1 and any(True for _ in members[0].children()):
+            yield from members
+        else:
+            yield from _blocks(child)
+
+
+def _required_blocks(module: nn.Module, setting: str) -> list[nn.Module]:
+    blocks = blocks_of(module)
+    if not blocks:
+        raise ModelError(
+            f"{setting}: {type(module).__name__} has no nn.ModuleList (or ModuleDict, Sequential) of equal blocks; "
+            f"set {setting}=false"
+        )
+    return blocks
+
+
+def apply_activation_checkpointing(module: nn.Module) -> None:
+    """Recompute every block's activations in the backward pass instead of keeping them. Raises ModelError.
+
+    Source: Chen et al. 2016, arXiv:1604.06174.
+    """
+    for block in _required_blocks(module, "gradient_checkpointing"):
+        # a partial over the block, not a closure: a deep copy of the model must call the copy
+        block.forward = functools.partial(_recomputed, block)
+
+
+def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = functools.partial(type(block).forward, block)
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def compile_blocks(module: nn.Module, args: RunSettings) -> None:
+    """Compile every block in place with the ``torch_compile_*`` settings. Raises ModelError.
+
+    Blocks share their code, so all of them cost one compilation. ``activation_memory_budget`` is torch's own
+    process-wide switch (``torch._functorch.config``).
+    """
+    if args.activation_memory_budget is not None:
+        from torch._functorch import config
+
+        config.activation_memory_budget = args.activation_memory_budget
+    for block in _required_blocks(module, "torch_compile"):
+        block.compile(
+            backend=args.torch_compile_backend or "inductor",
+            mode=args.torch_compile_mode,
+            dynamic=args.torch_compile_dynamic,
+            fullgraph=args.torch_compile_fullgraph,
+        )

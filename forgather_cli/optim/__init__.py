@@ -1,0 +1,1 @@
+"""Optimizers by parameter group, the optimizer in the backward, and learning-rate schedules."""

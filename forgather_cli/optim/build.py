@@ -1,0 +1,166 @@
+"""Torch optimizers from the config's option, and several of them behind one surface."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from forgather_cli.config.schema import AdamWSettings, MuonSettings, OptimizerOption, Target
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.optim.groups import Assignment, assign, empty_groups, groups_of, label
+from forgather_cli.optim.state import ParameterOptimizer
+from forgather_cli.optim.target import call, import_target
+
+log = logging.getLogger(__name__)
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+_FUSED_DEVICES = ("cpu", "cuda")
+
+
+class Optimizers(ParameterOptimizer):
+    """One or several torch optimizers stepped together."""
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    @classmethod
+    def wrap(cls, optimizer: Optimizer | Sequence[Optimizer], named_parameters: NamedParameters) -> Self:
+        """Optimizers made elsewhere. Groups without a ``name`` get one.
+
+        Raises SetupError for a parameter that ``named_parameters`` lacks, ConfigError for what is no torch optimizer.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        if not isinstance(optimizers, Sequence) or not all(isinstance(o, Optimizer) for o in optimizers):
+            raise ConfigError(f"optimizers: got a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+        known = _names(named_parameters)
+        groups = [group for o in optimizers for group in o.param_groups]
+        _name_groups(groups)
+        names: dict[nn.Parameter, str] = {}
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter not in known:
+                    raise SetupError(
+                        f"optimizers: group {group['name']} holds a parameter of shape {tuple(parameter.shape)} that "
+                        "the model does not train; build the optimizer from the parameters of the model that is trained"
+                    )
+                names[parameter] = known[parameter]
+        return cls(optimizers, names)
+
+
+def _names(named_parameters: NamedParameters) -> dict[nn.Parameter, str]:
+    """First name of each parameter."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in named_parameters:
+        names.setdefault(parameter, name)
+    return names
+
+
+def _name_groups(groups: list[dict[str, Any]]) -> None:
+    taken = {group["name"] for group in groups if "name" in group}
+    if len(taken) < sum("name" in group for group in groups):
+        raise ConfigError("optimizers: two parameter groups have the same name; checkpoints need different ones")
+    for i, group in enumerate(groups):
+        if "name" not in group:
+            base = "default" if len(groups) == 1 else f"group_{i}"
+            group["name"] = base if base not in taken else f"{base}_unnamed"
+
+
+def build_optimizer(
+    option: OptimizerOption, named_parameters: NamedParameters, *, lr: float, weight_decay: float
+) -> Optimizers:
+    """The optimizers of a config option over ``named_parameters``; ``lr`` is the peak of the schedule.
+
+    Groups of one kind share one torch optimizer. Raises ConfigError for settings that are refused, SetupError where
+    there is nothing to train.
+    """
+    assignments = assign(option, named_parameters, lr=lr, weight_decay=weight_decay)
+    if not assignments:
+        raise SetupError("optimizer: the model has no trainable parameter; unfreeze some")
+    _report_empty(option, assignments)
+    optimizers = [_build(members) for members in _by_optimizer(assignments)]
+    return Optimizers(optimizers, {p: name for a in assignments for name, p in a.parameters})
+
+
+def _report_empty(option: OptimizerOption, assignments: list[Assignment]) -> None:
+    """A warning for the user's own groups that match nothing; the shipped ones may."""
+    shipped, groups = AdamWSettings().groups, groups_of(option)
+    for name in empty_groups(option, assignments):
+        if shipped.get(name) != groups[name]:
+            log.warning("optimizer.groups.%s.regex: %r matches no free parameter", name, groups[name].regex)
+
+
+def _by_optimizer(assignments: list[Assignment]) -> list[list[Assignment]]:
+    """Assignments that one torch optimizer can serve: of one kind; for a ``_target_``, with the same arguments."""
+    buckets: list[list[Assignment]] = []
+    for assignment in assignments:
+        for bucket in buckets:
+            first = bucket[0]
+            targets = isinstance(first.option, Target) or isinstance(assignment.option, Target)
+            if first.option == assignment.option if targets else first.kind == assignment.kind:
+                bucket.append(assignment)
+                break
+        else:
+            buckets.append([assignment])
+    return buckets
+
+
+def _build(assignments: list[Assignment]) -> Optimizer:
+    factory = _factory(assignments[0])
+    groups = []
+    _check_values(factory, assignments)
+    for assignment in assignments:
+        settings = assignment.settings | _fused(assignment)
+        groups.append({"params": [p for _, p in assignment.parameters], "name": assignment.name, **settings})
+    defaults = {key: value for key, value in groups[0].items() if key not in ("params", "name")}
+    optimizer = call(factory, "optimizer", groups, **defaults)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer._target_: made a {type(optimizer).__name__}; it must make a torch.optim.Optimizer"
+        )
+    return optimizer
+
+
+def _check_values(factory: Callable[..., Any], assignments: list[Assignment]) -> None:
+    """Let torch see every group's settings as arguments: it checks the values of those, not of groups."""
+    for assignment in reversed(assignments):  # the default group first: what is wrong there is wrong for all
+        if not isinstance(assignment.option, Target):
+            call(factory, _where(assignment), [nn.Parameter(torch.zeros(1, 1))], **assignment.settings)
+
+
+def _where(assignment: Assignment) -> str:
+    name = assignment.name
+    return "optimizer" if name.split(".")[0] == "default" else f"optimizer (group {name})"
+
+
+def _factory(assignment: Assignment) -> Callable[..., Any]:
+    if isinstance(assignment.option, Target):
+        return import_target(assignment.option.path, "optimizer")
+    optim = torch.optim
+    return {"adamw": optim.AdamW, "adafactor": optim.Adafactor, "muon": optim.Muon, "sgd": optim.SGD}[assignment.kind]
+
+
+def _fused(assignment: Assignment) -> dict[str, Any]:
+    """AdamW's ``fused``: True where the kernel exists, else None, which lets torch choose foreach.
+
+    Source: torch.optim.AdamW, note on foreach and fused (torch 2.13).
+    """
+    option = assignment.option
+    if assignment.kind != "adamw" or not isinstance(option, (AdamWSettings, MuonSettings)):
+        return {}
+    misfits = [p for _, p in assignment.parameters if not (p.is_floating_point() and p.device.type in _FUSED_DEVICES)]
+    if option.fused and misfits:
+        raise ConfigError(
+            f"optimizer.fused: {label(option)} has no fused kernel for {misfits[0].dtype} on {misfits[0].device}; "
+            "set optimizer.fused=null"
+        )
+    return {"fused": True if option.fused is not False and not misfits else None}

@@ -1,0 +1,293 @@
+"""Which parameter belongs to which optimizer group, and with which settings. Needs no torch.
+
+``optimizer.groups`` maps a name to a regex on the full parameter name; the first match wins, what no regex matches
+forms the group ``default``. A group of ``muon`` is served by two optimizers and named ``<group>.muon`` (hidden
+matrices) and ``<group>.adamw`` (the rest).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forgather_cli.config.schema import (
+    AdafactorSettings,
+    AdamWSettings,
+    GroupSettings,
+    MuonSettings,
+    OptimizerOption,
+    Target,
+)
+from forgather_cli.errors import ConfigError
+from forgather_cli.optim.target import accepts, import_target
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DEFAULT_GROUP = "default"
+_NOT_HIDDEN = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|(lm_)?head|score|classifier)(\.|$)")
+_EVERYWHERE = {"lr": 0.0, "lr_scale": 0.0, "weight_decay": 0.0}
+_ADJUST_LR = ("original", "match_rms_adamw")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The parameters of one config group that one kind of optimizer trains."""
+
+    name: str
+    kind: str
+    """adamw, adafactor, muon, sgd, or the last part of a ``_target_``."""
+    option: OptimizerOption
+    settings: dict[str, Any]
+    """What the torch optimizer takes for this group: lr, weight_decay, betas, ..."""
+    parameters: list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """How one parameter is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: str
+    optimizer: str
+    lr: float
+    weight_decay: float | None
+    """None where the optimizer knows none."""
+    state_bytes: int | None
+    """Bytes of its optimizer state in the parameter's dtype; None for an optimizer that is not ours."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """Every parameter, tied ones once, and the groups whose regex matches none."""
+
+    parameters: list[ParameterRow]
+    empty_groups: list[str]
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def groups_of(option: OptimizerOption) -> dict[str, GroupSettings]:
+    """The option's groups; a ``_target_`` has none of its own and gets the shipped ones."""
+    return AdamWSettings().groups if isinstance(option, Target) else option.groups
+
+
+def label(option: OptimizerOption) -> str:
+    """The option's name as typed, or the last part of its ``_target_``."""
+    return option.path.rpartition(".")[2] if isinstance(option, Target) else option.type
+
+
+def check_groups(option: OptimizerOption) -> list[str]:
+    """Every mistake in ``optimizer.groups`` that can be seen without parameters, one line each."""
+    return [problem for name, group in groups_of(option).items() for problem in _group_problems(name, group, option)]
+
+
+def _group_problems(name: str, group: GroupSettings, main: OptimizerOption) -> Iterator[str]:
+    where = f"optimizer.groups.{name}"
+    if name == DEFAULT_GROUP:
+        yield f"{where}: this name stands for the parameters that no regex matches; choose another"
+    try:
+        re.compile(group.regex)
+    except re.error as error:
+        yield f"{where}.regex: not a regular expression ({error}), got {group.regex!r}"
+    if "lr" in group.settings and "lr_scale" in group.settings:
+        yield f"{where}.settings: lr and lr_scale exclude each other; leave one out"
+    own = group.optimizer
+    if own is not None and not isinstance(own, Target) and own.groups != type(own)().groups:
+        yield f"{where}.optimizer.groups: nothing reads it; groups are set in optimizer.groups only"
+    option = own or main
+    if not isinstance(option, Target):
+        known = _EVERYWHERE | _own_settings(option)
+        for key, value in group.settings.items():
+            problem = _problem(key, value, known, label(option))
+            if problem:
+                yield f"{where}.settings.{key}: {problem}"
+
+
+def _own_settings(option: Any) -> dict[str, Any]:
+    """The option's settings that may differ from group to group, with their values."""
+    names = (f.name for f in dataclasses.fields(option))
+    return {name: getattr(option, name) for name in names if name not in ("type", "groups", "fused")}
+
+
+def _problem(key: str, value: Any, known: dict[str, Any], kind: str) -> str | None:
+    if key not in known:
+        return f"{kind} has no such setting; it has {', '.join(sorted(known))}"
+    reference = known[key]
+    if key == "adjust_lr":
+        return None if value in _ADJUST_LR else f"must be one of {', '.join(_ADJUST_LR)}, got {value!r}"
+    if isinstance(reference, bool):
+        return None if isinstance(value, bool) else f"must be true or false, got {value!r}"
+    if isinstance(reference, tuple):
+        good = isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_number(v) and 0 <= v < 1 for v in value)
+        return None if good else f"must be two numbers from 0 up to below 1, got {value!r}"
+    if isinstance(reference, int):
+        return None if isinstance(value, int) and value > 0 else f"must be a positive whole number, got {value!r}"
+    low, high = (-math.inf, 0) if key == "beta2_decay" else (0, math.inf)
+    bound = "at most 0" if key == "beta2_decay" else "at least 0"
+    good = _is_number(value) and low <= value <= high
+    return None if good else f"must be a number, {bound}, got {value!r}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# ------------------------------------------------------------------------------------------------------- assignment
+
+
+def assign(
+    option: OptimizerOption,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    lr: float,
+    weight_decay: float,
+) -> list[Assignment]:
+    """Sort parameters into groups: those of the config in their order, then ``default``; empty ones are left out.
+
+    ``lr`` and ``weight_decay`` hold where a group's settings do not say otherwise. A parameter that comes under
+    several names (tied) counts once, under the first. Raises ConfigError with every mistake in the groups.
+    """
+    problems = check_groups(option)
+    if problems:
+        raise ConfigError(problems)
+    groups = groups_of(option)
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in (*groups, DEFAULT_GROUP)}
+    patterns = {name: re.compile(group.regex) for name, group in groups.items()}
+    for name, parameter in _unique(named_parameters):
+        found = next((key for key, pattern in patterns.items() if pattern.search(name)), DEFAULT_GROUP)
+        members[found].append((name, parameter))
+    made: list[Assignment] = []
+    for group_name, parameters in members.items():
+        group = groups.get(group_name, GroupSettings(regex=""))
+        made += _assign_group(group_name, group, group.optimizer or option, parameters, lr, weight_decay)
+    return made
+
+
+def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    seen: set[int] = set()
+    for name, parameter in named_parameters:
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, parameter
+
+
+def _assign_group(
+    name: str,
+    group: GroupSettings,
+    option: OptimizerOption,
+    parameters: list[tuple[str, nn.Parameter]],
+    lr: float,
+    weight_decay: float,
+) -> Iterator[Assignment]:
+    kinds: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for parameter_name, parameter in parameters:
+        kind = _kind(option, parameter_name, parameter)
+        kinds.setdefault(kind, []).append((parameter_name, parameter))
+    if isinstance(option, Target):  # its own arguments stand for all groups, as the run's settings do otherwise
+        lr, weight_decay = option.kwargs.get("lr", lr), option.kwargs.get("weight_decay", weight_decay)
+    common = {
+        "lr": group.settings.get("lr", lr * group.settings.get("lr_scale", 1.0)),
+        "weight_decay": group.settings.get("weight_decay", weight_decay),
+    }
+    own = {key: value for key, value in group.settings.items() if key not in _EVERYWHERE}
+    for kind in sorted(kinds, reverse=True):  # muon before adamw
+        full_name = f"{name}.{kind}" if isinstance(option, MuonSettings) else name
+        settings = _torch_settings(option, kind, common, own, f"optimizer.groups.{name}.settings")
+        yield Assignment(full_name, kind, option, settings, kinds[kind])
+
+
+def _kind(option: OptimizerOption, name: str, parameter: nn.Parameter) -> str:
+    """Which optimizer of ``option``; Muon is for hidden matrices only (https://kellerjordan.github.io/posts/muon/)."""
+    if isinstance(option, MuonSettings):
+        return "muon" if len(parameter.shape) == 2 and not _NOT_HIDDEN.search(name) else "adamw"
+    return label(option)
+
+
+def _torch_settings(
+    option: OptimizerOption, kind: str, common: dict[str, Any], own: dict[str, Any], where: str
+) -> dict[str, Any]:
+    """The group's keyword arguments of the torch optimizer, in its names."""
+    if isinstance(option, Target):
+        return _target_settings(option, common, own, where)
+    merged = dataclasses.replace(option, **own)
+    if isinstance(merged, AdafactorSettings):
+        return {**common, "beta2_decay": merged.beta2_decay, "d": merged.clipping_threshold}
+    if kind == "adamw":
+        assert isinstance(merged, (AdamWSettings, MuonSettings))
+        return {**common, "betas": tuple(merged.betas), "eps": merged.eps}
+    if isinstance(merged, MuonSettings):
+        muon = {"momentum": merged.momentum, "nesterov": merged.nesterov, "ns_steps": merged.ns_steps}
+        return {**common, **muon, "adjust_lr_fn": merged.adjust_lr}
+    assert not isinstance(merged, AdamWSettings)
+    return {**common, "momentum": merged.momentum, "nesterov": merged.nesterov}
+
+
+def _target_settings(option: Target, common: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
+    """The user's arguments, and what their optimizer accepts of ours."""
+    factory = import_target(option.path, "optimizer")
+    for key in own:
+        if not accepts(factory, key):
+            raise ConfigError(f"{where}.{key}: {label(option)} has no such setting; see its signature")
+    taken = {key: value for key, value in common.items() if accepts(factory, key)}
+    return {**option.kwargs, **taken, **own}
+
+
+# ------------------------------------------------------------------------------------------------------ description
+
+
+def describe(
+    option: OptimizerOption,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    lr: float,
+    weight_decay: float,
+) -> Description:
+    """How every parameter would be trained, in the model's order; builds no optimizer, parameters may be on meta."""
+    parameters = list(_unique(named_parameters))
+    assignments = assign(option, parameters, lr=lr, weight_decay=weight_decay)
+    rows = {name: _row(assignment, name, p) for assignment in assignments for name, p in assignment.parameters}
+    return Description([rows[name] for name, _ in parameters], empty_groups(option, assignments))
+
+
+def empty_groups(option: OptimizerOption, assignments: list[Assignment]) -> list[str]:
+    """Names of the config groups whose regex matched no parameter that was still free."""
+    used = {assignment.name for assignment in assignments}
+    return [name for name in groups_of(option) if not used & {name, f"{name}.muon", f"{name}.adamw"}]
+
+
+def _row(assignment: Assignment, name: str, parameter: nn.Parameter) -> ParameterRow:
+    settings = assignment.settings
+    shape = tuple(parameter.shape)
+    numbers = _state_numbers(assignment, shape)
+    return ParameterRow(
+        name=name,
+        shape=shape,
+        group=assignment.name,
+        optimizer=assignment.kind,
+        lr=float(settings.get("lr", 0.0)),
+        weight_decay=settings.get("weight_decay"),
+        state_bytes=None if numbers is None else numbers * parameter.element_size() + _step_bytes(assignment),
+    )
+
+
+def _state_numbers(assignment: Assignment, shape: tuple[int, ...]) -> int | None:
+    """Numbers that the optimizer remembers for a parameter, its step counter aside."""
+    numel = math.prod(shape)
+    if isinstance(assignment.option, Target):
+        return None
+    if assignment.kind == "adafactor" and len(shape) >= 2:
+        return numel // shape[-1] + numel // shape[-2]
+    if assignment.kind == "sgd":
+        return numel if assignment.settings["momentum"] else 0
+    return {"adamw": 2, "muon": 1, "adafactor": 1}[assignment.kind] * numel
+
+
+def _step_bytes(assignment: Assignment) -> int:
+    return 4 if assignment.kind in ("adamw", "adafactor") else 0

@@ -1,0 +1,264 @@
+"""What optimizers remember, by parameter and group name: taken out for a checkpoint, put back bit for bit.
+
+Tensors are named ``<parameter>.<state key>``. The rest is JSON: per group the settings it was built with, what has
+changed since, and its parameters' names; per parameter its tensors' keys and its values that are not tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from forgather_cli.errors import CheckpointError, SetupError
+
+Winner = Literal["config", "checkpoint"]
+
+# how a step is computed, not what: another device may need other values
+_IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+_NOT_SETTINGS = frozenset({"params", "param_names", "name", "lr"})
+_LISTED = 8  # names in one error line
+
+
+class ParameterOptimizer(ABC):
+    """One or several torch optimizers that together train a set of named parameters.
+
+    Every parameter group has a unique ``name``, and ``initial_lr`` for the scheduler. Subclasses say when a step is
+    done.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> None:
+        self.optimizers = list(optimizers)
+        self.names = dict(names)
+        """Full name of each parameter."""
+        for group in self.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self._built = {group["name"]: _settings(group) for group in self.param_groups}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers in one list, the dictionaries themselves."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @abstractmethod
+    def step(self) -> None:
+        """End an optimizer step."""
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+
+    # ----------------------------------------------------------------------------------------------------- taking out
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All tensor state by ``<parameter>.<key>``, the tensors themselves; empty before the first step."""
+        return {f"{name}.{key}": value for name, key, value in self._entries() if isinstance(value, Tensor)}
+
+    def group_state(self) -> dict[str, Any]:
+        """Everything that is not a tensor, JSON-able. Raises SetupError naming what cannot be saved."""
+        tensors: dict[str, list[str]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for name, key, value in self._entries():
+            if isinstance(value, Tensor):
+                tensors.setdefault(name, []).append(key)
+            else:
+                values.setdefault(name, {})[key] = _plain(value, f"optimizer state of {name}.{key}")
+        groups = {
+            group["name"]: self._group_state(optimizer, group)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        }
+        return {"groups": groups, "tensors": tensors, "values": values}
+
+    def _entries(self) -> Iterator[tuple[str, str, Any]]:
+        """(parameter name, state key, value) in the order of the groups."""
+        for optimizer in self.optimizers:
+            foreign = [key for key in optimizer.state if key not in self.names]
+            if foreign:
+                raise SetupError(
+                    f"optimizer: {type(optimizer).__name__} keeps state that belongs to no parameter of the model "
+                    f"({foreign[0]!r:.80}), which cannot be saved; keep it in param_groups or per parameter"
+                )
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        yield self.names[parameter], str(key), value
+
+    def _group_state(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+        built, now = self._built[group["name"]], _settings(group)
+        return {
+            "optimizer": type(optimizer).__name__,
+            "parameters": [self.names[p] for p in group["params"]],
+            "settings": built,
+            "changed": {key: value for key, value in now.items() if key not in built or built[key] != value},
+            "lr": _plain(group["lr"], f"optimizer group {group['name']}: lr"),
+        }
+
+    # ---------------------------------------------------------------------------------------------------- putting back
+
+    def load(
+        self, tensors: Mapping[str, Tensor], groups: Mapping[str, Any], *, hyperparameters: Winner = "config"
+    ) -> list[str]:
+        """Restore ``state_tensors()`` and ``group_state()``, also into an optimizer that has not stepped yet.
+
+        Tensors are copied to where the optimizer wants them; dtypes and bits stay. Returns one line for every setting
+        that differs between the checkpoint and this optimizer's groups; with ``hyperparameters="config"`` the groups
+        keep theirs (lr keeps its place in the schedule: saved lr x new initial_lr / saved initial_lr), with
+        ``"checkpoint"`` they take the saved ones. Raises CheckpointError listing every name that does not fit, before
+        anything is changed.
+        """
+        self._check(tensors, groups)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self._restored(parameter, group, tensors, groups)
+                    if state:
+                        optimizer.state[parameter] = state
+                    else:
+                        optimizer.state.pop(parameter, None)
+        return self._load_groups(groups["groups"], hyperparameters)
+
+    def _restored(
+        self, parameter: nn.Parameter, group: dict[str, Any], tensors: Mapping[str, Tensor], saved: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        name = self.names[parameter]
+        keys = saved["tensors"].get(name, ())
+        state: dict[str, Any] = {key: _placed(key, tensors[f"{name}.{key}"], parameter, group) for key in keys}
+        return {**state, **saved["values"].get(name, {})}
+
+    def _check(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+        kinds = {name: group["optimizer"] for group in saved["groups"].values() for name in group["parameters"]}
+        listed = {f"{name}.{key}" for name, keys in saved["tensors"].items() for key in keys}
+        own = set(self.names.values())
+        problems = [
+            *_listing("missing in the checkpoint", sorted(own - kinds.keys())),
+            *_listing("not trained by this run's optimizer", sorted(kinds.keys() - own)),
+            *_listing("tensors missing in the checkpoint", sorted(listed - tensors.keys())),
+            *_listing("tensors that belong to no parameter", sorted(tensors.keys() - listed)),
+        ]
+        if not problems:
+            problems = list(self._mismatches(tensors, saved, kinds))
+        if problems:
+            raise CheckpointError(
+                "the optimizer's state does not fit this run; resume without it by leaving optimizer out of "
+                "resume_components:\n" + "\n".join(f"  {line}" for line in problems)
+            )
+
+    def _mismatches(
+        self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], kinds: Mapping[str, str]
+    ) -> Iterator[str]:
+        changed: dict[tuple[str, str], list[str]] = {}
+        for optimizer in self.optimizers:
+            kind, ours = type(optimizer).__name__, type(optimizer).__module__.startswith("torch.optim")
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                name = self.names[parameter]
+                if kinds[name] != kind:
+                    changed.setdefault((kinds[name], kind), []).append(name)
+                for key in saved["tensors"].get(name, ()) if ours else ():
+                    shape = tensors[f"{name}.{key}"].shape
+                    if not _fits(shape, parameter.shape):
+                        yield f"{name}.{key}: its shape is {tuple(shape)}, the parameter's {tuple(parameter.shape)}"
+        for (before, now), names in changed.items():
+            yield from _listing(f"trained by {before} in the checkpoint, by {now} now", names)
+
+    def _load_groups(self, saved: Mapping[str, Any], winner: Winner) -> list[str]:
+        lines = [f"group {name} is only in the checkpoint" for name in saved if name not in self._built]
+        for group in self.param_groups:
+            name = group["name"]
+            if name not in saved:
+                lines.append(f"group {name} is new")
+            else:
+                lines += self._load_group(name, group, saved[name], winner)
+        return lines
+
+    def _load_group(self, name: str, group: dict[str, Any], saved: Mapping[str, Any], winner: Winner) -> list[str]:
+        built = self._built[name]
+        keys = [key for key in built if key in saved["settings"] and key not in _IMPLEMENTATION]
+        differing = {key: saved["settings"][key] for key in keys if saved["settings"][key] != built[key]}
+        take = dict(saved["changed"])
+        if winner == "config":
+            take = {key: value for key, value in take.items() if key not in differing}
+        else:
+            built.update(differing)
+            take = {**differing, **take}
+        for key, value in take.items():
+            if key not in _IMPLEMENTATION:
+                _assign(group, key, value)
+        _assign(group, "lr", _lr_in_schedule(saved, group))
+        return [_difference(name, key, before, built[key], winner) for key, before in differing.items()]
+
+
+def _difference(group: str, key: str, saved: Any, now: Any, winner: Winner) -> str:
+    what = f"group {group}: {'learning rate' if key == 'initial_lr' else key}"
+    if winner == "config":
+        return f"{what} was {saved} in the checkpoint, is {now} now"
+    return f"{what} is {saved}, as in the checkpoint"
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"optimizer group {group['name']}"
+    return {key: _plain(value, f"{where}: {key}") for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """``value`` as JSON holds it, tuples as lists. Raises SetupError naming ``where``."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item, where) for key, item in value.items()}
+    raise SetupError(f"{where} holds a {type(value).__name__}, which cannot be saved; use numbers, strings or lists")
+
+
+def _assign(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a group's entry, keeping its kind: a tensor (capturable optimizers) is filled, a tuple stays a tuple."""
+    now = group.get(key)
+    if isinstance(now, Tensor):
+        now.fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(now, tuple) else value
+
+
+def _lr_in_schedule(saved: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+    """The saved learning rate, scaled where the group's initial one has changed."""
+    before, now = saved["settings"].get("initial_lr"), float(group["initial_lr"])
+    lr = float(saved["lr"])
+    if before == now:
+        return lr
+    return lr * now / before if before else now
+
+
+def _placed(key: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+    """A copy on the right device, laid out like the parameter.
+
+    Step counters live on the CPU unless the optimizer is fused or capturable (torch 2.13, ``optimizer.py``,
+    ``_process_value_according_to_param_policy``). Unlike torch's ``load_state_dict`` the dtype is kept, so that fp32
+    moments of bf16 parameters survive.
+    """
+    if key == "step":
+        on_device = group.get("fused") or group.get("capturable")
+        return value.detach().to(parameter.device if on_device else "cpu", copy=True)
+    if value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value.detach())
+    return value.detach().to(parameter.device, copy=True)
+
+
+def _fits(shape: torch.Size, parameter: torch.Size) -> bool:
+    """Torch's own optimizers keep scalars, tensors of the parameter's shape, and row or column sums of it."""
+    return not shape or (
+        len(shape) == len(parameter) and all(a in (1, b) for a, b in zip(shape, parameter, strict=True))
+    )
+
+
+def _listing(what: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return [f"{what}: {', '.join(names[:_LISTED])}{more}"]

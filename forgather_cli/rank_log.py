@@ -1,0 +1,108 @@
+"""What a rank prints and logs goes to the terminal and to ``RUN/logs/rank-<r>.log``."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import logging
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, TextIO, cast
+
+_CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
+
+
+class Tee(io.TextIOBase):
+    """A text stream that also writes whole lines to a log.
+
+    The log gets no colours and no cursor movements, and of a line that was rewritten in place (a progress bar) only
+    what stood there at its end.
+    """
+
+    def __init__(self, terminal: TextIO, log: IO[str]) -> None:
+        self.terminal = terminal
+        self.log = log
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        self.terminal.write(text)
+        *lines, rest = (self._line + text).replace("\r\n", "\n").split("\n")
+        for line in lines:
+            self.log.write(_visible(line) + "\n")
+        self._line = rest if len(rest) < 4096 else rest[rest.rfind("\r") + 1 :]
+        return len(text)
+
+    def flush(self) -> None:
+        self.terminal.flush()
+        self.log.flush()
+
+    def isatty(self) -> bool:
+        return self.terminal.isatty()
+
+    def fileno(self) -> int:
+        return self.terminal.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Write the unfinished line to the log."""
+        if self._line:
+            self.log.write(_visible(self._line) + "\n")
+            self._line = ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.terminal.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.terminal.errors
+
+
+def _visible(line: str) -> str:
+    return _CONTROL.sub("", line).rsplit("\r", 1)[-1]
+
+
+class _CurrentStderr(logging.StreamHandler[Any]):
+    """Logs to whatever ``sys.stderr`` is at the moment, so that a live progress bar can keep below the lines."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None: ...
+
+
+def configure_logging() -> logging.Handler:
+    """Send our log from INFO and other libraries' from WARNING to standard error; returns the handler."""
+    handler = _CurrentStderr()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("forgather_cli").setLevel(logging.INFO)
+    return handler
+
+
+@contextlib.contextmanager
+def rank_log(path: Path) -> Iterator[IO[str]]:
+    """Copy standard output, standard error and the log to ``path`` (appended); SIGUSR2 prints stacks to it."""
+    with path.open("a", encoding="utf-8", buffering=1) as log:
+        out, err = Tee(sys.stdout, log), Tee(sys.stderr, log)
+        handler = configure_logging()
+        faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
+        with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, err)):
+            try:
+                yield log
+            finally:
+                out.finish()
+                err.finish()
+                faulthandler.unregister(signal.SIGUSR2)
+                logging.getLogger().removeHandler(handler)

@@ -1,0 +1,98 @@
+"""Every path inside a run directory, once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_STEP = re.compile(r"step-(\d{8,})$")
+_LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml$")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. Nothing here touches the disk unless its docstring says so."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config the run was started with."""
+        return self.root / "config.yaml"
+
+    def later_config(self, n: int) -> Path:
+        """The resolved config of the n-th later start, n >= 1."""
+        return self.root / f"config.{n}.yaml"
+
+    def later_starts(self) -> list[int]:
+        """Numbers n of the ``config.<n>.yaml`` files, ascending. Reads the directory."""
+        if not self.root.is_dir():
+            return []
+        found = (_LATER_CONFIG.match(path.name) for path in self.root.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def newest_config(self) -> Path:
+        """The config of the newest start. Reads the directory."""
+        later = self.later_starts()
+        return self.later_config(later[-1]) if later else self.config
+
+    @property
+    def origin(self) -> Path:
+        """Recipe text, overrides and versions."""
+        return self.root / "origin.yaml"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by the one job that writes this directory."""
+        return self.root / ".lock"
+
+    @property
+    def exit(self) -> Path:
+        """How the last job in this directory ended."""
+        return self.root / "exit.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    @property
+    def metrics(self) -> Path:
+        """JsonLogger's file."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """TextgenCallback's file."""
+        return self.root / "samples.txt"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of the published checkpoints, ascending. Reads the directory."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = (step_of(path) for path in self.checkpoints.iterdir() if path.is_dir())
+        return sorted(step for step in found if step is not None)
+
+    def is_used(self) -> bool:
+        """True if a run has left metrics or checkpoints here. Reads the directory."""
+        return self.metrics.exists() or bool(self.checkpoint_steps())
+
+
+def step_of(path: Path) -> int | None:
+    """The step a checkpoint directory is named after, or None if it is not one."""
+    match = _STEP.match(path.name)
+    return int(match.group(1)) if match else None

@@ -1,0 +1,69 @@
+"""One device: the whole model, the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather_cli.config.schema import RunSettings
+from forgather_cli.distributed import pick_device
+from forgather_cli.loss import Loss, ModelWithLoss, build_loss, model_kwargs, model_logits
+from forgather_cli.models.init import allocate
+from forgather_cli.precision import Autocast, autocast_for
+from forgather_cli.strategies.base import Batch, Strategy, Supports
+
+
+class SingleDevice(Strategy):
+    """Trains in this process on one device; the reference for all other strategies."""
+
+    supports = Supports(optimizer_in_backward=True, fp16=False, torch_compile=True)
+    data_rank = 0
+    data_size = 1
+    data_group = None
+    model_group = None
+
+    def __init__(self, device: torch.device, loss: Loss, autocast: Autocast) -> None:
+        self.device = device
+        self._loss = loss
+        self._autocast = autocast
+
+    def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
+        model = build()
+        if allocate(model, self.device) and init is None:
+            raise AssertionError("a model built on meta needs an init")
+        model.to(self.device)
+        if init is not None:
+            init(model)
+        self.parts = [model]
+        self._with_loss = ModelWithLoss(model, self._loss)
+
+    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+        share = torch.zeros((), device=self.device)
+        for batch in microbatches:
+            with self._autocast():
+                total, _ = self._with_loss(batch, num_tokens)
+            loss = total / num_tokens
+            loss.backward()
+            share += loss.detach()
+        return share
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            total, count = self._with_loss(batch)
+        return total, count
+
+    @torch.no_grad()
+    def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:
+        with self._autocast():
+            return model_logits(self.parts[0], model_kwargs(batch), last_only=last_only, cache=cache)
+
+
+def single_device(args: RunSettings, loss_fn: Any = None, fused_loss_factory: Any = None) -> SingleDevice:
+    """The strategy as settings describe it: device, precision and loss of a recipe, or a user's loss function."""
+    device = pick_device(args.device)
+    loss = build_loss(getattr(args, "loss", None), loss_fn=loss_fn, fused_loss_factory=fused_loss_factory)
+    return SingleDevice(device, loss, autocast_for(getattr(args, "precision", None), device))

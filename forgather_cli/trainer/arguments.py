@@ -1,0 +1,147 @@
+"""``TrainingArguments``: the run-level settings for Python users, under Hugging Face's names and with its defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from forgather_cli.config.decode import decode_settings
+from forgather_cli.config.schema import (
+    AdafactorSettings,
+    AdamWSettings,
+    BF16Settings,
+    Config,
+    ConstantSettings,
+    CosineSettings,
+    FP32Settings,
+    GroupSettings,
+    InverseSqrtSettings,
+    LinearSettings,
+    OptimizerOption,
+    PrecisionOption,
+    RunSettings,
+    SchedulerOption,
+    SGDSettings,
+    settings,
+)
+from forgather_cli.errors import ConfigError
+
+# where a Hugging Face script relies on a default that differs from a recipe's (transformers 5.23, training_args.py)
+_HF_DEFAULTS: dict[str, Any] = {
+    "output_dir": "trainer_output",
+    "learning_rate": 5e-5,
+    "weight_decay": 0.0,
+    "num_train_epochs": 3.0,
+    "logging_steps": 500,
+    "logging_first_step": False,
+    "eval_strategy": "no",
+    "save_total_limit": None,
+    "dataloader_drop_last": False,
+}
+# that library decays embeddings, a recipe does not (transformers 5.23, Trainer.get_decay_parameter_names)
+_HF_GROUPS = {"no_decay": GroupSettings(regex=r"norm\w*\.weight$|bias$", settings={"weight_decay": 0.0})}
+# settings of that library that change nothing here, with the reason why it is safe to accept them
+_ACCEPTED = {
+    "report_to", "disable_tqdm", "run_name", "remove_unused_columns", "label_names", "log_level", "save_safetensors",
+    "data_seed", "do_train", "do_eval", "do_predict", "include_num_input_tokens_seen", "logging_nan_inf_filter",
+    "ddp_find_unused_parameters", "dataloader_pin_memory", "group_by_length", "save_only_model", "eval_do_concat_batches",
+}  # fmt: skip
+_RENAMED = {"evaluation_strategy": "eval_strategy", "include_tokens_per_second": None, "no_cuda": "use_cpu"}
+_FALSE_ONLY = {"fp16", "push_to_hub", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"}
+
+
+@settings
+class HFSettings(RunSettings):
+    """``RunSettings`` and the ``TrainingArguments`` names that stand for whole groups in a recipe."""
+
+    optim: str = "adamw_torch_fused"
+    lr_scheduler_type: str = "linear"
+    warmup_steps: float = 0.0  # below 1: a fraction of all steps
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    bf16: bool = False
+    use_cpu: bool = False
+
+
+class TrainingArguments(HFSettings):
+    """``TrainingArguments("out", max_steps=100, ...)``; unknown names and wrong types raise ConfigError.
+
+    Takes every run-level setting of a recipe besides the Hugging Face names ``optim``, ``lr_scheduler_type``,
+    ``warmup_steps``, ``warmup_ratio``, ``adam_beta1/2``, ``adam_epsilon``, ``bf16`` and ``use_cpu``. Defaults are
+    Hugging Face's where a script would notice: learning rate 5e-5, 3 epochs, logging every 500 steps, no evaluation.
+    """
+
+    def __init__(self, output_dir: str | None = None, **kwargs: Any) -> None:
+        values = {**_HF_DEFAULTS, **_translate(kwargs)}
+        if output_dir is not None:
+            values["output_dir"] = str(output_dir)
+        checked = decode_settings(HFSettings, values)
+        for f in dataclasses.fields(checked):
+            object.__setattr__(self, f.name, getattr(checked, f.name))
+
+    @property
+    def optimizer(self) -> OptimizerOption:
+        """The option that ``optim`` names. Raises ConfigError."""
+        if self.optim in ("adamw_torch", "adamw_torch_fused"):
+            fused = None if self.optim == "adamw_torch_fused" else False
+            betas = (self.adam_beta1, self.adam_beta2)
+            return AdamWSettings(betas=betas, eps=self.adam_epsilon, fused=fused, groups=_HF_GROUPS)
+        if self.optim in ("adafactor", "sgd"):
+            return AdafactorSettings(groups=_HF_GROUPS) if self.optim == "adafactor" else SGDSettings(groups=_HF_GROUPS)
+        raise ConfigError(
+            f"optim: got {self.optim!r}; use adamw_torch, adamw_torch_fused, adafactor or sgd, or give optimizer_factory"
+        )
+
+    @property
+    def lr_scheduler(self) -> SchedulerOption:
+        """The option that ``lr_scheduler_type`` names. Raises ConfigError."""
+        options: dict[str, SchedulerOption] = {
+            "linear": LinearSettings(warmup_steps=self.warmup_steps),
+            "cosine": CosineSettings(warmup_steps=self.warmup_steps, min_lr_ratio=0.0),
+            "constant": ConstantSettings(),
+            "constant_with_warmup": ConstantSettings(warmup_steps=self.warmup_steps),
+            "inverse_sqrt": InverseSqrtSettings(warmup_steps=self.warmup_steps),
+        }
+        if self.lr_scheduler_type not in options:
+            raise ConfigError(
+                f"lr_scheduler_type: got {self.lr_scheduler_type!r}; use {', '.join(options)}, or give lr_scheduler_factory"
+            )
+        return options[self.lr_scheduler_type]
+
+    @property
+    def precision(self) -> PrecisionOption:
+        return BF16Settings() if self.bf16 else FP32Settings()
+
+
+def _translate(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Hugging Face spellings to ours; what asks for something that does not exist here raises ConfigError."""
+    values: dict[str, Any] = {}
+    for key, value in kwargs.items():
+        if key in _ACCEPTED and key not in RunSettings.__dataclass_fields__:
+            continue
+        if key in _FALSE_ONLY:
+            if value:
+                raise ConfigError(f"{key}: not available, got {value!r}; leave it out")
+            continue
+        name = _RENAMED.get(key, key)
+        if name is None:
+            continue
+        values[name] = getattr(value, "value", value)  # Hugging Face's enums
+    ratio = values.pop("warmup_ratio", 0.0)
+    if ratio and not values.get("warmup_steps"):
+        values["warmup_steps"] = ratio
+    if values.pop("use_cpu", False):
+        values["device"] = "cpu"
+    if "num_train_epochs" in values:
+        values["num_train_epochs"] = float(values["num_train_epochs"])
+    return values
+
+
+def as_arguments(args: Config | TrainingArguments | dict[str, Any] | None) -> Config | TrainingArguments:
+    """What a Trainer takes as ``args``: a recipe's settings, TrainingArguments, a dict of their names, or nothing."""
+    if isinstance(args, (Config, TrainingArguments)):
+        return args
+    if args is None or isinstance(args, dict):
+        return TrainingArguments(**(args or {}))
+    raise ConfigError(f"args: got a {type(args).__name__}; give TrainingArguments or a dict of its settings")

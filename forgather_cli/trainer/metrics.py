@@ -1,0 +1,217 @@
+"""Training metrics of one log interval, kept on the device until they are read.
+
+Legend: N parameters, L layers, H hidden size, T sequence length in tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather_cli import distributed
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What lies between two log reads of this process; times in seconds, ``flops`` in floating-point operations."""
+
+    steps: int
+    seconds: float
+    active_seconds: float
+    """``seconds`` without evaluation and saving."""
+    data_seconds: float
+    tokens: int
+    flops: float
+
+
+class TrainMetrics:
+    """Accumulates losses and norms on the device and counts and times on the host.
+
+    ``state_dict`` holds the open interval's sums and the run's totals, so that a resumed run logs the same numbers;
+    times and speeds are of this process alone.
+    """
+
+    def __init__(self, device: torch.device, data_group: Any, flops_per_token: float, skip_steps: int) -> None:
+        self._group = data_group
+        self._flops_per_token = flops_per_token
+        self._skip_steps = skip_steps  # steps of this process whose times are not counted (compilation, warm-up)
+        # float64: a sum of 1000 losses weighted by tokens keeps more digits than one fp32 loss has
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._norm_square_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._norm_max = torch.zeros((), device=device)
+        self._steps = self._targets = self._tokens = self._interval_tokens = 0
+        self.total_tokens = self.total_samples = 0
+        self._run_loss = 0.0
+        self._run_targets = 0
+        self._process_steps = 0
+        self._paused = 0.0
+        self._data_seconds = 0.0
+        self._timed_steps = self._timed_tokens = 0
+        self._mark = time.perf_counter()
+
+    def add(self, loss: Tensor, norm: Tensor, *, targets: int, tokens: int, samples: int) -> None:
+        """Count one optimizer step: this rank's share of its loss, its global gradient norm, and world-wide counts."""
+        self._loss_sum.add_(loss, alpha=targets)
+        self._norm_square_sum.addcmul_(norm, norm)
+        torch.maximum(self._norm_max, norm, out=self._norm_max)
+        self._steps += 1
+        self._targets += targets
+        self._tokens += tokens
+        self.total_tokens += tokens
+        self.total_samples += samples
+        self._process_steps += 1
+        if self._process_steps <= self._skip_steps:
+            self.restart_clock()
+        else:
+            self._timed_steps += 1
+            self._timed_tokens += tokens
+
+    def restart_clock(self) -> None:
+        """Begin a new timed interval now."""
+        self._mark = time.perf_counter()
+        self._paused = self._data_seconds = 0.0
+        self._timed_steps = self._timed_tokens = 0
+
+    def pause(self, seconds: float) -> None:
+        """Take ``seconds`` of evaluation or saving out of the active time."""
+        self._paused += seconds
+
+    def waited(self, seconds: float) -> None:
+        """Count ``seconds`` spent waiting for data."""
+        self._data_seconds += seconds
+
+    @property
+    def pending(self) -> bool:
+        """True if steps have been counted since the last read."""
+        return self._steps > 0
+
+    @property
+    def total_flops(self) -> float:
+        return self.total_tokens * self._flops_per_token
+
+    def read(self) -> tuple[dict[str, float], Interval]:
+        """Collective. Close the interval: the one point where metrics reach the host. Returns (logs, interval)."""
+        sums = torch.stack([self._loss_sum, self._norm_square_sum, self._norm_max.double()])
+        if self._group is not None:
+            sums[0] = distributed.all_sum(sums[0].clone(), self._group)
+        loss_sum, norm_square_sum, norm_max = sums.tolist()
+        interval = self._interval()
+        self._run_loss += loss_sum
+        self._run_targets += self._targets
+        logs = {
+            "loss": loss_sum / max(self._targets, 1),
+            "grad_norm": math.sqrt(norm_square_sum / max(self._steps, 1)),
+            "max_grad_norm": norm_max,
+            "tokens": self._tokens,
+            "total_tokens": self.total_tokens,
+            "total_flos": self.total_flops,
+        }
+        if interval.steps:
+            logs["tok_per_sec"] = interval.tokens / interval.seconds
+            logs["step_time"] = interval.seconds / interval.steps
+            logs["data_time"] = interval.data_seconds / interval.steps
+        self._reset()
+        return logs, interval
+
+    def _interval(self) -> Interval:
+        seconds = max(time.perf_counter() - self._mark, 1e-9)
+        return Interval(
+            steps=self._timed_steps,
+            seconds=seconds,
+            active_seconds=max(seconds - self._paused, 1e-9),
+            data_seconds=self._data_seconds,
+            tokens=self._timed_tokens,
+            flops=self._timed_tokens * self._flops_per_token,
+        )
+
+    def _reset(self) -> None:
+        self._loss_sum.zero_()
+        self._norm_square_sum.zero_()
+        self._norm_max.zero_()
+        self._steps = self._targets = self._tokens = 0
+        self.restart_clock()
+
+    def mean_loss(self) -> float:
+        """Token-weighted mean loss of the whole run, up to the last read."""
+        return self._run_loss / max(self._run_targets, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "loss_sum": self._loss_sum.cpu(),
+            "norm_square_sum": self._norm_square_sum.cpu(),
+            "norm_max": self._norm_max.cpu(),
+            "counts": [self._steps, self._targets, self._tokens],
+            "totals": [self.total_tokens, self.total_samples, self._run_loss, self._run_targets],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loss_sum.copy_(state["loss_sum"])
+        self._norm_square_sum.copy_(state["norm_square_sum"])
+        self._norm_max.copy_(state["norm_max"])
+        self._steps, self._targets, self._tokens = state["counts"]
+        self.total_tokens, self.total_samples, self._run_loss, self._run_targets = state["totals"]
+
+
+class LateReader:
+    """Reads a device scalar of every step two steps late, so that the host never waits for the device's queue."""
+
+    DELAY = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._queue: deque[tuple[Tensor, Any]] = deque()
+
+    def push(self, value: Tensor) -> float | None:
+        """Queue this step's value; returns the one of two steps ago, None at first."""
+        event = None
+        if self._cuda:
+            host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            host.copy_(value, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            value = host
+        self._queue.append((value, event))
+        return self._pop() if len(self._queue) > self.DELAY else None
+
+    def drain(self) -> list[float]:
+        """All values still queued; waits for the device."""
+        return [self._pop() for _ in range(len(self._queue))]
+
+    def _pop(self) -> float:
+        value, event = self._queue.popleft()
+        if event is not None:
+            event.synchronize()
+        return float(value)
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Parameters, tied ones once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def flops_per_token(model: nn.Module, seq_len: int) -> float:
+    """Floating-point operations of forward and backward per token: 6 (N - input embedding) + 12 L H T.
+
+    Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311), appendix B, with H = heads x head size. The look-up in the
+    input embedding costs nothing; a tied one is counted, since it is the head's matrix too. A model whose settings
+    tell no layers or width counts 6 N alone.
+    """
+    shape: Any = getattr(model, "settings", None) or getattr(model, "config", None)
+    layers = getattr(shape, "num_hidden_layers", 0) or 0
+    heads = getattr(shape, "num_attention_heads", 0) or 0
+    head_dim = getattr(shape, "head_dim", None) or (getattr(shape, "hidden_size", 0) or 0) // max(heads, 1)
+    used = count_parameters(model) - _lookup_only_parameters(model)
+    return 6.0 * used + 12.0 * layers * heads * head_dim * seq_len
+
+
+def _lookup_only_parameters(model: nn.Module) -> int:
+    """Parameters of embeddings that no linear layer shares."""
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    embeddings = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    return sum(weight.numel() for key, weight in embeddings.items() if key not in linear)

@@ -1,0 +1,272 @@
+"""What of a Trainer goes into a checkpoint, and how it comes back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forgather_cli.checkpoint.components import Component, Rows, Sharing, total_bytes
+from forgather_cli.checkpoint.load import Reader, newest_valid, restore_components
+from forgather_cli.checkpoint.retention import best_checkpoint
+from forgather_cli.checkpoint.save import Checkpointer
+from forgather_cli.errors import CheckpointError
+from forgather_cli.models.pretrained import write_model_files
+from forgather_cli.trainer.compare import compare_configs
+from forgather_cli.trainer.setup import named_tensors
+
+if TYPE_CHECKING:
+    from forgather_cli.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks")
+
+
+class _TrainerState:
+    """Progress counters, the seed, and the open log interval."""
+
+    FIELDS = ("global_step", "best_metric", "best_global_step", "epoch")
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        t = self._trainer
+        fields = {name: getattr(t.state, name) for name in self.FIELDS}
+        return {**fields, "seed": t.seed, "metrics": t.metrics.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        t = self._trainer
+        for name in self.FIELDS:
+            setattr(t.state, name, state[name])
+        t.metrics.load_state_dict(state["metrics"])
+        t.state.num_input_tokens_seen = t.metrics.total_tokens
+
+
+class _RandomState:
+    """The process's generators. The loop seeds torch's for every step; these are for users' own code."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if "numpy" in sys.modules:
+            state["numpy"] = sys.modules["numpy"].random.get_state()
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state:
+            import numpy as np
+
+            np.random.set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+class _CallbackStates:
+    """The states of all callbacks that have one, by name."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        stateful = {n: c for n, c in self._trainer.callbacks.by_name.items() if callable(getattr(c, "state_dict", None))}
+        return {name: callback.state_dict() for name, callback in stateful.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, callback in self._trainer.callbacks.by_name.items():
+            if name in state and callable(getattr(callback, "load_state_dict", None)):
+                callback.load_state_dict(state[name])
+
+
+class _ToCompare:
+    """State that is written as a component and read by hand: optimizer groups with their moments, the identity."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never restored as a whole")
+
+
+class Persistence:
+    """A Trainer's checkpoints: saving, publishing, restoring. A context manager: leaving it ends the writer thread."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._checkpointer = Checkpointer(trainer.run_dir, args=trainer.args)
+        self._checkpointer.clean()
+
+    def __enter__(self) -> Persistence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+
+    def _restorable(self) -> list[Component]:
+        t = self._trainer
+        return [
+            Component("trainer", _TrainerState(t), Sharing.GLOBAL),
+            Component("scheduler", t.lr_scheduler, Sharing.GLOBAL),
+            Component("data", t.train_loader, Sharing.GLOBAL),
+            Component("callbacks", _CallbackStates(t), Sharing.GLOBAL),
+            Component("rng", _RandomState(), Sharing.PER_RANK),
+        ]
+
+    def _components(self) -> list[Component]:
+        groups = _ToCompare(self._trainer.optimizer.group_state())
+        identity = _ToCompare(self._identity())
+        return [
+            *self._restorable(),
+            Component("optimizer", groups, Sharing.GLOBAL),
+            Component("identity", identity, Sharing.GLOBAL),
+        ]
+
+    def _identity(self) -> dict[str, Any]:
+        return {"config": self._trainer.config_tree, "data": self._trainer.data_description}
+
+    def trial(self) -> None:
+        """Before the first step: can every state be stored, the directory be written, one checkpoint fit? Raises SetupError."""
+        if self._trainer.args.save_strategy == "no":
+            return
+        model, optimizer = self._model_rows(), self._optimizer_rows()
+        expected = 0 if optimizer else 2 * total_bytes(model)  # AdamW's two moments, before the first step makes them
+        self._checkpointer.trial(self._components(), rows={**model, **optimizer}, num_bytes=expected)
+
+    def save(self, metrics: dict[str, float], *, final: bool) -> bool:
+        """Collective. Begin a checkpoint of this step; returns once the state is copied. False if refused: not finite."""
+        t = self._trainer
+        return self._checkpointer.save(
+            t.state.global_step,
+            model=self._model_rows(),
+            optimizer=self._optimizer_rows(),
+            components=self._components(),
+            write_model_files=lambda directory: write_model_files(t.model, t.processing_class, directory),
+            info={
+                "strategy": type(t.strategy).__name__,
+                "final": final,
+                "epoch": t.state.epoch,
+                "config_fingerprint": _fingerprint(self._identity()),
+            },
+            metrics=metrics,
+        )
+
+    def _model_rows(self) -> dict[str, Rows]:
+        return _whole(named_tensors(self._trainer.strategy.parts))
+
+    def _optimizer_rows(self) -> dict[str, Rows]:
+        return _whole(self._trainer.optimizer.state_tensors())
+
+    def published(self) -> list[Path]:
+        """Checkpoints published since the last call."""
+        return self._checkpointer.poll()
+
+    def wait(self) -> None:
+        """Until the save in flight is published or has failed."""
+        self._checkpointer.wait()
+
+    # ------------------------------------------------------------------------------------------------------ restoring
+
+    def find(self, resume: bool | str) -> Reader | None:
+        """The checkpoint to resume from: the newest valid one of the run, or the one at a path. Raises CheckpointError."""
+        verify = self._trainer.args.verify_checkpoint
+        if resume is not True:
+            reader = Reader(Path(str(resume)))
+            reader.verify(verify)
+            return reader
+        newest = newest_valid(self._trainer.run_dir, verify)
+        if newest is None:
+            log.info("no checkpoint in %s yet: starting fresh", self._trainer.run_dir.root)
+        return newest
+
+    def restore(self, reader: Reader) -> None:
+        """Collective. Put the run back to a checkpoint. Raises CheckpointError when it does not fit this run."""
+        t, wanted = self._trainer, self._wanted()
+        self._compare(reader, wanted)
+        if "model" in wanted:
+            load_model(reader, named_tensors(t.strategy.parts))
+        if "optimizer" in wanted:
+            self._restore_optimizer(reader)
+        if t.args.ignore_data_skip:
+            wanted.discard("data")
+        restore_components(reader, self._restorable(), only=wanted)
+        self._checkpointer.protected = {reader.step}
+        t.state.resumed_step = t._saved_step = t.state.global_step
+        log.info("resumed from %s at step %d", reader.path, reader.step)
+
+    def _wanted(self) -> set[str]:
+        wanted = self._trainer.args.resume_components
+        return set(COMPONENTS) if wanted == "all" else set(wanted)
+
+    def _compare(self, reader: Reader, wanted: set[str]) -> None:
+        t = self._trainer
+        if "identity" not in reader.components():
+            return
+        saved = reader.state("identity")
+        refused, logged = compare_configs(saved, {"config": t.config_tree, "data": t.data_description}, wanted)
+        if refused:
+            raise CheckpointError(f"cannot resume from {reader.path}:\n" + "\n".join(refused))
+        for line in logged:
+            log.warning("%s", line)
+
+    def _restore_optimizer(self, reader: Reader) -> None:
+        names = reader.optimizer_names()
+        if "optimizer" not in reader.components():
+            log.warning("%s has no optimizer state: moments start at zero", reader.path)
+            return
+        tensors = {name: reader.read(name, kind="optimizer") for name in names}
+        for line in self._trainer.optimizer.load(tensors, reader.state("optimizer")):
+            log.warning("optimizer: %s", line)
+
+    def load_best(self) -> None:
+        """Put the kept checkpoint with the best metric into the model and say which it is."""
+        t = self._trainer
+        best = best_checkpoint(t.run_dir)
+        if best is None:
+            log.warning("load_best_model_at_end: no checkpoint has %s", t.args.metric_for_best_model)
+            return
+        load_model(Reader(best.path), named_tensors(t.strategy.parts))
+        t.state.best_model_checkpoint = str(best.path)
+        value = self._checkpointer.best_by.value(best.metrics)
+        log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, t.args.metric_for_best_model, value, best.path)
+
+
+def _fingerprint(identity: dict[str, Any]) -> str:
+    """Of settings and data: a checkpoint of another run at the same step is not taken for this one's."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Rows]:
+    """Tensors of which this rank holds all rows."""
+    return {name: Rows(tensor.detach(), 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def load_model(reader: Reader, tensors: dict[str, Tensor]) -> None:
+    """Copy a checkpoint's weights into ``tensors`` by name. Raises CheckpointError listing what does not match."""
+    saved = set(reader.model_names())
+    problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in saved]
+    problems += [f"not in this model: {name}" for name in sorted(saved - tensors.keys())]
+    if not problems:
+        for name, tensor in tensors.items():
+            value = reader.read(name)
+            if value.shape != tensor.shape:
+                problems.append(f"{name}: the checkpoint has {tuple(value.shape)}, this model {tuple(tensor.shape)}")
+            else:
+                tensor.copy_(value)
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{reader.path} holds another model: {'; '.join(problems[:5])}{more}; use the model it was made with")

@@ -1,0 +1,42 @@
+"""When scheduled work is due. Everything counts absolute optimizer steps, so the cadence survives a resume."""
+
+from __future__ import annotations
+
+import math
+
+from forgather_cli.config.schema import RunSettings
+
+
+def log_due(args: RunSettings, step: int) -> bool:
+    """True if metrics are logged after optimizer step ``step`` (1-based)."""
+    if args.logging_strategy != "steps":
+        return False
+    return step % args.logging_steps == 0 or (step == 1 and args.logging_first_step)
+
+
+def eval_due(args: RunSettings, step: int) -> bool:
+    """True if evaluation is due after ``step``; ``eval_delay`` counts steps here."""
+    return args.eval_strategy == "steps" and step % args.eval_steps == 0 and step >= args.eval_delay
+
+
+def eval_due_at_epoch(args: RunSettings, epoch: float) -> bool:
+    """True if evaluation is due at the end of an epoch; ``eval_delay`` counts epochs here, as in Hugging Face."""
+    return args.eval_strategy == "epoch" and epoch >= args.eval_delay
+
+
+def save_due(args: RunSettings, step: int) -> bool:
+    return args.save_strategy == "steps" and step % args.save_steps == 0
+
+
+def total_steps(args: RunSettings, *, steps_per_epoch: int | None, done: int, epochs_done: float) -> int | None:
+    """Optimizer step at which training ends, None for "when the data ends".
+
+    ``done`` steps and ``epochs_done`` epochs lie behind. ``max_steps`` wins over epochs. A fraction of an epoch is
+    rounded up to whole steps, as in Hugging Face.
+    """
+    if args.max_steps > 0:
+        return args.max_steps
+    if args.num_train_epochs < 0 or steps_per_epoch is None:
+        return None
+    left = max(0.0, args.num_train_epochs - epochs_done)
+    return done + math.ceil(left * steps_per_epoch - 1e-9)

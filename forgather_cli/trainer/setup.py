@@ -1,0 +1,223 @@
+"""What a Trainer is built from: loaders, optimizer, scheduler, transformed model, and the description of it all."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.config.schema import Config, GroupSettings, RunSettings, Target
+from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.errors import ConfigError
+from forgather_cli.optim.build import Optimizers, build_optimizer
+from forgather_cli.optim.in_backward import FusedBackward
+from forgather_cli.optim.schedules import Schedule, build_schedule
+from forgather_cli.strategies.base import Strategy
+from forgather_cli.trainer.arguments import TrainingArguments
+from forgather_cli.trainer.metrics import count_parameters
+
+if TYPE_CHECKING:
+    from forgather_cli.trainer.trainer import Trainer
+
+
+def prepare_process(args: RunSettings) -> None:
+    """Process-wide switches: with ``deterministic`` two runs on one machine are bit-identical."""
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def with_activation_checkpointing(
+    build: Callable[[], nn.Module], args: RunSettings, enable: Callable[[nn.Module], Any] | None
+) -> Callable[[], nn.Module]:
+    """``build`` with ``gradient_checkpointing`` applied, by the user's function where one is given."""
+    if not args.gradient_checkpointing:
+        return build
+
+    def built() -> nn.Module:
+        from forgather_cli.models.transform import apply_activation_checkpointing
+
+        model = build()
+        (enable or apply_activation_checkpointing)(model)
+        return model
+
+    return built
+
+
+def compile_parts(strategy: Strategy, args: RunSettings) -> None:
+    """Compile every block of every part in place, where ``torch_compile`` asks for it."""
+    if not args.torch_compile:
+        return
+    if not strategy.supports.torch_compile:
+        raise ConfigError(f"torch_compile: {type(strategy).__name__} cannot compile; set torch_compile=false")
+    from forgather_cli.models.transform import compile_blocks
+
+    for part in strategy.parts:
+        compile_blocks(part, args)
+
+
+def train_loader(trainer: Trainer) -> TrainLoader:
+    args, strategy, plan = trainer.args, trainer.strategy, trainer.batch_plan
+    return TrainLoader(
+        trainer._train_dataset,
+        global_batch_size=plan.global_batch,
+        micro_batch_size=plan.micro_batch,
+        seed=trainer.seed,
+        rank=strategy.data_rank,
+        size=strategy.data_size,
+        drop_last=args.dataloader_drop_last,
+        set_dataset_epoch=args.set_dataset_epoch,
+        collate_fn=trainer._data_collator,
+        **_loader_settings(args, strategy.device),
+    )
+
+
+def eval_loader(trainer: Trainer, dataset: Any) -> EvalLoader:
+    args, strategy = trainer.args, trainer.strategy
+    return EvalLoader(
+        dataset,
+        batch_size=args.per_device_eval_batch_size,
+        rank=strategy.data_rank,
+        size=strategy.data_size,
+        max_samples=args.max_eval_samples,
+        max_steps=args.max_eval_steps,
+        collate_fn=trainer._data_collator,
+        **_loader_settings(args, strategy.device),
+    )
+
+
+def length(loader: TrainLoader | EvalLoader) -> int | None:
+    """Steps or batches of a loader; None where the data has no length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "pin_memory": args.dataloader_pin_memory if args.dataloader_pin_memory is not None else device.type == "cuda",
+        "persistent_workers": args.dataloader_persistent_workers,
+        "device": device,
+    }
+
+
+def named_tensors(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer by its full-model name, merged over ``parts``, tied ones once.
+
+    Names are those of ``state_dict``: wrappers (activation checkpointing) prefix ``named_parameters`` but not these.
+    """
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for part in parts:
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[name] = tensor
+    return found
+
+
+def trainable_parameters(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    return [(n, t) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter) and t.requires_grad]
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """How a Trainer's optimizer and learning-rate scheduler are made, whichever of the ways it was told."""
+
+    args: Config | TrainingArguments
+    optimizers: tuple[Any, Any]
+    factory: Callable[..., Any] | None
+    cls_and_kwargs: tuple[type, dict[str, Any]] | None
+    scheduler_factory: Callable[..., Any] | None
+    groups: dict[str, Any] | None
+
+    def __call__(self, strategy: Strategy, total_steps: int | None) -> tuple[Any, Any, TrainerCallback | None]:
+        """Returns (optimizer, scheduler, the user's scheduler if it is a callback too)."""
+        parameters = trainable_parameters(strategy.parts)
+        optimizer = self._optimizer(parameters)
+        scheduler = self._scheduler(optimizer, total_steps)
+        callback = next((s for s in scheduler.schedulers if isinstance(s, TrainerCallback)), None)
+        return optimizer, scheduler, callback
+
+    def _optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> Any:
+        args = self.args
+        users = (self.optimizers[0], self.factory, self.cls_and_kwargs)
+        if args.fuse_optim_with_backward and any(way is not None for way in users):
+            raise ConfigError(
+                "fuse_optim_with_backward: an optimizer of your own cannot run in the backward pass; set it to false"
+            )
+        if self.optimizers[0] is not None:
+            return Optimizers.wrap(self.optimizers[0], parameters)
+        if self.factory is not None:
+            made = self.factory(parameters)
+            return made if isinstance(made, Optimizers) else Optimizers.wrap(made, parameters)
+        if self.cls_and_kwargs is not None:
+            cls, kwargs = self.cls_and_kwargs
+            return Optimizers.wrap(cls([p for _, p in parameters], **{"lr": args.learning_rate, **kwargs}), parameters)
+        option = args.optimizer
+        if self.groups is not None and not isinstance(option, Target):
+            groups = {k: v if isinstance(v, GroupSettings) else GroupSettings(**v) for k, v in self.groups.items()}
+            option = type(option)(**{**option.__dict__, "groups": groups})
+        build = FusedBackward if args.fuse_optim_with_backward else build_optimizer
+        return build(option, parameters, lr=args.learning_rate, weight_decay=args.weight_decay)
+
+    def _scheduler(self, optimizer: Any, total_steps: int | None) -> Any:
+        if self.optimizers[1] is not None:
+            return Schedule.wrap(self.optimizers[1])
+        if self.scheduler_factory is not None:
+            return Schedule.wrap(self.scheduler_factory(optimizer.optimizers[0]))
+        return build_schedule(self.args.lr_scheduler, optimizer, total_steps=total_steps)
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """What is about to be trained, flat, ordered and printable."""
+    args, strategy, plan = trainer.args, trainer.strategy, trainer.batch_plan
+    parameters = sum(count_parameters(part) for part in strategy.parts)
+    trainable = sum(p.numel() for _, p in trainable_parameters(strategy.parts))
+    seq_len = trainer.data_description.get("seq_len")
+    rows = {
+        "model": type(trainer.model).__name__,
+        "parameters": f"{parameters:,}",
+        "trainable parameters": f"{trainable:,}",
+        **{k: v for k, v in trainer.data_description.items() if k != "seq_len"},
+        "sequence length": seq_len,
+        "effective batch size": f"{plan.global_batch} = {plan.micro_batch} x {plan.accumulation} x {strategy.data_size}",
+        "tokens per step": f"{plan.global_batch * seq_len:,}" if seq_len else None,
+        "max steps": trainer.state.max_steps or "until the data ends",
+        "epochs": args.num_train_epochs if args.max_steps < 0 else None,
+        "strategy": type(strategy).__name__,
+        "device": _device_name(strategy.device),
+        "precision": args.precision.type,
+        "seed": trainer.seed,
+        "resumed at step": trainer.state.resumed_step or None,
+        "output_dir": str(trainer.run_dir.root),
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+    }
+    return {key: value for key, value in rows.items() if value is not None}
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({torch.get_num_threads()} threads)"
+
+
+def save_model(strategy: Strategy, processing_class: Any, directory: Path) -> None:
+    """Write a Hugging Face directory: weights, and config and tokenizer where they are known."""
+    from forgather_cli.checkpoint.tensors import write_model_directory
+    from forgather_cli.models.pretrained import write_model_files
+
+    directory.mkdir(parents=True, exist_ok=True)
+    write_model_directory(directory, named_tensors(strategy.parts))
+    write_model_files(strategy.parts[0], processing_class, directory)

@@ -1,0 +1,94 @@
+"""Main of every rank: read the config, build the parts, ``Trainer.train()``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forgather_cli.config.decode import to_tree
+from forgather_cli.config.schema import Config, PretrainedSettings, Target
+from forgather_cli.data.build import DataSplits, load_data
+from forgather_cli.distributed import pick_device
+from forgather_cli.models.build import build_model, load_pretrained
+from forgather_cli.models.init import init_parameters
+from forgather_cli.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from forgather_cli.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, run: RunDir, *, should_stop: Callable[[], int | None] = lambda: None) -> Trainer:
+    """Train as ``config`` says in ``run``; returns the trainer as training left it."""
+    from forgather_cli.callbacks.build import build_callbacks
+    from forgather_cli.trainer.trainer import Trainer
+
+    device = pick_device(config.device)
+    tree = to_tree(config)
+    with contextlib.closing(_CorpusBar()) as bar:
+        data = load_data(config.data, seed=max(config.seed, 0), progress=bar)
+    trainer = Trainer(
+        model_init=lambda: construct(config, data, device),
+        init_weights=lambda module, seed: fill(config, module, device, seed),
+        args=config,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        processing_class=data.tokenizer,
+        callbacks=build_callbacks(config.callbacks, run, config_tree=tree),
+        strategy=None,
+        should_stop=should_stop,
+        config_tree=tree,
+        data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
+    )
+    trainer.train()
+    return trainer
+
+
+def construct(config: Config, data: DataSplits, device: torch.device) -> torch.nn.Module:
+    """The model without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
+    where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
+    if isinstance(config.model, Target):
+        where = torch.device("cpu") if where.type == "meta" else where
+    with where:
+        return build_model(config.model, vocab_size=data.tokenizer.vocab_size, seq_len=data.seq_len)
+
+
+def fill(config: Config, module: torch.nn.Module, device: torch.device, seed: int) -> None:
+    """Give the parameters their first values: from the pretrained directory, or drawn by (seed, name)."""
+    if isinstance(config.model, PretrainedSettings):
+        load_pretrained(module, Path(config.model.path))
+        return
+    on_device = config.construct_model_on == "device" and device.type != "cpu"
+    if on_device:
+        log.info("construct_model_on=device draws other numbers than meta and cpu do")
+    init_parameters(module, seed, device_generator=on_device)
+
+
+class _CorpusBar:
+    """A bar on the terminal while a corpus is tokenized; nothing where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=total)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,125 @@
+"""A small training state whose whole content follows from the step, and a run that saves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather_cli.checkpoint.components import Component, Rows, Sharing
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.save import Checkpointer
+from forgather_cli.config.schema import RunSettings
+from forgather_cli.run_dir import RunDir
+
+
+class Box:
+    """A component: holds a state and gives it back."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def tensors(step: int, size: int = 64) -> dict[str, Tensor]:
+    """Weights of every shape and several dtypes."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.embed.weight": torch.randn(size, 16, generator=generator),
+        "model.layers.0.weight": torch.randn(size, size, generator=generator).bfloat16(),
+        "model.layers.10.bias": torch.full((7,), float(step), dtype=torch.float64),
+        "model.scale": torch.tensor(float(step)),
+        "model.empty": torch.zeros(0, 3, dtype=torch.float16),
+        "model.ids": torch.arange(step, step + 5),
+        "model.mask": torch.tensor([True, False, True]),
+    }
+
+
+def moments(step: int, size: int = 64) -> dict[str, Tensor]:
+    weights = tensors(step, size)
+    floating = {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
+    return {f"{name}.exp_avg": tensor.float() / 2 for name, tensor in floating.items()}
+
+
+def components(step: int) -> list[Component]:
+    return [
+        Component("trainer", Box({"step": step, "history": (1.5, float("inf"))}), Sharing.GLOBAL, required=True),
+        Component("scheduler", Box({"last_lr": [0.1]}), Sharing.REPLICATED),
+        Component("rng", Box({"torch": torch.full((16,), step % 256, dtype=torch.uint8)}), Sharing.PER_RANK),
+    ]
+
+
+def write_model_files(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (directory / "empty.txt").write_text("")
+
+
+def rows(named: dict[str, Tensor]) -> dict[str, Rows]:
+    return {name: Rows(tensor, 0, tuple(tensor.shape)) for name, tensor in named.items()}
+
+
+def checkpointer(root: Path, *, max_shard_bytes: int | None = None, **settings: Any) -> Checkpointer:
+    args = RunSettings(**{"async_save": False, "save_total_limit": None, **settings})
+    more = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
+    return Checkpointer(RunDir(root), args=args, **more)
+
+
+def save(saver: Checkpointer, step: int, *, size: int = 64, **changes: Any) -> bool:
+    given: dict[str, Any] = {
+        "model": rows(tensors(step, size)),
+        "optimizer": rows(moments(step, size)),
+        "components": components(step),
+        "write_model_files": write_model_files,
+        "info": {"strategy": "single", "config_fingerprint": "f1", "epoch": 0.5},
+        "metrics": {"loss": 2.0},
+        "healthy": True,
+        **changes,
+    }
+    return saver.save(step, **given)
+
+
+def saved_run(root: Path, *steps: int, **changes: Any) -> RunDir:
+    """A run with good checkpoints of ``steps``."""
+    saver = checkpointer(root)
+    for step in steps:
+        assert save(saver, step, **changes), saver.failures
+    saver.close()
+    return RunDir(root)
+
+
+def assert_content(reader: Reader, step: int, size: int = 64) -> None:
+    """Everything in the checkpoint is what ``save`` stored at ``step``, to the last bit."""
+    assert reader.step == step
+    for kind, expected in (("model", tensors(step, size)), ("optimizer", moments(step, size))):
+        names = reader.model_names() if kind == "model" else reader.optimizer_names()
+        assert names == sorted(expected)
+        for name, tensor in expected.items():
+            assert_equal(reader.read(name, kind), tensor)  # type: ignore[arg-type]
+    assert reader.state("trainer") == {"step": step, "history": (1.5, float("inf"))}
+    assert reader.state("rng")["torch"].tolist() == [step % 256] * 16
+
+
+def assert_equal(a: Tensor, b: Tensor) -> None:
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    assert torch.equal(a, b)
+
+
+def debris(run: RunDir) -> list[str]:
+    """What lies in the checkpoint directory and is not a checkpoint."""
+    return sorted(path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-"))
+
+
+def damage(path: Path, change: Callable[[bytearray], Any]) -> None:
+    """Change the bytes of a file in place."""
+    content = bytearray(path.read_bytes())
+    content = change(content) or content
+    path.write_bytes(content)

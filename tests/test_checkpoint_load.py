@@ -1,0 +1,311 @@
+"""Loading: whole checkpoints only, the newest healthy one, rows of tensors, and clear words for everything else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saving
+import torch
+from safetensors.torch import save_file
+from saving import Box
+
+from forgather_cli.checkpoint.components import Component, Sharing
+from forgather_cli.checkpoint.load import Reader, newest_valid, restore_components
+from forgather_cli.checkpoint.tensors import TensorReader
+from forgather_cli.errors import CheckpointError
+from forgather_cli.run_dir import RunDir
+
+
+def flip(position: int) -> Callable[[bytearray], None]:
+    def change(content: bytearray) -> None:
+        content[position] ^= 0x10
+
+    return change
+
+
+def all_files(path: Path) -> list[str]:
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+
+
+# ------------------------------------------------------------------------------------------------------------- damage
+
+
+def test_any_changed_byte_in_any_file_is_found(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 5)
+    path = run.checkpoint(5)
+    names = [name for name in all_files(path) if (path / name).stat().st_size]
+    assert len(names) >= 7
+    for name in names:
+        content = (path / name).read_bytes()
+        for position in {0, len(content) // 3, len(content) - 1}:
+            saving.damage(path / name, flip(position))
+            with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+                Reader(path).verify()
+            (path / name).write_bytes(content)
+    Reader(path).verify()
+
+
+@pytest.mark.parametrize("level", ["full", "size"])
+def test_missing_and_truncated_files_are_found_by_size(tmp_path: Path, level: Any) -> None:
+    run = saving.saved_run(tmp_path, 5)
+    reader = Reader(run.checkpoint(5))
+    saving.damage(reader.path / "model" / "model.safetensors", lambda content: content[:-3])
+    (reader.path / "state.json").unlink()
+    (reader.path / "model" / "empty.txt").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        reader.verify(level)
+    message = str(caught.value)
+    assert message.startswith(f"{reader.path}: is damaged: ")
+    assert "state.json is missing" in message
+    assert "model/empty.txt is missing" in message
+    assert "model/model.safetensors has " in message
+    reader.verify("none")
+
+
+def test_a_damaged_newest_one_is_reported_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = saving.saved_run(tmp_path, 1, 2, 3, 4)
+    saving.damage(run.checkpoint(4) / "optimizer" / "optimizer.safetensors", flip(-1))
+    saving.damage(run.checkpoint(3) / "manifest.json", flip(100))
+    reader = newest_valid(run)
+    assert reader is not None
+    saving.assert_content(reader, 2)
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == 2
+    assert any("step-00000004: is damaged: optimizer/optimizer.safetensors has other content" in m for m in messages)
+    assert any("step-00000003/manifest.json: is damaged" in m for m in messages)
+
+
+def test_verify_levels_find_what_they_promise(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1, 2)
+    saving.damage(run.checkpoint(2) / "model" / "model.safetensors", flip(-1))
+    steps = {level: newest_valid(run, level).step for level in ("full", "size", "none")}  # type: ignore[arg-type, union-attr]
+    assert steps == {"full": 1, "size": 2, "none": 2}
+
+
+def test_all_damaged_is_an_error_that_lists_them_and_none_is_none(tmp_path: Path) -> None:
+    assert newest_valid(RunDir(tmp_path / "nothing")) is None
+    run = saving.saved_run(tmp_path, 1, 2)
+    for step in (1, 2):
+        (run.checkpoint(step) / "state.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        newest_valid(run)
+    message = str(caught.value)
+    assert message.startswith("no usable checkpoint is left; to start afresh use overwrite_output_dir=true")
+    assert str(run.checkpoint(1)) in message
+    assert str(run.checkpoint(2)) in message
+
+
+def test_healthy_ones_are_preferred(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = saving.saved_run(tmp_path, 1)
+    saving.saved_run(tmp_path, 2, 3, healthy=False)
+    reader = newest_valid(run)
+    assert reader is not None
+    assert reader.step == 1
+    assert "step-00000003: was saved while training looked diverged" in caplog.text
+    caplog.clear()
+    saving.damage(run.checkpoint(1) / "state.json", flip(0))
+    reader = newest_valid(run)
+    assert reader is not None
+    assert reader.step == 3
+    assert "no healthy one is left" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------- foreign and newer
+
+
+def rewrite_manifest(path: Path, **changes: Any) -> None:
+    """Change manifest fields and its checksum with them."""
+    document = json.loads((path / "manifest.json").read_text())
+    document.pop("checksum")
+    document.update(changes)
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    document["checksum"] = hashlib.sha256(canonical.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+def test_a_newer_format_names_both_versions_and_is_not_passed_over(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1, 2)
+    (run.checkpoint(2) / "manifest.json").write_text(
+        '{"format": "forgather-checkpoint", "format_version": 7, "new": {}}'
+    )
+    for attempt in (lambda: Reader(run.checkpoint(2)), lambda: newest_valid(run)):
+        with pytest.raises(
+            CheckpointError, match="has checkpoint format 7, this Forgather reads up to 1; upgrade forgather"
+        ):
+            attempt()
+
+
+def test_foreign_directories_are_said_to_be(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path / "run", 1)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    with pytest.raises(CheckpointError, match=r"foreign: not a Forgather checkpoint \(no manifest\.json\)$"):
+        Reader(foreign)
+    (foreign / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"use model=pretrained model\.path=DIR"):
+        Reader(foreign)
+    (foreign / "manifest.json").write_text('{"name": "web app"}')
+    with pytest.raises(CheckpointError, match=r"not a Forgather checkpoint \(manifest\.json is of another program\)"):
+        Reader(foreign)
+    with pytest.raises(CheckpointError, match="it is a run directory, its checkpoints are in checkpoints/"):
+        Reader(run.root)
+    with pytest.raises(CheckpointError, match=f"it is the model of one, use {run.checkpoint(1)}"):
+        Reader(run.checkpoint(1) / "model")
+    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
+        Reader(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"../../secret": {"size": 0, "ranges": []}}, {"/etc/passwd": {"size": 0, "ranges": []}},
+        {"state.json": {"size": 9, "ranges": [[0, 5, "x"]]}}, {"state.json": {"size": 9, "ranges": [[3, 9, "x"]]}},
+        {"state.json": 3}, [],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_that_makes_no_sense_is_damage(tmp_path: Path, files: Any) -> None:
+    run = saving.saved_run(tmp_path, 1)
+    rewrite_manifest(run.checkpoint(1), files=files)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is damaged"):
+        Reader(run.checkpoint(1))
+
+
+def test_fields_of_a_later_manifest_are_no_problem(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1)
+    rewrite_manifest(run.checkpoint(1), something_new=[1])
+    assert Reader(run.checkpoint(1)).step == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def test_rows_are_read_without_the_rest(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 6)
+    reader, full = Reader(run.checkpoint(6)), saving.tensors(6)
+    for name, tensor in full.items():
+        if tensor.dim() == 0:
+            continue
+        for start, stop in ((0, None), (1, 3), (2, 2), (5, 100), (len(tensor), None)):
+            saving.assert_equal(reader.read(name, start=start, stop=stop), tensor[start:stop])
+    saving.assert_equal(reader.read("model.scale.exp_avg", "optimizer"), full["model.scale"] / 2)
+    assert reader.shape("model.embed.weight") == (64, 16)
+    first, second = reader.read("model.embed.weight"), reader.read("model.embed.weight")
+    first.zero_()
+    saving.assert_equal(second, full["model.embed.weight"])
+
+
+def test_reading_what_is_gone_names_the_file(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 6)
+    reader = Reader(run.checkpoint(6))
+    assert reader.model_names()
+    (run.checkpoint(6) / "model" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read \(No such file"):
+        reader.read("model.embed.weight")
+    with pytest.raises(CheckpointError, match="has no model tensor nothing"):
+        reader.read("nothing")
+
+
+def test_states_come_back_and_missing_ones_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = saving.saved_run(tmp_path, 6)
+    reader = Reader(run.checkpoint(6))
+    assert reader.components() == ["trainer", "scheduler", "rng"]
+    assert reader.state("scheduler") == {"last_lr": [0.1]}
+    with pytest.raises(CheckpointError, match="has no component ema; it has trainer, scheduler, rng"):
+        reader.state("ema")
+    with pytest.raises(CheckpointError, match="has rng of 1 ranks only, rank 1 was asked for"):
+        reader.state("rng", rank=1)
+    assert reader.state("trainer", rank=1)["step"] == 6
+    assert reader.has(Component("trainer", Box(), Sharing.GLOBAL, required=True))
+    assert not reader.has(Component("ema", Box(), Sharing.GLOBAL))
+    assert "has no state of ema, which starts fresh" in caplog.text
+    with pytest.raises(CheckpointError, match="has no ema, without which a run cannot be resumed"):
+        reader.has(Component("ema", Box(), Sharing.GLOBAL, required=True))
+
+
+def test_components_are_restored_by_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = saving.saved_run(tmp_path, 6)
+    reader = Reader(run.checkpoint(6))
+    trainer, scheduler, ema = Box(), Box("as built"), Box("as built")
+    wanted = [
+        Component("trainer", trainer, Sharing.GLOBAL, required=True),
+        Component("scheduler", scheduler, Sharing.GLOBAL),
+        Component("ema", ema, Sharing.GLOBAL),
+    ]
+    assert restore_components(reader, wanted, only={"trainer", "ema"}) == ["ema"]
+    assert trainer.state["step"] == 6
+    assert (scheduler.state, ema.state) == ("as built", "as built")
+    assert "ema, which starts fresh" in caplog.text
+
+
+def test_a_state_that_does_not_fit_names_its_component(tmp_path: Path) -> None:
+    class Other(Box):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("warmup")
+
+    run = saving.saved_run(tmp_path, 6)
+    with pytest.raises(CheckpointError, match=r"the state of scheduler does not fit this run \(KeyError: 'warmup'\)"):
+        restore_components(Reader(run.checkpoint(6)), [Component("scheduler", Other(), Sharing.GLOBAL)])
+
+
+def test_garbage_is_an_error_at_verify_none_too(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1)
+    path = run.checkpoint(1)
+    saving.damage(path / "state.json", lambda content: bytearray(b'{"components": [7]}'))
+    saving.damage(path / "state-rank-00000.safetensors", lambda content: content[:10])
+    saving.damage(path / "model" / "model.safetensors", lambda content: content[:-1])
+    reader = newest_valid(run, "none")
+    assert reader is not None
+    with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
+        reader.state("trainer")
+    with pytest.raises(CheckpointError, match=r"state-rank-00000\.safetensors: is not a safetensors file"):
+        reader.state("rng")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a safetensors file \(the bytes of"):
+        reader.model_names()
+
+
+def test_files_of_safetensors_own_writer_are_read(tmp_path: Path) -> None:
+    full = saving.tensors(3)
+    save_file(full, tmp_path / "x.safetensors", metadata={"by": "others"})
+    reader = TensorReader(tmp_path / "x.safetensors")
+    assert reader.specs.keys() == full.keys()
+    for name, tensor in full.items():
+        saving.assert_equal(reader.read(name), tensor)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}},
+        {"w": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}},
+        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
+        {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
+        {"w": {"dtype": "F5", "shape": [2], "data_offsets": [0, 8]}},
+        {"w": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}},
+        [1],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_headers_that_lie_are_refused(tmp_path: Path, header: Any) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: is not a safetensors file"):
+        TensorReader(tmp_path / "x.safetensors")
+
+
+def test_a_row_is_read_from_its_own_bytes(tmp_path: Path) -> None:
+    """A row does not depend on the bytes of the others, damaged here."""
+    big = {"w": torch.arange(1 << 16, dtype=torch.float32).reshape(1 << 8, 1 << 8)}
+    saver = saving.checkpointer(tmp_path)
+    saving.save(saver, 1, model=saving.rows(big))
+    path = saver.run.checkpoint(1) / "model" / "model.safetensors"
+    saving.damage(path, lambda content: content.__setitem__(slice(-(1 << 10), None), bytes(1 << 10)))
+    saving.assert_equal(Reader(saver.run.checkpoint(1)).read("w", start=3, stop=4), big["w"][3:4])

@@ -1,0 +1,468 @@
+"""Saving: bytes on disk, manifest, publication, failures, and writers killed at any instant."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saving
+import torch
+from safetensors.torch import load_file
+from saving import Box
+
+from forgather_cli.checkpoint.components import Component, Rows, Sharing
+from forgather_cli.checkpoint.layout import Piece, TensorSpec, plan
+from forgather_cli.checkpoint.load import Reader, newest_valid
+from forgather_cli.checkpoint.manifest import merge_entries, read_manifest
+from forgather_cli.checkpoint.tensors import write_model_directory, write_share
+from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.run_dir import RunDir
+
+# -------------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_what_is_saved_can_be_read_back_and_by_safetensors_too(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 5)
+    saving.assert_content(Reader(run.checkpoint(5)), 5)
+    for folder, expected in (("model", saving.tensors(5)), ("optimizer", saving.moments(5))):
+        loaded = load_file(run.checkpoint(5) / folder / f"{folder}.safetensors")
+        assert loaded.keys() == expected.keys()
+        for name, tensor in expected.items():
+            saving.assert_equal(loaded[name], tensor)
+
+
+def test_large_models_are_shards_with_an_index(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path, max_shard_bytes=5000)
+    assert saving.save(saver, 1)
+    directory = saver.run.checkpoint(1) / "model"
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) == 3
+    for name, tensor in saving.tensors(1).items():
+        saving.assert_equal(load_file(directory / index["weight_map"][name])[name], tensor)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in saving.tensors(1).values())
+    saving.assert_content(Reader(saver.run.checkpoint(1)), 1)
+
+
+def test_the_manifest_names_every_file_with_its_plain_sha256(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 5)
+    path = run.checkpoint(5)
+    manifest = read_manifest(path)
+    on_disk = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
+    assert set(manifest.files) == on_disk - {"manifest.json"}
+    assert {"state.json", "state-rank-00000.json", "state-rank-00000.safetensors", "model/config.json"} <= on_disk
+    for name, entry in manifest.files.items():
+        content = (path / name).read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        assert entry.size == len(content)
+        assert entry.ranges == (((0, len(content), sha256),) if content else ())
+    document = json.loads((path / "manifest.json").read_text())
+    assert (document["format"], document["format_version"], document["step"]) == ("forgather-checkpoint", 1, 5)
+    assert (manifest.strategy, manifest.world_size, manifest.config_fingerprint) == ("single", 1, "f1")
+    assert manifest.versions["torch"] == torch.__version__
+    assert manifest.metrics == {"loss": 2.0}
+    assert manifest.info == {"epoch": 0.5}
+
+
+def test_tensors_start_at_multiples_of_their_element_size(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1)
+    content = (run.checkpoint(1) / "model" / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    assert (8 + length) % 8 == 0
+    for name, tensor in saving.tensors(1).items():
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0
+
+
+def test_views_and_transposed_weights_are_stored_by_value(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    views = {"t": base.t(), "row": base[1], "column": base[:, 2], "leaf": torch.nn.Parameter(base)}
+    for async_save in (False, True):
+        saver = saving.checkpointer(tmp_path / str(async_save), async_save=async_save)
+        saving.save(saver, 1, model=saving.rows(views))
+        saver.close()
+        reader = Reader(saver.run.checkpoint(1))
+        for name, tensor in views.items():
+            saving.assert_equal(reader.read(name), tensor.detach().contiguous())
+
+
+def test_a_run_without_optimizer_tensors_has_no_optimizer_file(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1, optimizer={})
+    assert Reader(run.checkpoint(1)).optimizer_names() == []
+    assert not (run.checkpoint(1) / "optimizer").exists()
+
+
+def test_a_dtype_that_safetensors_lacks_fails_the_save_by_name(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path)
+    assert not saving.save(saver, 1, model={"w": Rows(torch.zeros(2, dtype=torch.complex128))})
+    assert saver.failures[0][1].startswith("w: cannot store torch.complex128")
+
+
+def test_write_model_directory_is_what_save_writes(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path / "run", 3)
+    (tmp_path / "plain").mkdir()
+    write_model_directory(tmp_path / "plain", saving.tensors(3))
+    written = (tmp_path / "plain" / "model.safetensors").read_bytes()
+    assert written == (run.checkpoint(3) / "model" / "model.safetensors").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------- the plan for several ranks
+
+
+def test_ranks_write_byte_ranges_of_one_file(tmp_path: Path) -> None:
+    """Rank 0 has rows 0-2 of a, rank 1 the rest; both hold all of b, rank 1 alone c."""
+    full = {"a": torch.randn(5, 3), "b": torch.arange(300), "c": torch.tensor(2.5)}
+    local = [{"a": full["a"][:3], "b": full["b"]}, {"a": full["a"][3:], "b": full["b"], "c": full["c"]}]
+    starts = [{"a": 0, "b": 0}, {"a": 3, "b": 0, "c": 0}]
+    held = [
+        [Rows(t, starts[rank][name], tuple(full[name].shape)).piece(name) for name, t in local[rank].items()]
+        for rank in (0, 1)
+    ]
+    files = plan(held, "model/model")
+    reports = [write_share(tmp_path, files, rank, local[rank]) for rank in (1, 0)]
+    loaded = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in full.items():
+        saving.assert_equal(loaded[name], tensor)
+    entry = merge_entries(reports)["model/model.safetensors"]
+    assert len(entry.ranges) > 1
+    assert entry.problem(tmp_path / "model" / "model.safetensors", "full") is None
+    assert sum(piece.spec.name == "b" for pieces in files.writes for piece in pieces) == 1
+
+
+def test_rows_that_nobody_or_two_ranks_hold_are_errors() -> None:
+    spec = TensorSpec("w", "F32", (6, 2))
+    with pytest.raises(CheckpointError, match="w: rows 2 to 4 are held by no rank"):
+        plan([[Piece(spec, 0, 2)], [Piece(spec, 4, 2)]], "m")
+    with pytest.raises(CheckpointError, match="w: rows 3 to 4 are held in pieces that overlap"):
+        plan([[Piece(spec, 0, 4)], [Piece(spec, 3, 3)]], "m")
+    with pytest.raises(CheckpointError, match=r"w: 4 rows are held, its shape is \[6, 2\]"):
+        plan([[Piece(spec, 0, 4)], []], "m")
+    with pytest.raises(CheckpointError, match="ranks disagree"):
+        plan([[Piece(spec, 0, 6)], [Piece(TensorSpec("w", "BF16", (6, 2)), 0, 6)]], "m")
+
+
+# -------------------------------------------------------------------------------------------------------- asynchronous
+
+
+def test_an_asynchronous_save_stores_the_state_of_its_step(tmp_path: Path) -> None:
+    """save returns while the writer is held up; what training does then is not in the checkpoint."""
+    saver = saving.checkpointer(tmp_path, async_save=True)
+    weights, release = saving.tensors(1), threading.Event()
+
+    def held_up(directory: Path) -> None:
+        assert release.wait(30)
+        saving.write_model_files(directory)
+
+    assert saving.save(saver, 1, model=saving.rows(weights), write_model_files=held_up)
+    for tensor in weights.values():
+        tensor.zero_()
+    assert saver.poll() == []
+    assert saver.run.checkpoint_steps() == []
+    release.set()
+    saver.wait()
+    assert saver.poll() == [saver.run.checkpoint(1)]
+    assert saver.poll() == []
+    saving.assert_content(Reader(saver.run.checkpoint(1)), 1)
+
+
+def test_a_due_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path, async_save=True)
+    for step in range(1, 6):
+        assert saving.save(saver, step)
+    saver.close()
+    assert saver.poll() == [saver.run.checkpoint(step) for step in range(1, 6)]
+    for step in range(1, 6):
+        saving.assert_content(Reader(saver.run.checkpoint(step)), step)
+
+
+def test_a_save_in_flight_survives_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, saving\n"
+        "def slow(directory):\n    time.sleep(0.3); saving.write_model_files(directory)\n"
+        "saver = saving.checkpointer(__import__('pathlib').Path(sys.argv[1]), async_save=True)\n"
+        "saving.save(saver, 7, write_model_files=slow)\n"
+        "raise SystemExit(3)\n"
+    )
+    result = run_python(code, str(tmp_path))
+    assert (result.returncode, result.stderr) == (3, "")
+    saving.assert_content(Reader(RunDir(tmp_path).checkpoint(7)), 7)
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_is_an_error_in_the_log_and_the_checkpoint_before_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, async_save: bool
+) -> None:
+    """RLIMIT_FSIZE makes real writes fail, as a full disk does."""
+    saver = saving.checkpointer(tmp_path, async_save=async_save)
+    saving.save(saver, 1)
+    saver.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        saving.save(saver, 2, size=256)
+        saver.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert saver.poll() == [saver.run.checkpoint(1)]
+    (message,) = logged_errors(caplog)
+    assert message.startswith(
+        "the checkpoint of step 2 was not saved: File too large; training goes on, the newest one"
+    )
+    assert saver.failures == [(2, "File too large")]
+    assert saver.run.checkpoint_steps() == [1]
+    assert saving.debris(saver.run) == []
+    reader = newest_valid(saver.run)
+    assert reader is not None
+    saving.assert_content(reader, 1)
+    assert saving.save(saver, 2, size=256)
+    saver.close()
+    saving.assert_content(Reader(saver.run.checkpoint(2)), 2, size=256)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("tokenizer is broken")])
+def test_a_failing_model_file_writer_fails_the_save_only(tmp_path: Path, error: Exception) -> None:
+    saver = saving.checkpointer(tmp_path)
+
+    def fail(directory: Path) -> None:
+        raise error
+
+    assert not saving.save(saver, 1, write_model_files=fail)
+    assert str(error.args[-1]) in saver.failures[0][1]
+    assert saving.debris(saver.run) == []
+
+
+def test_a_save_that_takes_longer_than_save_timeout_is_not_published(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = saving.checkpointer(tmp_path, async_save=True, save_timeout=0.2)
+
+    def slow(directory: Path) -> None:
+        threading.Event().wait(0.5)
+
+    saving.save(saver, 1, write_model_files=slow)
+    saver.wait()
+    assert saver.poll() == []
+    assert saver.failures == [(1, "it took longer than save_timeout=0.2 seconds")]
+    assert "the checkpoint of step 1 was not saved" in logged_errors(caplog)[0]
+    assert saver.run.checkpoint_steps() == []
+    assert saving.debris(saver.run) == []
+
+
+def test_a_writer_that_hangs_is_left_to_itself_and_never_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forgather_cli.checkpoint.save._GRACE", 0.05)
+    saver = saving.checkpointer(tmp_path, async_save=True, save_timeout=0.1)
+    release, threads = threading.Event(), set(threading.enumerate())
+    saving.save(saver, 1, write_model_files=lambda directory: release.wait(30) and None)
+    saver.wait()
+    assert saver.failures == [(1, "it took longer than save_timeout=0.1 seconds")]
+    (writer,) = set(threading.enumerate()) - threads
+    release.set()
+    writer.join(30)
+    assert saver.run.checkpoint_steps() == []
+    assert saving.debris(saver.run) == []
+
+
+@pytest.mark.parametrize("metrics", [{"loss": float("nan")}, {"loss": 1.0, "grad_norm": float("inf")}])
+def test_state_with_a_non_finite_loss_or_norm_is_not_saved(tmp_path: Path, metrics: dict[str, float]) -> None:
+    saver = saving.checkpointer(tmp_path)
+    assert not saving.save(saver, 1, metrics=metrics)
+    assert "is nan" in saver.failures[0][1] or "is inf" in saver.failures[0][1]
+    assert saver.run.checkpoint_steps() == []
+
+
+def test_other_metrics_may_be_non_finite(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path)
+    assert saving.save(saver, 1, metrics={"eval_perplexity": float("inf")})
+    json.loads((saver.run.checkpoint(1) / "manifest.json").read_text(), parse_constant=pytest.fail)
+    assert Reader(saver.run.checkpoint(1)).manifest.metrics == {"eval_perplexity": float("inf")}
+
+
+def test_a_state_that_became_unstorable_fails_the_save_only(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path)
+    assert not saving.save(saver, 1, components=[Component("data", Box({"seen": {1}}), Sharing.GLOBAL)])
+    assert saver.failures[0][1].startswith("data.state['seen']: cannot store a value of type set")
+
+
+# ------------------------------------------------------------------------------------------------- the same step again
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """Changes when the file is written again."""
+    status = (path / "model" / "model.safetensors").stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def test_the_same_step_again_keeps_a_valid_checkpoint_and_adds_its_marks(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path)
+    saving.save(saver, 4)
+    path = saver.run.checkpoint(4)
+    before = identity(path)
+    info = {"strategy": "single", "config_fingerprint": "f1", "final": True}
+    assert saving.save(saver, 4, metrics={"loss": 2.0, "eval_loss": 1.0}, info=info)
+    assert saver.poll() == [path, path]
+    assert identity(path) == before
+    manifest = Reader(path).manifest
+    assert manifest.final
+    assert manifest.metrics == {"loss": 2.0, "eval_loss": 1.0}
+    Reader(path).verify()
+    assert saving.debris(saver.run) == []
+
+
+def test_the_same_step_again_replaces_a_damaged_checkpoint(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path)
+    saving.save(saver, 4)
+    path = saver.run.checkpoint(4)
+    saving.damage(path / "model" / "model.safetensors", lambda content: content.__setitem__(-1, content[-1] ^ 1))
+    assert saving.save(saver, 4)
+    Reader(path).verify()
+    saving.assert_content(Reader(path), 4)
+    assert saving.debris(saver.run) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"info": {"config_fingerprint": "f1"}}, {"info": {"config_fingerprint": "f2"}}), ({"healthy": False}, {})],
+)
+def test_the_same_step_of_another_config_or_in_better_health_is_written_again(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    saver = saving.checkpointer(tmp_path)
+    saving.save(saver, 4, **first)
+    before = identity(saver.run.checkpoint(4))
+    assert saving.save(saver, 4, **second)
+    assert identity(saver.run.checkpoint(4)) != before
+    assert Reader(saver.run.checkpoint(4)).manifest.healthy
+
+
+# ------------------------------------------------------------------------------------------------------------- at start
+
+
+def test_trial_refuses_a_state_that_cannot_be_stored(tmp_path: Path) -> None:
+    class Broken(Box):
+        def state_dict(self) -> Any:
+            raise KeyError("history")
+
+    saver = saving.checkpointer(tmp_path)
+    mine = Component("callbacks.my_callback", Box({"history": [0, 1, 2, set()]}), Sharing.GLOBAL)
+    with pytest.raises(SetupError, match=r"callbacks\.my_callback\.state\['history'\]\[3\]: cannot store .* type set"):
+        saver.trial([*saving.components(0), mine])
+    with pytest.raises(SetupError, match=r"broken: its state_dict\(\) failed: KeyError: 'history'"):
+        saver.trial([Component("broken", Broken(), Sharing.GLOBAL)])
+    assert not saver.run.is_used()
+
+
+def test_trial_leaves_nothing_and_the_run_directory_unused(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path / "new")
+    saver.trial(saving.components(0), rows=saving.rows(saving.tensors(0)), num_bytes=1000)
+    assert saving.debris(saver.run) == []
+    assert not saver.run.is_used()
+
+
+def test_trial_checks_that_a_checkpoint_fits(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path)
+    huge = {"w": Rows(torch.empty(1 << 20, 1 << 30, device="meta"))}
+    with pytest.raises(SetupError) as caught:
+        saver.trial([], rows=huge, num_bytes=1 << 52)
+    message = str(caught.value)
+    assert message.startswith("output_dir: one checkpoint needs 9.01e+06 GB, ")
+    assert f"{saver.run.checkpoints} has" in message
+    assert message.endswith("free; free some space, or set output_dir to another disk")
+
+
+def test_trial_names_a_directory_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(
+        SetupError, match=r"output_dir: cannot write checkpoints to .*checkpoints \(.*exists\); set output_dir"
+    ):
+        saving.checkpointer(tmp_path).trial([])
+
+
+def test_clean_removes_leftovers_and_gives_a_name_back(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1, 2)
+    for name in (".tmp-step-00000003-77.0", ".trash-step-00000001-77.1", ".tmp-trial-77.3"):
+        (run.checkpoints / name / "model").mkdir(parents=True)
+    (run.checkpoints / ".tmp-step-00000002-77.4").write_text("half a manifest")
+    (run.checkpoints / ".mine").write_text("not ours")
+    run.checkpoint(1).rename(run.checkpoints / ".replaced-step-00000001-77.2")
+    saver = saving.checkpointer(tmp_path)
+    saver.clean()
+    assert saving.debris(run) == [".mine"]
+    assert run.checkpoint_steps() == [1, 2]
+    saving.assert_content(Reader(run.checkpoint(1)), 1)
+
+
+KILLED = """
+import logging, os, random, signal, sys, time
+from pathlib import Path
+import saving
+from forgather_cli.checkpoint.load import newest_valid
+from forgather_cli.run_dir import RunDir
+
+run, seconds = RunDir(Path(sys.argv[1])), random.Random(int(sys.argv[2]))
+
+def train():
+    saver = saving.checkpointer(run.root, async_save=True, save_total_limit=2)
+    saver.clean()
+    reader = newest_valid(run)
+    step = reader.step if reader else 0
+    while True:
+        step += 1
+        if step % 5 == 0:  # the same step again
+            saving.save(saver, step - 1, size=128)
+        saving.save(saver, step, size=128, info={"strategy": "single", "config_fingerprint": str(os.getpid())})
+
+reached = 0
+for round in range(16):
+    child = os.fork()
+    if child == 0:
+        train()
+    time.sleep(seconds.uniform(0.05, 0.3))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    dirty = bool(saving.debris(run)) if run.checkpoints.exists() else False
+    saving.checkpointer(run.root).clean()
+    assert not run.checkpoints.exists() or not saving.debris(run), saving.debris(run)
+    for step in run.checkpoint_steps():
+        saving.assert_content(saving.Reader(run.checkpoint(step)), step, size=128)
+    reader = newest_valid(run)
+    step = reader.step if reader else 0
+    assert step == (run.checkpoint_steps() or [0])[-1] and step >= reached, (step, reached)
+    reached = step
+    print("killed in a save" if dirty else "killed between")
+print("reached", reached)
+"""
+
+
+def test_writers_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
+    result = run_python(KILLED, str(tmp_path), str(os.getpid()))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("killed in a save") >= 1
+    assert int(result.stdout.split()[-1]) >= 10

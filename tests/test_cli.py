@@ -1,0 +1,433 @@
+"""The commands: what they print, what they refuse, and that most of them do without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forgather_cli.cli import app
+from forgather_cli.cli.summary import summarize
+from forgather_cli.config.load import load_config
+from forgather_cli.launch import launch
+from forgather_cli.plan import make_plan
+from forgather_cli.run_dir import RunDir
+
+SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
+         "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
+PROGRAM = Path(sys.executable).with_name("forgather")
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Forgather = Callable[..., Result]
+
+
+@pytest.fixture
+def forgather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Forgather:
+    """Runs the program's main in this process, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERMINAL_WIDTH", "120")
+
+    def run(*words: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["forgather", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        captured = capsys.readouterr()
+        return Result(int(ended.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps with checkpoints at 2 and 4."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    settings = ["max_steps=4", "save_steps=2", "eval_steps=2", f"output_dir={run}"]
+    assert launch(load_config("default", [*SMALL, *settings])) == 0
+    return run
+
+
+# -------------------------------------------------------------------------------------------------------- no torch
+
+WITHOUT_TORCH = """
+import json, os, sys
+from forgather_cli.cli import app
+codes = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["forgather", *words]
+    try:
+        app.main()
+    except SystemExit as ended:
+        codes.append(ended.code)
+loaded = {"torch", "transformers", "accelerate", "numpy"} & set(sys.modules)
+print(json.dumps([codes, sorted(loaded)]), file=sys.stderr)
+"""
+
+
+def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path) -> None:
+    commands = ["train", "resume", "plan", "eval", "generate", "config show", "config options", "config recipes",
+                "checkpoint list", "checkpoint inspect", "checkpoint verify", "logs summary"]  # fmt: skip
+    helps = [["--help"], *([*command.split(), "--help"] for command in commands)]
+    mistakes = [["train", "max_stepz=1", "trainer=dpp"], ["train", "nope"], ["resume", "nope"], ["eval", "nope"]]
+    newest = str(trained / "checkpoints/step-00000004")
+    looks = [["config", "show"], ["config", "options"], ["config", "recipes"], ["logs", "summary", str(trained)],
+             ["checkpoint", "list", str(trained)], ["checkpoint", "inspect", newest], ["checkpoint", "verify", newest],
+             ["--version"], ["train", "lr=1,2", "max_steps=1", "-m"]]  # fmt: skip
+    words = json.dumps([*helps, *mistakes, *looks])
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, words], capture_output=True, text=True, check=True)
+    codes, loaded = json.loads(done.stderr.splitlines()[-1])
+    assert loaded == []
+    assert codes == [0] * len(helps) + [2] * len(mistakes) + [0] * (len(looks) - 1) + [2]
+
+
+def test_completion_offers_settings_options_and_recipes() -> None:
+    def complete(line: str) -> list[str]:
+        words = line.split(" ")
+        settings = {"_FORGATHER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+        done = subprocess.run([PROGRAM], env={**os.environ, **settings}, capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    assert complete("forgather train max_st") == ["max_steps="]
+    assert complete("forgather train trainer = ") == ["ddp", "fsdp2", "pipeline", "single"]
+    assert complete("forgather train model = 1") == ["160m", "1b"]
+    assert "default" in complete("forgather train de")
+    assert complete("forgather resume somewhere save_str") == ["save_strategy="]
+
+
+# ------------------------------------------------------------------------------------------------- config and errors
+
+
+def test_every_mistake_has_a_line_and_the_exit_code_is_2(forgather: Forgather) -> None:
+    done = forgather("train", "max_stepz=3", "n_microbatches=8", "learning_rate=fast", "model=nanno")
+    assert done.code == 2
+    assert done.out == ""
+    head, *lines = done.err.splitlines()
+    assert head == "error: 4 config mistakes"
+    assert len(lines) == 4
+    assert "Traceback" not in done.err
+    assert list(Path().iterdir()) == []
+
+
+def test_one_mistake_is_one_line(forgather: Forgather) -> None:
+    done = forgather("train", "trainer=ddp")
+    assert (done.code, done.err) == (2, "error: trainer=ddp is not available in this version; use trainer=single\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "default", "again"], "again: not an override; write key=value (the recipe is default)"),
+        (["resume", "run", "extra"], "extra: not an override; write key=value"),
+        (["train", "--json"], "--json: training prints no document"),
+        (["config", "options", "modle"], "modle: no such group; groups: model, data"),
+        (["eval", "."], ".: is no run (config.yaml), no checkpoint"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere: no such directory"),
+        (["logs", "summary", "nowhere"], "nowhere: no such directory"),
+        (["logs", "summary", "."], "has no metrics.jsonl"),
+        (["checkpoint", "list", "nowhere"], "nowhere: no such directory"),
+        (["checkpoint", "list", "."], ".: has no checkpoints"),
+        (["checkpoint", "verify", "."], "not a Forgather checkpoint"),
+    ],
+)
+def test_a_mistake_is_said_in_one_message(forgather: Forgather, words: list[str], message: str) -> None:
+    done = forgather(*words)
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
+
+
+def test_names_take_dashes_and_underscores(forgather: Forgather, tmp_path: Path) -> None:
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    (tmp_path / "own" / "model" / "wide.yaml").write_text("# Wide.\ndefaults: [decoder, _self_]\nhidden_size: 512\n")
+    shown = [
+        forgather("config", "show", option, "own", "model=wide", "--json")
+        for option in ("--config_dir", "--config-dir")
+    ]
+    assert [each.json()["model"]["hidden_size"] for each in shown] == [512, 512]
+
+
+def test_config_show_is_what_a_run_would_get(forgather: Forgather) -> None:
+    words = ["config", "show", "~callbacks", "++model.qk_norm=true", "max_steps=5"]
+    tree = yaml.safe_load(forgather(*words).out)
+    assert tree["callbacks"] == {}
+    assert tree["max_steps"] == 5
+    same = forgather(*words, "--json").json()
+    assert {**tree, "output_dir": ""} == {**same, "output_dir": ""}
+
+
+def test_options_and_recipes_are_listed_with_descriptions(forgather: Forgather) -> None:
+    options = forgather("config", "options", "--json").json()
+    assert [each["name"] for each in options["trainer"]] == ["ddp", "fsdp2", "pipeline", "single"]
+    assert set(forgather("config", "options", "loss", "--json").json()) == {"loss"}
+    recipes = forgather("config", "recipes", "--json").json()
+    assert recipes[0]["name"] == "default"
+    everything = [*recipes, *(each for infos in options.values() for each in infos)]
+    assert all(each["description"] and Path(each["file"]).is_file() for each in everything)
+    table = forgather("config", "options").out
+    assert all(each["name"] in table for infos in options.values() for each in infos)
+
+
+def test_dry_run_shows_config_plan_and_command_and_writes_nothing(forgather: Forgather) -> None:
+    done = forgather("train", *SMALL, "max_steps=3", "--dry-run")
+    assert done.code == 0, done.err
+    assert "max_steps: 3" in done.out
+    assert "tokens per step" in done.out
+    assert "by the command  forgather train default model=nano" in done.out
+    document = forgather("train", *SMALL, "max_steps=3", "--dry-run", "--json").json()
+    assert document["config"]["max_steps"] == 3
+    assert document["plan"]["steps"] == 3
+    assert document["command"][:3] == ["forgather", "train", "default"]
+    assert list(Path().iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> None:
+    hidden, layers, inner, vocab, seq_len = 64, 2, 192, 257, 16
+    done = forgather("plan", *SMALL, "max_steps=7", "gradient_accumulation_steps=2", "--params", "--json")
+    plan = done.json()
+    block = 4 * hidden * hidden + 3 * hidden * inner
+    norms = (2 * layers + 1) * hidden
+    total = 2 * vocab * hidden + layers * block + norms
+    assert plan["num_parameters"] == total == sum(row["numel"] for row in plan["parameters"])
+    assert plan["parameters_by_kind"] == {
+        "embedding": vocab * hidden, "attention": layers * 4 * hidden**2, "mlp": layers * 3 * hidden * inner,
+        "norm": norms, "head": vocab * hidden,
+    }  # fmt: skip
+    assert (plan["micro_batch"], plan["accumulation"], plan["tokens_per_step"]) == (2, 2, 4 * seq_len)
+    assert plan["flops_per_token"] == 6 * (total - vocab * hidden) + 12 * layers * hidden * seq_len
+    assert plan["weight_bytes"] == plan["gradient_bytes"] == 4 * total
+    assert plan["optimizer_bytes"] == 8 * total + 4 * len(plan["parameters"])
+    groups = {row["name"]: (row["group"], row["weight_decay"]) for row in plan["parameters"]}
+    assert groups["model.norm.weight"] == ("no_decay", 0.0)
+    assert groups["lm_head.weight"] == ("default", 0.1)
+    assert (plan["steps"], plan["train_tokens"]) == (7, 64 * seq_len)
+
+
+def test_plan_of_other_optimizers_and_unknown_lengths(forgather: Forgather, tmp_path: Path) -> None:
+    muon = forgather("plan", *SMALL, "max_steps=1", "optimizer=muon", "--params", "--json").json()
+    kinds = {(row["kind"], row["optimizer"]) for row in muon["parameters"]}
+    assert {
+        ("attention", "muon"),
+        ("mlp", "muon"),
+        ("embedding", "adamw"),
+        ("head", "adamw"),
+        ("norm", "adamw"),
+    } == kinds
+    assert forgather("plan", *SMALL, "optimizer=sgd", "--json").json()["optimizer_bytes"] == 0
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    words = ["plan", "data=text", "data.files=[a.txt]", "cache_dir=cache", "max_steps=-1"]
+    unknown = forgather(*words, "--json").json()
+    assert (unknown["steps"], unknown["train_tokens"]) == (None, None)
+    assert not (tmp_path / "cache").exists()
+    assert "not tokenized yet" in forgather(*words).out
+
+
+def test_epochs_become_steps_from_the_data(forgather: Forgather) -> None:
+    plan = forgather("plan", *SMALL, "max_steps=-1", "num_train_epochs=2.5", "--json").json()
+    assert plan["steps"] == 2.5 * 64 / 4
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["gradient_checkpointing=true"], ["loss=linear_cross_entropy", "chunk_size=16"]]
+)
+def test_the_activation_estimate_is_near_what_autograd_keeps(overrides: list[str]) -> None:
+    import torch
+
+    from forgather_cli.loss import ModelWithLoss, build_loss
+    from forgather_cli.models.build import build_model
+    from forgather_cli.models.init import init_parameters
+    from forgather_cli.models.transform import apply_activation_checkpointing
+
+    config = load_config("default", [*SMALL, "seq_len=64", "per_device_train_batch_size=4", *overrides]).config
+    made = make_plan(config)
+    model = build_model(config.model, vocab_size=257, seq_len=64)
+    init_parameters(model, 0)
+    if config.gradient_checkpointing:
+        apply_activation_checkpointing(model)
+    parameters = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.randint(0, 257, (4, 64))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss, _ = ModelWithLoss(model, build_loss(config.loss))({"input_ids": tokens, "labels": tokens})
+    assert loss.requires_grad
+    assert made.activation_bytes is not None
+    # the estimate holds what the backward adds too: a recomputed layer, the gradient of the logits
+    assert 0.7 < made.activation_bytes / sum(kept.values()) < (6 if overrides else 1.5)
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints and logs
+
+
+def test_checkpoint_list_marks_best_and_final(forgather: Forgather, trained: Path) -> None:
+    found = forgather("checkpoint", "list", str(trained), "--json").json()
+    assert [each["step"] for each in found] == [2, 4]
+    assert [each["final"] for each in found] == [False, True]
+    losses = [each["metrics"]["eval_loss"] for each in found]
+    assert [each["best"] for each in found] == [loss == min(losses) for loss in losses]
+    table = forgather("checkpoint", "list", str(trained)).out
+    assert "best" in table
+    assert "final" in table
+    assert f"{min(losses):.4f}" in table
+
+
+def test_checkpoint_inspect_shows_every_tensor(forgather: Forgather, trained: Path) -> None:
+    from safetensors import safe_open
+
+    document = forgather("checkpoint", "inspect", str(trained), "--json").json()
+    assert document["manifest"]["step"] == 4
+    shapes = {each["name"]: each["shape"] for each in document["tensors"] if each["file"].startswith("model/")}
+    with safe_open(trained / "checkpoints/step-00000004/model/model.safetensors", "pt") as tensors:
+        assert shapes == {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    assert "lm_head.weight" in forgather("checkpoint", "inspect", str(trained / "checkpoints/step-00000004")).out
+
+
+def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    assert forgather("checkpoint", "verify", str(copy)).code == 0
+    weights = copy / "checkpoints/step-00000004/model/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    done = forgather("checkpoint", "verify", str(copy))
+    assert done.code == 1
+    assert "step-00000002: ok" in done.out
+    assert "model/model.safetensors has other content" in done.out
+    checked = forgather("checkpoint", "verify", str(copy), "--json")
+    assert checked.code == 1
+    assert [each["valid"] for each in checked.json()] == [True, False]
+    (copy / "checkpoints/step-00000004/manifest.json").write_text("{")
+    assert "manifest.json: is damaged" in forgather("checkpoint", "verify", str(copy / "checkpoints/step-00000004")).out
+
+
+def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Path) -> None:
+    [summary] = forgather("logs", "summary", str(trained), "--json").json()
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    evals = [record["eval_loss"] for record in records if "eval_loss" in record]
+    assert (summary["first_loss"], summary["last_loss"], summary["best_loss"]) == (losses[0], losses[-1], min(losses))
+    assert (summary["last_eval_loss"], summary["best_eval_loss"]) == (evals[-1], min(evals))
+    assert (summary["step"], summary["max_steps"], summary["state"]) == (4, 4, "done")
+    assert summary["tokens"] == 4 * 4 * 16
+    assert summary["seconds"] > 0
+    both = forgather("logs", "summary", str(trained), str(trained)).out
+    assert both.count(f"{losses[-1]:.4f}") >= 2
+
+
+def test_a_summary_of_a_torn_log_and_of_a_broken_one(forgather: Forgather, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
+    torn = summarize(RunDir(tmp_path))
+    assert (torn.step, torn.first_loss, torn.last_loss, torn.state) == (2, 2.0, 2.0, "unfinished")
+    (tmp_path / "metrics.jsonl").write_text("nothing\n{}\n")
+    assert "metrics.jsonl:1: not a record" in forgather("logs", "summary", ".").err
+
+
+# ------------------------------------------------------------------------------------------------ eval and generate
+
+
+def test_eval_of_a_run_is_its_last_evaluation(forgather: Forgather, trained: Path) -> None:
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    last = [record["eval_loss"] for record in records if "eval_loss" in record][-1]
+    done = forgather("eval", str(trained), "--json")
+    assert done.code == 0, done.err
+    assert done.json()["eval_loss"] == pytest.approx(last, rel=1e-5)
+    assert done.json()["step"] == 4
+    shown = forgather("eval", str(trained / "checkpoints/step-00000002")).out
+    assert "perplexity" in shown
+
+
+def test_eval_on_other_data_and_of_a_model_directory(forgather: Forgather, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("some text of mine " * 200)
+    words = ["data=text", "data.files=[mine.txt]", "eval_fraction=0.5", "cache_dir=cache", "seq_len=16"]
+    run = forgather("eval", str(trained), *words, "--json")
+    assert run.code == 0, run.err
+    model = forgather("eval", str(trained / "checkpoints/step-00000004/model"), *words, "--json")
+    assert model.code == 0, model.err
+    assert model.json()["eval_loss"] == pytest.approx(run.json()["eval_loss"], rel=1e-5)
+    assert model.json()["eval_tokens"] == run.json()["eval_tokens"]
+    mistake = forgather("eval", str(trained), "data=txt")
+    assert mistake.code == 2
+    assert "data=txt: no such option" in mistake.err
+
+
+def test_generate_is_repeatable_and_streams_what_it_returns(
+    forgather: Forgather, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["generate", str(trained), "--prompt", "def f(", "--max_new_tokens", "12", "--device", "cpu"]
+    greedy = forgather(*words, "--greedy", "--json")
+    assert greedy.code == 0, greedy.err
+    assert 1 <= greedy.json()["num_tokens"] <= 12
+    assert forgather(*words, "--greedy", "--json").json() == greedy.json()
+    first, second = (forgather(*words, "--seed", seed, "--json").json()["text"] for seed in ("1", "2"))
+    assert first != second
+    assert forgather(*words, "--seed", "1", "--json").json()["text"] == first
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def f("))
+    piped = forgather("generate", str(trained), "--max-new-tokens", "12", "--device", "cpu", "--greedy", "--json")
+    assert piped.json() == greedy.json()
+    assert forgather(*words, "--greedy").out.startswith("def f(")
+
+
+# ------------------------------------------------------------------------------------------------------------ sweeps
+
+
+def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
+    def sweep() -> subprocess.CompletedProcess[str]:
+        words = ["train", *SMALL, "max_steps=2", "hidden_size=33,32", "num_attention_heads=2", "-m"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [PROGRAM, *words], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+        )
+
+    first = sweep()
+    assert first.returncode == 1
+    assert "model.hidden_size: must be a multiple of" in first.stderr
+    [root] = (tmp_path / "outputs/default").glob("sweep-*")
+    [done] = root.iterdir()
+    assert done.name.startswith("hidden_size=32-")
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+    again = sweep()
+    assert again.returncode == 1
+    assert f"{done.name} is done" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
+    assert re.search(r"hidden_size=33-\w+ +not run", again.stdout)
+    assert re.search(r"hidden_size=32-\w+ +done +2 +\d\.\d{4}", again.stdout)
+
+
+def test_a_sweep_checks_all_jobs_before_the_first(forgather: Forgather) -> None:
+    done = forgather("train", "learning_rate=1e-3,fast,slow", "max_steps=1", "-m")
+    assert done.code == 2
+    assert "got 'fast'" in done.err
+    assert "got 'slow'" in done.err
+    assert list(Path().iterdir()) == []
+    shown = forgather("train", "learning_rate=1e-3,1e-4", "max_steps=1", "-m", "--dry-run", "--json").json()
+    assert len({job["dir"] for job in shown}) == 2
+    assert list(Path().iterdir()) == []

@@ -1,0 +1,320 @@
+"""Config mistakes: one clear line each, all at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import RunSettings
+from forgather_cli.errors import ConfigError
+
+Problems = Callable[..., list[str]]
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Problems:
+    monkeypatch.chdir(tmp_path)
+
+    def find(*overrides: str, recipe: str | None = None, config_dir: Path | None = None) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load_config(recipe, overrides, config_dir=config_dir)
+        assert caught.value.exit_code == 2
+        return caught.value.problems
+
+    return find
+
+
+TYPED_WRONG = {
+    "learning_rat=1": "learning_rat: unknown setting; did you mean learning_rate?",
+    "model.hiden_size=3": "model.hiden_size: unknown setting; did you mean model.hidden_size?",
+    "top_k=3": "top_k: unknown setting; did you mean callbacks.textgen.top_k?",
+    "qqq=3": "qqq: unknown setting; forgather config show lists all",
+    "post_local_sgd.perod=3": "post_local_sgd.perod: unknown setting;",
+    "callbacks.textgn.top_k=3": "callbacks.textgn.top_k: unknown callback; did you mean textgen?",
+    "model=tinyy": "model=tinyy: no such option; did you mean tiny? Options: decoder, nano,",
+    "trainer=5": "trainer=5: no such option; Options: ddp, fsdp2, pipeline, single",
+    "loss=null": "loss=null: no such option; Options: cross_entropy, linear_cross_entropy",
+    "n_microbatches=8": (
+        "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected; "
+        "choose trainer=pipeline or leave n_microbatches out"
+    ),
+    "files=[x]": "files: only data=text|tokens has this setting, but data=python_stdlib is selected;",
+    "momentum=0.1": "momentum: only optimizer=muon|sgd has this setting, but optimizer=adamw is selected;",
+    "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",
+    "recipe=x": "recipe: is named by the first word",
+    "seq_len=x": "seq_len: must be a whole number, got 'x'",
+    "max_steps=10.0": "max_steps: must be a whole number, got 10.0; write max_steps=10",
+    "max_steps=-2": "max_steps: must be greater than or equal to -1, got -2",
+    "per_device_train_batch_size=0": "per_device_train_batch_size: must be greater than 0, got 0",
+    "learning_rate=big": "learning_rate: must be a number, got 'big'",
+    "learning_rate=nan": "learning_rate: must be a finite number, got nan",
+    "learning_rate=null": "learning_rate: must be a number, got null",
+    "torch_compile=on_gpu": "torch_compile: must be true or false, got 'on_gpu'",
+    "eval_strategy=stps": "eval_strategy: must be no, steps or epoch, got 'stps'; did you mean steps?",
+    "nproc_per_node=x": "nproc_per_node: must be a whole number or auto, got 'x'",
+    "resume_components=[model,foo]": "resume_components.1: must be model, optimizer, scheduler,",
+    "rdzv_id=5": "rdzv_id: must be text, got 5;",
+    "betas=[0.1]": "betas: must have more values, got [0.1]; give 2 or more",
+    "betas=[0.1,1.0]": "betas.1: must be less than 1, got 1.0",
+    "data=text": "data.files: required by data=text; set data.files=[...]",
+    "model=pretrained": "model.path: required by model=pretrained; set model.path=...",
+    "logging_dir=${nothing}": "logging_dir: cannot be resolved",
+    "max_steps==3=4": "max_steps==3=4: not an override",
+    "a b=1": "a b=1: not an override",
+    "learning_rate=1,2": "learning_rate=1,2: several values; add -m",
+    "seed=range(3)": "seed=range(3): several values; add -m",
+    "hydra.run.dir=x": "hydra.run.dir: Hydra's own settings have no effect here",
+    "+max_steps=3": "+max_steps: is there already; leave the + out",
+    "~nothing": "~nothing: nothing of that name to remove",
+    "~max_steps=3": "~max_steps: is 400, not 3",
+    "optimizer.groups.no_dcay.regex=x": "optimizer.groups.no_dcay.regex: nothing of that name there; write +optimizer",
+    "++callbacks.mine._target_=no_such_module.X": "callbacks.mine._target_: cannot import no_such_module.X (No module",
+    "++callbacks.mine._target_=collections.Nothing": "callbacks.mine._target_: cannot import collections.Nothing (",
+}
+
+
+@pytest.mark.parametrize("override", TYPED_WRONG)
+def test_one_mistake_one_line(problems: Problems, override: str) -> None:
+    found = problems(override)
+    assert len(found) == 1, found
+    assert found[0].startswith(TYPED_WRONG[override])
+    assert "\n" not in found[0]
+
+
+def test_all_mistakes_are_reported_at_once(problems: Problems) -> None:
+    overrides = ["learning_rat=1", "seq_len=x", "model=tinyy", "n_microbatches=8", "a b=1", "data=text"]
+    found = problems(*overrides)
+    assert len(found) == len(overrides)
+    for text in ("learning_rat", "seq_len", "model=tinyy", "n_microbatches", "a b", "data.files"):
+        assert any(problem.startswith(text) for problem in found), text
+
+
+def test_mistakes_in_a_recipe_name_the_file(problems: Problems, tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "recipes/mine.yaml",
+        "defaults: [train, _self_]\nlearning_rat: 1\nn_microbatches: 8\nmodel: {hiden_size: 3}\nsave_steps: soon\n",
+    )
+    found = problems(recipe="mine")
+    assert found == [
+        f"save_steps: must be a whole number, got 'soon' in {file}",
+        f"model.hiden_size: unknown setting in {file}; did you mean model.hidden_size?",
+        f"n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected in {file}; "
+        "choose trainer=pipeline or remove it with ~n_microbatches",
+        f"learning_rat: unknown setting in {file}; did you mean learning_rate?",
+    ]
+
+
+def test_mistakes_in_a_users_option_name_the_file(problems: Problems, tmp_path: Path) -> None:
+    file = write(tmp_path / "conf/model/own.yaml", "type: decoder\nhiden_size: 3\nnum_hidden_layers: x\n")
+    found = problems("model=own")
+    assert f"model.num_hidden_layers: must be a whole number, got 'x' in {file}" in found
+    assert f"model.hiden_size: unknown setting in {file}; did you mean model.hidden_size?" in found
+    write(tmp_path / "conf/model/own.yaml", "hidden_size: 3\n")
+    types = "types: decoder, pretrained"
+    assert problems("model=own") == [f"model: an option names a _target_ or its type, got null in {file}; {types}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("seed: 1\nseed: 2\ndefaults: [train]\n", "not valid YAML"),
+        ("- 1\n", "must be a mapping"),
+        ("seed: 1\n", "a recipe begins with 'defaults: [train, _self_]'"),
+        ("defaults: [_self_]\n", "its defaults list starts from nothing"),
+        ("defaults: [train, {model: nano}, _self_]\n", "model: train chooses it already"),
+        ("defaults: [train, {override model: nanno}, _self_]\n", "model=nanno: no such option; did you mean nano?"),
+        ("defaults: [train, {override modle: nano}, _self_]\n", "modle: no such group"),
+        ("defaults: [trian, _self_]\n", "recipe trian: no such recipe"),
+        ("defaults: [mine, _self_]\n", "starts from itself"),
+        ("defaults: [train, _self_]\nmodel: nano\n", "write '- override model: nano' there"),
+        ("defaults: [train, _self_]\nhydra: {}\n", "hydra: Hydra's own settings"),
+        ("defaults: [train, _self_]\nseq_len: 3\ndata: {seq_len: 4}\n", "seq_len: set twice, data.seq_len"),
+        ("defaults: [train, _self_]\nlogging_dir: ${a.b}\n", "logging_dir: cannot be resolved"),
+    ],
+)
+def test_broken_recipes(problems: Problems, tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path / "recipes/mine.yaml", text)
+    found = problems(recipe="mine")
+    assert any(message in problem for problem in found), found
+    if "resolved" not in message:
+        assert any(str(file) in problem for problem in found), found
+
+
+def test_broken_yaml_of_an_option_names_file_and_line(problems: Problems, tmp_path: Path) -> None:
+    write(tmp_path / "conf/model/own.yaml", "type: decoder\nhidden_size: [\n")
+    assert re.search(r"own\.yaml.*line \d", problems("model=own")[0])
+
+
+def test_missing_recipes(problems: Problems, tmp_path: Path) -> None:
+    assert problems(recipe="defalt")[0].startswith("recipe defalt: no such recipe; did you mean default? Recipes:")
+    assert problems(recipe="./no.yaml")[0].startswith("recipe ./no.yaml: no such file")
+    assert problems(config_dir=tmp_path / "no")[0].startswith("--config-dir: no such directory, got")
+
+
+def test_replacing_a_shipped_file_is_refused_with_both_names(problems: Problems, tmp_path: Path) -> None:
+    from forgather_cli.config.options import shipped
+
+    option = write(tmp_path / "conf/model/tiny.yaml", "type: decoder\n")
+    recipe = write(tmp_path / "recipes/default.yaml", "defaults: [train]\n")
+    found = problems()
+    assert any(p.startswith("model=tiny:") and str(option) in p and str(shipped("conf")) in p for p in found)
+    assert any(p.startswith("recipe default:") and str(recipe) in p and str(shipped("recipes")) in p for p in found)
+
+
+def test_a_plain_copy_of_the_shipped_files_replaces_nothing(tmp_path: Path) -> None:
+    """As in a checkout whose package is installed elsewhere."""
+    from shutil import copytree
+
+    from forgather_cli.config.options import shipped
+
+    copytree(shipped("conf"), tmp_path / "conf")
+    copytree(shipped("recipes"), tmp_path / "recipes")
+    assert load_config(None, [], cwd=tmp_path).config.recipe == "default"
+
+
+def test_targets_are_bound_before_anything_starts(problems: Problems, tmp_path: Path) -> None:
+    write(
+        tmp_path / "own_parts_k1.py",
+        "def net(vocab_size, *, width): ...\ndef loss(logits, labels, alpha=1): ...\n"
+        "class Opt:\n    def __init__(self, params, lr, rho): ...\n",
+    )
+    write(tmp_path / "own_broken_k1.py", "raise RuntimeError('not today')\n")
+    for group, target in {"model": "net", "loss": "loss", "optimizer": "Opt"}.items():
+        write(tmp_path / f"conf/{group}/own.yaml", f"_target_: own_parts_k1.{target}\n")
+    write(tmp_path / "conf/model/broken.yaml", "_target_: own_broken_k1.Net\n")
+    assert problems("model=own", "loss=own", "++loss.alpa=2", "optimizer=own") == [
+        "model.width: own_parts_k1.net requires it; set model.width=...",
+        "optimizer.rho: own_parts_k1.Opt requires it; set optimizer.rho=...",
+        "loss.alpa: own_parts_k1.loss takes no such argument; did you mean alpha? Arguments: alpha",
+    ]
+    assert "RuntimeError: not today" in problems("model=broken")[0]
+    own = "{regex: head, optimizer: {_target_: own_parts_k1.Opt, rho: 1, roh: 2}}"
+    assert problems(f"+optimizer.groups.head={own}")[0].startswith(
+        "optimizer.groups.head.optimizer.roh: own_parts_k1.Opt"
+    )
+
+
+CONTRADICTIONS = {
+    "fuse_optim_with_backward=true": "fuse_optim_with_backward: gradients are gone before max_grad_norm=1",
+    "fuse_optim_with_backward=true max_grad_norm=null gradient_accumulation_steps=4": "gradient_accumulation_steps=4",
+    "fuse_optim_with_backward=true max_grad_norm=0 per_device_train_batch_size=4": "global_batch_size=16 with",
+    "fuse_optim_with_backward=true max_grad_norm=0 optimizer=muon": "optimizer=muon brings AdamW",
+    "fuse_optim_with_backward=true max_grad_norm=0 +optimizer.groups.h={regex: h, optimizer: {type: sgd}}": "groups.h",
+    "fuse_optim_with_backward=true max_grad_norm=0 trainer=ddp": "not possible with trainer=ddp; choose trainer=single",
+    "fuse_optim_with_backward=true max_grad_norm=0 trainer=pipeline": "not possible with trainer=pipeline",
+    "trainer=pipeline schedule=ZBVZeroBubble torch_compile=true": "torch_compile: compiled blocks get wrong gradients",
+    "trainer=pipeline nproc_per_node=4 n_microbatches=2": "n_microbatches: schedule=1F1B with 4 stages needs at least",
+    "trainer=pipeline nproc_per_node=1": "trainer: pipeline needs at least 2 ranks, got 1",
+    "trainer=pipeline nproc_per_node=8 n_microbatches=8": "8 pipeline stages are more than num_hidden_layers=4",
+    "trainer=pipeline schedule=DualPipeV nproc_per_node=2 n_microbatches=2": "DualPipeV with 4 stages needs at least",
+    "trainer=pipeline schedule=InterleavedZeroBubble nproc_per_node=2 n_microbatches=5 global_batch_size=null "
+    "per_device_train_batch_size=5": "n_microbatches: schedule=InterleavedZeroBubble on 2 ranks needs a multiple of 2",
+    "trainer=pipeline schedule=GPipe stages_per_rank=2": "schedule=GPipe runs one stage per rank, got 2",
+    "trainer=pipeline schedule=ZBVZeroBubble stages_per_rank=4": "runs exactly two stages per rank, got 4",
+    "trainer=pipeline schedule=LoopedBFS stages_per_rank=1": "interleaves several stages per rank, got 1",
+    "trainer=pipeline nproc_per_node=2 split=[1,1,2]": "split: names 3 stages, schedule and ranks make 2",
+    "trainer=pipeline nproc_per_node=2 split=[1,2]": "split: adds up to 3 layers, got num_hidden_layers=4",
+    "trainer=pipeline n_microbatches=3": "divisible by n_microbatches=3",
+    "trainer=ddp nproc_per_node=3": "global_batch_size: 16 sequences cannot be shared evenly by 3 ranks; set global",
+    "gradient_accumulation_steps=3": "gradient_accumulation_steps: 3 disagrees with global_batch_size=16",
+    "trainer=ddp comm_hook=powersgd post_local_sgd.enabled=true": "post_local_sgd.enabled: excludes comm_hook=powersgd",
+    "load_best_model_at_end=true eval_strategy=no": "load_best_model_at_end: needs evaluations, got eval_strategy=no",
+    "load_best_model_at_end=true save_strategy=no": "load_best_model_at_end: needs checkpoints, got save_strategy=no",
+    "greater_is_better=true": "greater_is_better: true keeps the worst metric_for_best_model=eval_loss",
+    "activation_memory_budget=0.5": "activation_memory_budget: only the compiler reads it, got torch_compile=false",
+    "dataloader_prefetch_factor=2": "dataloader_prefetch_factor: only workers prefetch, got dataloader_num_workers=0",
+    "dataloader_persistent_workers=true": "dataloader_persistent_workers: there are none, got dataloader_num_workers=0",
+    "max_steps=-1 num_train_epochs=-1": "max_steps: -1 with num_train_epochs=-1 never ends on data=python_stdlib",
+    "max_steps=-1 num_train_epochs=0": "num_train_epochs: must be above 0 with max_steps=-1, got 0",
+    "max_steps=0": "max_steps: 0 trains nothing",
+    "trainer=ddp nnodes=2 node_rank=2": "node_rank: counts from 0 to nnodes-1, got 2 with nnodes=2",
+    "eval_strategy=no eval_steps=5": "eval_steps: nothing reads it with eval_strategy=no; set eval_strategy=steps",
+    "logging_strategy=no logging_steps=5": "logging_steps: nothing reads it with logging_strategy=no",
+    "save_strategy=epoch save_steps=5": "save_steps: nothing reads it with save_strategy=epoch",
+    "nproc_per_node=2": "nproc_per_node: nothing reads it with trainer=single; choose trainer=ddp, fsdp2 or pipeline",
+    "bpe_vocab_size=300": "bpe_vocab_size: nothing reads it with tokenizer=bytes; set tokenizer=bpe",
+    "torch_compile_mode=default": "torch_compile_mode: nothing reads it with torch_compile=false",
+    "num_train_epochs=2": "num_train_epochs: nothing reads it with max_steps=400; set max_steps=-1",
+}
+
+
+@pytest.mark.parametrize("overrides", CONTRADICTIONS)
+def test_contradictions_name_both_settings(problems: Problems, overrides: str) -> None:
+    found = problems(*re.split(r" (?=[+\w.]+=)", overrides))
+    assert any(CONTRADICTIONS[overrides] in problem for problem in found), found
+    assert all("; " in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["save_strategy=no"],  # the recipe sets save_steps
+        ["eval_strategy=no"],
+        ["eval_strategy=epoch"],
+        ["tokenizer=bpe", "bpe_vocab_size=300"],
+        ["trainer=ddp", "nproc_per_node=2"],
+        ["trainer=pipeline", "n_microbatches=8", "nproc_per_node=4"],
+        ["trainer=pipeline", "schedule=ZBVZeroBubble", "nproc_per_node=2"],
+        ["fuse_optim_with_backward=true", "max_grad_norm=null"],
+        ["load_best_model_at_end=true"],
+        ["torch_compile=true", "activation_memory_budget=0.5"],
+        ["gradient_accumulation_steps=4"],
+        ["max_steps=-1", "num_train_epochs=2"],
+    ],
+)
+def test_sound_combinations_pass(tmp_path: Path, overrides: list[str]) -> None:
+    load_config(None, overrides, cwd=tmp_path)
+
+
+class TestBatchPlan:
+    def test_global_batch_gives_the_largest_even_micro_batch(self) -> None:
+        run = RunSettings(global_batch_size=48, per_device_train_batch_size=10)
+        assert batch_plan(run, 1) == BatchPlan(48, 8, 6)
+        assert batch_plan(run, 2) == BatchPlan(48, 8, 3)
+        assert batch_plan(run, 3) == BatchPlan(48, 8, 2)
+        assert batch_plan(run, 1, multiple_of=6) == BatchPlan(48, 6, 8)
+
+    def test_without_it_the_parts_multiply(self) -> None:
+        run = RunSettings(per_device_train_batch_size=4, gradient_accumulation_steps=3)
+        assert batch_plan(run, 2) == BatchPlan(24, 4, 3)
+        assert batch_plan(RunSettings(), 1) == BatchPlan(8, 8, 1)
+
+    @pytest.mark.parametrize("steps", [1, 2, 4, 8])
+    def test_agreeing_accumulation_is_taken(self, steps: int) -> None:
+        run = RunSettings(global_batch_size=16, per_device_train_batch_size=16, gradient_accumulation_steps=steps)
+        assert batch_plan(run, 1) == BatchPlan(16, 16 // steps, steps)
+
+    @pytest.mark.parametrize(
+        ("run", "world", "parts", "names"),
+        [
+            (RunSettings(global_batch_size=16), 3, 1, ("global_batch_size: 16", "3 ranks", "15 or 18")),
+            (RunSettings(global_batch_size=2), 3, 1, ("global_batch_size: 2", "=3")),
+            (
+                RunSettings(global_batch_size=16, gradient_accumulation_steps=1),
+                1,
+                1,
+                ("gradient_accumulation_steps: 1", "global_batch_size=16", "per_device_train_batch_size=8"),
+            ),
+            (RunSettings(global_batch_size=14), 1, 4, ("global_batch_size: 14", "n_microbatches=4")),
+            (RunSettings(), 1, 3, ("per_device_train_batch_size: 8", "n_microbatches=3", "6 or 9")),
+        ],
+    )
+    def test_what_does_not_divide_is_said(
+        self, run: RunSettings, world: int, parts: int, names: tuple[str, ...]
+    ) -> None:
+        with pytest.raises(ConfigError) as caught:
+            batch_plan(run, world, multiple_of=parts)
+        for name in names:
+            assert name in str(caught.value)

@@ -1,0 +1,192 @@
+"""Composition and decoding: what a recipe becomes, and that it survives the way through config.yaml."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forgather_cli.config.decode import decode, dump_tree, load_saved, to_tree
+from forgather_cli.config.load import load_config, load_resumed
+from forgather_cli.config.schema import (
+    CosineSettings,
+    DecoderSettings,
+    LinearSettings,
+    PipelineSettings,
+    Target,
+    TextSettings,
+)
+from forgather_cli.errors import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_default_recipe_is_decoded_into_typed_settings(tmp_path: Path) -> None:
+    loaded = load_config(None, ["model=nano", "learning_rate=1e-4"], cwd=tmp_path)
+    config = loaded.config
+    assert isinstance(config.model, DecoderSettings)
+    assert config.model.hidden_size == 64
+    assert config.learning_rate == 1e-4
+    assert config.recipe == loaded.recipe == "default"
+    assert loaded.recipe_path.name == "default.yaml"
+    assert loaded.recipe_text == loaded.recipe_path.read_text()
+    assert loaded.overrides == ("model=nano", "learning_rate=1e-4")
+    assert {"model", "learning_rate", "max_steps", "lr_scheduler.warmup_steps"} <= loaded.given
+    assert "data.seq_len" not in loaded.given
+
+
+def test_output_dir_is_named_by_recipe_and_time_and_seen_by_interpolations(tmp_path: Path) -> None:
+    config = load_config("pretrain_60m", ["logging_dir=${output_dir}/logs"], cwd=tmp_path).config
+    assert config.output_dir is not None
+    assert config.output_dir.startswith("outputs/pretrain_60m/20")
+    assert config.logging_dir == f"{config.output_dir}/logs"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saved_config_is_read_back_equal(tmp_path: Path) -> None:
+    overrides = [
+        "optimizer=muon",
+        "eval_strategy=no",
+        "resume_components=[model,optimizer]",
+        "betas=[0.8,0.99]",
+        "rope_scaling={rope_type: yarn, factor: 4}",
+        "max_grad_norm=null",
+        "lr_scheduler.warmup_steps=0.05",
+        "+callbacks.early_stopping.patience=2",
+        "++callbacks.mine={_target_: collections.OrderedDict}",
+        "+optimizer.groups.head={regex: lm_head, optimizer: {type: sgd, momentum: 0.5}}",
+    ]
+    loaded = load_config(None, overrides, cwd=tmp_path)
+    saved = write(tmp_path / "config.yaml", dump_tree(loaded.tree))
+    assert load_saved(saved) == loaded.config
+    assert decode(to_tree(loaded.config)) == loaded.config
+    assert loaded.config.callbacks.custom == {"mine": Target(path="collections.OrderedDict")}
+
+
+def test_yaml_readings_that_surprise(tmp_path: Path) -> None:
+    """A bare ``no`` is false in YAML 1.1 and ``1e-3`` is text for many readers; sizes look like numbers."""
+    write(
+        tmp_path / "r.yaml",
+        "defaults:\n  - train\n  - override model: 160m\n  - _self_\n"
+        "eval_strategy: no\nsave_strategy: 'no'\nlearning_rate: 1e-3\nnum_train_epochs: 2\n",
+    )
+    config = load_config(str(tmp_path / "r.yaml"), [], cwd=tmp_path).config
+    assert (config.eval_strategy, config.save_strategy) == ("no", "no")
+    assert config.learning_rate == 0.001
+    assert config.num_train_epochs == 2.0
+    assert isinstance(config.model, DecoderSettings)
+    assert config.model.hidden_size == 768
+
+
+def test_recipe_starts_from_another_and_its_bare_keys_lose_to_the_outer_ones(tmp_path: Path) -> None:
+    write(
+        tmp_path / "recipes/base.yaml",
+        "defaults: [train, {override trainer: pipeline}, _self_]\nn_microbatches: 8\nseq_len: 64\nseed: 1\n",
+    )
+    write(tmp_path / "recipes/outer.yaml", "defaults: [base, _self_]\nn_microbatches: 2\nseed: 2\n")
+    loaded = load_config("outer", ["data.seq_len=32"], cwd=tmp_path)
+    assert isinstance(loaded.config.trainer, PipelineSettings)
+    assert loaded.config.trainer.n_microbatches == 2
+    assert loaded.tree["data"]["seq_len"] == 32
+    assert loaded.config.seed == 2
+
+
+def test_recipe_outranks_option_files_wherever_self_stands(tmp_path: Path) -> None:
+    write(tmp_path / "recipes/mine.yaml", "defaults: [_self_, train]\nmodel: {hidden_size: 128}\nseed: 7\n")
+    config = load_config("mine", [], cwd=tmp_path).config
+    assert isinstance(config.model, DecoderSettings)
+    assert (config.model.hidden_size, config.seed) == (128, 7)
+
+
+def test_directories_beside_a_recipe_are_no_config_groups(tmp_path: Path) -> None:
+    write(tmp_path / "seed/x.yaml", "a: 1\n")
+    write(tmp_path / "mine.yaml", "defaults: [train, _self_]\n")
+    assert load_config("./mine.yaml", ["seed=3"], cwd=tmp_path).config.seed == 3
+
+
+def test_users_options_and_recipes_add_to_the_shipped_ones(tmp_path: Path) -> None:
+    write(tmp_path / "conf/model/wide.yaml", "# Wide.\ndefaults: [nano, _self_]\nhidden_size: 96\n")
+    write(tmp_path / "own dir, 'x'/lr_scheduler/mine.yaml", "type: linear\nmin_lr_ratio: 0.5\n")
+    write(tmp_path / "own dir, 'x'/here.yaml", "defaults: [train, {override model: wide}, _self_]\n")
+    directory = tmp_path / "own dir, 'x'"
+    config = load_config("here", ["lr_scheduler=mine", "warmup_steps=5"], config_dir=directory, cwd=tmp_path).config
+    assert isinstance(config.model, DecoderSettings)
+    assert config.model.hidden_size == 96
+    assert config.lr_scheduler == LinearSettings(min_lr_ratio=0.5, warmup_steps=5)
+
+
+def test_further_groups_of_the_users_compose_at_the_root(tmp_path: Path) -> None:
+    write(tmp_path / "conf/experiment/long.yaml", "# @package _global_\nmax_steps: 123\n")
+    assert load_config(None, ["+experiment=long"], cwd=tmp_path).config.max_steps == 123
+
+
+def test_target_options_take_keywords_that_fit_their_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "own_model_k1.py", "class Net:\n    def __init__(self, vocab_size, width=3, depth=2): ...\n")
+    write(tmp_path / "conf/model/own.yaml", "_target_: own_model_k1.Net\nwidth: 5\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, ["model=own", "width=7", "model.depth=1"]).config
+    assert config.model == Target(path="own_model_k1.Net", kwargs={"width": 7, "depth": 1})
+
+
+def test_loading_leaves_no_trace_in_hydra(tmp_path: Path) -> None:
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    before = set(ConfigStore.instance().repo)
+    for _ in range(2):
+        load_config(None, [], cwd=tmp_path)
+    assert not GlobalHydra.instance().is_initialized()
+    assert set(ConfigStore.instance().repo) == before
+
+
+def test_loading_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nimport forgather_cli.config.load as l\n"
+        "assert not {'hydra', 'pydantic', 'omegaconf'} & set(sys.modules), 'imported at module level'\n"
+        "l.load_config(None, ['trainer=pipeline'])\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+class TestResumed:
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> Path:
+        loaded = load_config(None, ["model=nano", "warmup_steps=7", "callbacks=minimal"], cwd=tmp_path)
+        return write(tmp_path / "run/config.yaml", dump_tree(loaded.tree))
+
+    def test_without_overrides_it_is_the_same_config(self, saved: Path) -> None:
+        loaded = load_resumed(saved, [])
+        assert loaded.config == load_saved(saved)
+        assert (loaded.recipe, loaded.given) == ("default", frozenset())
+
+    def test_values_change_and_groups_are_replaced_whole(self, saved: Path) -> None:
+        loaded = load_resumed(saved, ["max_steps=9", "trainer=pipeline", "n_microbatches=8", "lr_scheduler=cosine"])
+        assert isinstance(loaded.config.trainer, PipelineSettings)
+        assert (loaded.config.max_steps, loaded.config.trainer.n_microbatches) == (9, 8)
+        assert loaded.config.lr_scheduler == CosineSettings()
+        assert isinstance(loaded.config.model, DecoderSettings)
+        assert loaded.config.model.hidden_size == 64
+        assert loaded.config.callbacks.tensorboard is None
+
+    def test_mandatory_values_of_a_new_option_are_asked_for(self, saved: Path) -> None:
+        with pytest.raises(ConfigError, match=r"data.files: required by data=text; set data.files=\[\.\.\.\]"):
+            load_resumed(saved, ["data=text"])
+        assert load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data == TextSettings(files=["a.txt"])
+
+    def test_settings_of_options_that_are_not_selected_are_refused(self, saved: Path) -> None:
+        with pytest.raises(ConfigError, match="n_microbatches: only trainer=pipeline has this setting"):
+            load_resumed(saved, ["n_microbatches=8"])
+
+    def test_a_damaged_saved_config_is_named(self, saved: Path) -> None:
+        saved.write_text(saved.read_text().replace("hidden_size: 64", "hidden_size: wide"))
+        with pytest.raises(ConfigError, match=r"config.yaml: model.hidden_size: must be a whole number, got 'wide'"):
+            load_saved(saved)
+        saved.write_text("a: [")
+        with pytest.raises(ConfigError, match=r"config.yaml: cannot be read"):
+            load_saved(saved)

@@ -1,0 +1,14 @@
+"""A short crash campaign: killed with SIGKILL at random moments, a resumed run equals an uninterrupted one to the bit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from crash_campaign import SMALL, campaign
+
+
+def test_killed_runs_resume_to_the_last_bit(tmp_path: Path) -> None:
+    report = campaign(trials=3, seed=int(time.time()), work=tmp_path, overrides=list(SMALL))
+    assert not report.failures, str(report)
+    assert report.kills >= 3

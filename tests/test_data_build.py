@@ -1,0 +1,412 @@
+"""From a data option to datasets: the cache, its faults, every option, and what a plan may know."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forgather_cli.config.schema import PythonStdlibSettings, SyntheticSettings, Target, TextSettings, TokensSettings
+from forgather_cli.data.build import DataSplits, cached_token_counts, load_data
+from forgather_cli.data.cache import build_once, find
+from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.tokenize import train_bpe
+from forgather_cli.errors import DataError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    records = [{"text": f"Document {i} says: " + "word " * (i % 17)} for i in range(300)]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> str:
+    return str(tmp_path / "cache")
+
+
+def text(path: Path, cache: str, **settings: Any) -> TextSettings:
+    return TextSettings(**{"files": [str(path)], "cache_dir": cache, "seq_len": 32, **settings})
+
+
+def load(option: Any, seed: int = 1) -> DataSplits:
+    return load_data(option, seed=seed)
+
+
+def all_tokens(dataset: Any) -> list[int]:
+    return dataset.__getitems__(list(range(len(dataset))))["input_ids"].flatten().tolist()
+
+
+def token_dirs(cache: str) -> list[str]:
+    return sorted(os.listdir(Path(cache, "tokens")))
+
+
+# --------------------------------------------------------------------------------------------------------- text
+
+
+def test_text_to_samples_and_back(corpus: Path, cache: str) -> None:
+    data = load(text(corpus, cache, eval_fraction=0.1))
+    assert data.eval is not None
+    ids = all_tokens(data.train)
+    ends = [i for i, token in enumerate(ids) if token == data.tokenizer.eos_token_id]
+    records = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    assert data.tokenizer.decode(ids[: ends[0]]) == records[0]
+    held_out = data.tokenizer.decode(all_tokens(data.eval)).split("<|endoftext|>")
+    assert {document for document in held_out if document} < set(records)
+    assert data.description["train_documents"] + data.description["eval_documents"] == 300
+    assert (data.seq_len, data.description["train_samples"]) == (32, len(data.train))
+
+
+def test_evaluation_counts_every_token(corpus: Path, cache: str) -> None:
+    data = load(text(corpus, cache, eval_fraction=0.1))
+    batches = list(EvalLoader(data.eval, batch_size=3))
+    assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == data.description["eval_tokens"]
+
+
+def test_second_load_builds_nothing(corpus: Path, cache: str) -> None:
+    calls: list[tuple[int, int]] = []
+    first = load_data(text(corpus, cache), seed=1, progress=lambda done, total: calls.append((done, total)))
+    size = corpus.stat().st_size
+    assert calls[-1] == (size, size)
+    assert calls == sorted(calls)
+    calls.clear()
+    again = load_data(text(corpus, cache), seed=1, progress=lambda done, total: calls.append((done, total)))
+    assert not calls
+    assert again.fingerprint == first.fingerprint
+    assert all_tokens(again.train) == all_tokens(first.train)
+
+
+def test_fingerprint_follows_everything_that_changes_samples(corpus: Path, cache: str) -> None:
+    changes: list[dict[str, Any]] = [
+        {}, {"seq_len": 16}, {"packing": "pad"}, {"packing": "best_fit"}, {"isolate_documents": True},
+        {"eval_fraction": 0.2}, {"tokenizer": "bpe"}, {"tokenizer": "bpe", "bpe_vocab_size": 300},
+    ]  # fmt: skip
+    fingerprints = [load(text(corpus, cache, **change)).fingerprint for change in changes]
+    corpus.write_text(corpus.read_text() + '{"text": "more"}\n')
+    fingerprints.append(load(text(corpus, cache)).fingerprint)
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert load(text(corpus, cache)).fingerprint == fingerprints[-1]
+
+
+def test_bpe_is_trained_once_and_on_training_text_only(corpus: Path, cache: str, tmp_path: Path) -> None:
+    (tmp_path / "eval.txt").write_text("zyzzyva " * 100)
+    option = text(corpus, cache, tokenizer="bpe", bpe_vocab_size=400, eval_files=[str(tmp_path / "eval.txt")])
+    first, again = load(option), load(option)
+    assert first.tokenizer.fingerprint == again.tokenizer.fingerprint
+    assert len(os.listdir(Path(cache, "tokenizers"))) == 1
+    assert 257 < first.tokenizer.vocab_size <= 400
+    assert len(first.tokenizer.encode("zyzzyva")) > 4
+    assert len(first.tokenizer.encode(" word")) == 1
+
+
+def test_directory_tokenizer_and_large_ids(corpus: Path, cache: str, tmp_path: Path) -> None:
+    directory = tmp_path / "tokenizer"
+    train_bpe(["some words " * 20], 300, directory)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["id"] = tokenizer["model"]["vocab"]["<|endoftext|>"] = 70_000
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    data = load(text(corpus, cache, tokenizer=str(directory)))
+    assert data.tokenizer.vocab_size == 70_001
+    assert 70_000 in all_tokens(data.train)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "pad"])
+@pytest.mark.parametrize("isolate", [False, True])
+def test_every_packing_trains_on_the_same_documents(corpus: Path, cache: str, packing: str, isolate: bool) -> None:
+    data = load(text(corpus, cache, packing=packing, isolate_documents=isolate, seq_len=128))
+    steps = list(TrainLoader(data.train, global_batch_size=4, micro_batch_size=2, seed=1, drop_last=False))
+    batches = [batch for step in steps for batch in step.microbatches]
+    assert {tuple(batch["input_ids"].shape[1:]) for batch in batches} == {(128,)}
+    assert all(("document_ids" in batch) == isolate for batch in batches)
+    real = sum(int((batch["input_ids"] != 256).sum()) for batch in batches)
+    train_tokens, documents = data.description["train_tokens"], data.description["train_documents"]
+    assert train_tokens - documents - 128 <= real <= train_tokens - documents
+
+
+def test_bad_utf8_is_said(tmp_path: Path, cache: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_bytes(b"bad \xff byte\n" * 20)
+    for _ in range(2):
+        assert "20 undecodable" in load(text(tmp_path / "a.txt", cache)).description["replaced"]
+    assert caplog.text.count("20 undecodable byte sequences in 1 files replaced") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        ("", {}, r"no text in 1 files \(.*a\.txt\); they are empty"),
+        ("short", {"eval_fraction": 0.0}, r"data\.seq_len: 32 is longer than the training split of 6 tokens; set data\.seq_len=6 or"),
+        ("long enough " * 20, {"eval_fraction": 1.0}, r"data\.eval_fraction: 1\.0 leaves nothing to train on"),
+    ],
+)  # fmt: skip
+def test_too_little_text(tmp_path: Path, cache: str, content: str, settings: dict[str, Any], message: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load(text(tmp_path / "a.txt", cache, **settings))
+
+
+def test_the_length_that_the_error_names_works(tmp_path: Path, cache: str) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    data = load(text(tmp_path / "a.txt", cache, eval_fraction=0.0, seq_len=6))
+    assert (len(data.train), data.eval) == (1, None)
+
+
+def test_unwritable_cache(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.cache_dir: cannot write the data cache \(.*; set data\.cache_dir to"):
+        load(text(corpus, str(tmp_path / "file" / "cache")))
+
+
+# -------------------------------------------------------------------------------------------------------- the cache
+
+_BUILD = """
+import sys, time
+from pathlib import Path
+from forgather_cli.config.schema import TextSettings
+from forgather_cli.data import corpus
+from forgather_cli.data.build import load_data
+
+def progress(done, total):
+    print("building", flush=True)
+    if sys.argv[3] == "hang":
+        time.sleep(60)
+
+option = TextSettings(files=[sys.argv[1]], cache_dir=sys.argv[2], seq_len=32)
+print("built" if len(load_data(option, seed=1, progress=progress).train) else "empty", flush=True)
+"""
+
+
+def start_build(corpus: Path, cache: str, mode: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", _BUILD, str(corpus), cache, mode], stdout=subprocess.PIPE, text=True)
+
+
+def test_killed_builder_leaves_nothing_in_the_way(corpus: Path, cache: str) -> None:
+    process = start_build(corpus, cache, "hang")
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == "building\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert [name for name in token_dirs(cache) if name.startswith(".tmp-")], "killed in the middle"
+    assert cached_token_counts(text(corpus, cache)) is None
+    data = load(text(corpus, cache))
+    assert len(data.train) > 10
+    assert len(token_dirs(cache)) == 1
+    assert not token_dirs(cache)[0].startswith(".")
+
+
+def test_two_processes_build_once(corpus: Path, cache: str) -> None:
+    processes = [start_build(corpus, cache, "go") for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert [output[-1] for output in outputs] == ["built", "built"]
+    assert sorted("building" in output for output in outputs) == [False, True]
+
+
+def test_one_builder_waits_for_the_other(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from forgather_cli.data.cache import build_once
+
+def write(directory):
+    print("writing", flush=True)
+    sys.stdin.readline()
+    (directory / "data").write_text("x")
+    return {"by": sys.argv[2]}
+
+print(build_once(Path(sys.argv[1]), "kind", "key", write)[1]["by"], flush=True)
+"""
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, str(tmp_path), name]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    first = start("first")
+    assert first.stdout is not None
+    assert first.stdout.readline() == "writing\n"
+    second = start("second")
+    assert first.communicate("\n", timeout=60)[0] == "first\n"
+    assert second.communicate("\n", timeout=60)[0] == "first\n"
+
+
+def test_damaged_cache_is_built_again(corpus: Path, cache: str) -> None:
+    expected = all_tokens(load(text(corpus, cache)).train)
+    directory = Path(cache, "tokens", token_dirs(cache)[0])
+    os.truncate(directory / "train.bin", 100)
+    assert cached_token_counts(text(corpus, cache)) is None
+    assert all_tokens(load(text(corpus, cache)).train) == expected
+    (directory / "meta.json").write_text("{")
+    assert all_tokens(load(text(corpus, cache)).train) == expected
+
+
+def test_failed_build_leaves_no_trace(tmp_path: Path) -> None:
+    def write(directory: Path) -> dict[str, Any]:
+        (directory / "data").write_text("half")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        build_once(tmp_path, "kind", "key", write)
+    assert os.listdir(tmp_path / "kind") == []
+    assert find(tmp_path, "kind", "key") is None
+
+
+def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> None:
+    option = text(corpus, cache, packing="best_fit")
+    assert cached_token_counts(option) is None
+    assert not Path(cache).exists(), "a plan writes nothing"
+    data = load(option)
+    counts = cached_token_counts(option)
+    assert counts is not None
+    assert data.eval is not None
+    expected = {key: data.description[key] for key in ("train_tokens", "eval_tokens", "train_samples", "eval_samples")}
+    assert counts == {"vocab_size": 257, **expected}
+    concat = cached_token_counts(text(corpus, cache))
+    assert concat is not None
+    assert concat["train_samples"] == len(load(text(corpus, cache)).train)
+    code = f"""
+import sys
+from forgather_cli.config.schema import TextSettings
+from forgather_cli.data.build import cached_token_counts
+assert cached_token_counts(TextSettings(files=[{str(corpus)!r}], cache_dir={cache!r}, seq_len=32))
+assert not {{"torch", "tokenizers"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_standard_library_from_a_warm_cache_is_quick(tmp_path: Path) -> None:
+    option = PythonStdlibSettings(cache_dir=str(tmp_path))
+    cold = time.perf_counter()
+    data = load(option)
+    warm = time.perf_counter()
+    assert load(option).fingerprint == data.fingerprint
+    assert time.perf_counter() - warm < max(0.3, warm - cold)
+    assert data.description["train_tokens"] > 5_000_000
+    assert data.description["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert 0.01 < data.description["eval_tokens"] / data.description["train_tokens"] < 0.15
+
+
+# ------------------------------------------------------------------------------------------------------- token files
+
+
+def tokens(cache: str, *files: Path, **settings: Any) -> TokensSettings:
+    return TokensSettings(**{"files": [str(file) for file in files], "cache_dir": cache, "seq_len": 8, **settings})
+
+
+def write_bin(path: Path, values: list[int], dtype: str = "uint16") -> Path:
+    np.array(values, dtype).tofile(path)
+    return path
+
+
+def test_bin_and_npy_read_as_one(tmp_path: Path, cache: str) -> None:
+    first = write_bin(tmp_path / "a.bin", list(range(50)))
+    np.save(tmp_path / "b.npy", np.arange(50, 100, dtype=np.int32).reshape(5, 10))
+    data = load(tokens(cache, first, tmp_path / "b.npy", eval_fraction=0.2))
+    assert all_tokens(data.train) == list(range(80))
+    assert all_tokens(data.eval) == [*range(80, 100), 256, 256, 256, 256]
+    assert data.description["train_documents"] is None
+
+
+def test_documents_of_token_files(tmp_path: Path, cache: str) -> None:
+    values = [1, 2, 0, 3, 4, 5, 0, 6, 0, 7, 8, 9]
+    path = write_bin(tmp_path / "a.bin", values * 2)
+    option = tokens(cache, path, document_separator=0, isolate_documents=True, eval_fraction=0.5)
+    data = load(option)
+    assert (data.description["train_tokens"], data.description["eval_tokens"]) == (9, 15)  # the border next to the half
+    batch = data.train.__getitems__([0])
+    assert batch["document_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 3]]
+    packed = load(tokens(cache, path, document_separator=0, packing="pad", eval_fraction=0.0))
+    assert packed.train.__getitems__([0])["input_ids"].tolist() == [[1, 2, 0, 256, 256, 256, 256, 256]]
+    assert cached_token_counts(option) == {
+        "vocab_size": 257, "train_tokens": 9, "train_samples": 1, "eval_tokens": 15, "eval_samples": 2,
+    }  # fmt: skip
+
+
+def test_own_eval_files_of_tokens(tmp_path: Path, cache: str) -> None:
+    train, held_out = write_bin(tmp_path / "a.bin", [1] * 20), write_bin(tmp_path / "b.bin", [2] * 9)
+    data = load(tokens(cache, train, eval_files=[str(held_out)]))
+    assert data.eval is not None
+    assert (len(data.train), len(data.eval)) == (2, 2)
+    assert set(all_tokens(data.eval)) == {2, 256}
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "settings", "message"),
+    [
+        ([1, 300], "uint16", {}, r"token id 300 is outside the vocabulary of data\.tokenizer \(257 ids\)"),
+        ([1, -5], "int32", {"token_dtype": "int32"}, r"token id -5 is outside the vocabulary"),
+        ([1] * 50, "uint16", {"packing": "pad"}, r"data\.packing=pad: .* set data\.document_separator .*end token is 256"),
+        ([1] * 50, "uint16", {"isolate_documents": True}, r"data\.isolate_documents=true: nothing marks the documents"),
+        ([1] * 5, "uint16", {"eval_fraction": 0.0}, r"data\.seq_len: 8 is longer than the training split of 5 tokens"),
+        ([], "uint16", {}, "no tokens in 1 files"),
+        ([1] * 9, "uint8", {}, r"9 bytes are no multiple of 2; set data\.token_dtype"),
+        ([1] * 9, "uint16", {"tokenizer": "bpe"}, "bpe is trained on text"),
+    ],
+)  # fmt: skip
+def test_bad_token_files(
+    tmp_path: Path, cache: str, values: list[int], dtype: str, settings: dict[str, Any], message: str
+) -> None:
+    path = write_bin(tmp_path / "a.bin", values, dtype)
+    with pytest.raises(DataError, match=message):
+        load(tokens(cache, path, **settings))
+
+
+def test_files_that_hold_no_tokens(tmp_path: Path, cache: str) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    np.save(tmp_path / "a.npy", np.zeros(10))
+    (tmp_path / "b.npy").write_bytes(b"none")
+    for name, message in (
+        ("a.txt", "are .bin or .npy"),
+        ("a.npy", "integers, got float64"),
+        ("b.npy", "cannot be read"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(tokens(cache, tmp_path / name))
+
+
+# -------------------------------------------------------------------------------------------------- synthetic, targets
+
+
+def test_synthetic_is_a_function_of_seed_and_number(cache: str) -> None:
+    option = SyntheticSettings(num_samples=50, num_eval_samples=10, seq_len=16, ragged=True)
+    data, again, other = load(option), load(option), load(option, seed=2)
+    batch = data.train.__getitems__(list(range(50)))
+    assert all_tokens(data.train) == all_tokens(again.train) != all_tokens(other.train)
+    assert data.fingerprint == again.fingerprint != other.fingerprint
+    assert torch.equal(data.train.__getitems__([7])["input_ids"][0], batch["input_ids"][7])
+    assert all_tokens(data.eval)[:16] != all_tokens(data.train)[:16]
+    lengths = (batch["labels"] != -100).sum(1)
+    assert 2 <= lengths.min() < lengths.max() <= 16
+    assert batch["input_ids"].max() < 257
+    assert cached_token_counts(option) == {
+        "vocab_size": 257, "train_tokens": 800, "train_samples": 50, "eval_tokens": 160, "eval_samples": 10,
+    }  # fmt: skip
+
+
+def make_data(kind: str) -> Any:
+    """What a user's ``data._target_`` may return."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 5
+    return {"alone": rows, "pair": (rows, rows[:2]), "mapping": {"train": iter(rows), "seq_len": 9}, "none": {}}[kind]
+
+
+def test_data_of_the_user() -> None:
+    def target(kind: str) -> DataSplits:
+        return load(Target(path=f"{__name__}.make_data", kwargs={"kind": kind}))
+
+    assert (target("alone").seq_len, target("alone").eval, target("mapping").seq_len) == (3, None, 9)
+    pair = target("pair")
+    assert pair.eval is not None
+    assert (len(pair.train), len(pair.eval), pair.tokenizer.vocab_size) == (5, 2, 257)
+    with pytest.raises(DataError, match="returned a mapping without 'train'"):
+        target("none")
+    with pytest.raises(DataError, match=r"data\._target_: cannot import 'no\.such\.thing'"):
+        load(Target(path="no.such.thing"))

@@ -1,0 +1,165 @@
+"""Initial parameters: a function of (seed, name) and of nothing else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forgather_cli.config.schema import DecoderSettings
+from forgather_cli.errors import ModelError
+from forgather_cli.models.decoder import Decoder, resolve_decoder
+from forgather_cli.models.init import allocate, init_parameters, reset_buffers, stable_seed
+
+
+def settings(**changes: Any) -> DecoderSettings:
+    base: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "initializer_range": 0.05, "qk_norm": True}
+    return resolve_decoder(DecoderSettings(**{**base, **changes}), vocab_size=99, seq_len=16)
+
+
+def built(where: str, seed: int = 7, **changes: Any) -> Decoder:
+    with torch.device(where):
+        model = Decoder(settings(**changes))
+    assert allocate(model, "cpu") is (where == "meta")
+    init_parameters(model, seed)
+    return model
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    for name in a.keys() & b.keys():
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_meta_equals_cpu_bit_for_bit_and_runs(tied: bool) -> None:
+    torch.manual_seed(0)
+    meta = built("meta", tie_word_embeddings=tied)
+    torch.manual_seed(1)
+    cpu = built("cpu", tie_word_embeddings=tied)
+    assert_equal(meta.state_dict(), cpu.state_dict())
+    assert (meta.lm_head.weight is meta.model.embed_tokens.weight) is tied
+    tokens = torch.arange(16)[None]
+    assert torch.equal(meta(tokens), cpu(tokens)), "rotary frequencies too"
+
+
+def test_values_follow_the_rules_and_the_seed() -> None:
+    model = built("meta", attention_bias=True)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            assert (p == 1).all(), name
+        elif name.endswith("bias"):
+            assert (p == 0).all(), name
+        else:
+            assert abs(p.std().item() / 0.05 - 1) < 0.1, name
+            assert abs(p.mean().item()) < 0.005, name
+    weights = [p for n, p in model.named_parameters() if "mlp.up_proj" in n]
+    assert not torch.equal(weights[0], weights[1]), "each parameter has numbers of its own"
+    assert not torch.equal(weights[0], built("meta", seed=8).model.layers["0"].mlp.up_proj.weight)
+
+
+def test_a_part_of_the_model_gets_the_same_values() -> None:
+    whole = built("cpu")
+    with torch.device("meta"):
+        part = Decoder(settings())
+    del part.model.layers["0"], part.model.layers["1"]
+    part.model.embed_tokens = None
+    allocate(part, "cpu")
+    init_parameters(part, 7)
+    assert set(part.state_dict()) < set(whole.state_dict())
+    assert_equal(part.state_dict(), whole.state_dict())
+    layer = copy.deepcopy(whole.model.layers["2"])
+    for p in layer.parameters():
+        nn.init.zeros_(p)
+    init_parameters(layer, 7, prefix="model.layers.2.")
+    assert_equal(layer.state_dict(), whole.model.layers["2"].state_dict())
+
+
+def test_global_generator_is_left_alone() -> None:
+    model, other = built("meta"), nn.Linear(3, 3)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    init_parameters(model, 1)
+    init_parameters(other, 1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_numbers_are_the_same_in_every_version() -> None:
+    assert stable_seed(42, "model.norm.weight") == 5961895171008054977
+    assert stable_seed(42, "model.norm.weight") != stable_seed(4, "2:model.norm.weight")
+
+
+def test_bf16_parameters_are_rounded_fp32_draws() -> None:
+    exact, rounded = built("cpu"), Decoder(settings()).to(torch.bfloat16)
+    init_parameters(rounded, 7)
+    for (name, a), b in zip(exact.named_parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b), name
+
+
+def test_on_the_device_a_generator_of_the_device_draws() -> None:
+    model = built("cpu")
+    init_parameters(model, 3, device_generator=True)
+    again = built("cpu")
+    init_parameters(again, 3, device_generator=True)
+    assert_equal(model.state_dict(), again.state_dict())
+
+
+class Other(nn.Module):
+    """A user's model of torch's own layers, one of them with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.b = nn.Embedding(5, 3)
+
+
+def test_other_modules_are_reset_from_their_names() -> None:
+    with torch.device("meta"):
+        meta = Other()
+    allocate(meta, "cpu")
+    init_parameters(meta, 1)
+    cpu = Other()
+    init_parameters(cpu, 1)
+    assert_equal(meta.state_dict(), cpu.state_dict())
+    bound = 1 / 4**0.5
+    assert 0 < meta.a.weight.abs().max() <= bound, "the layer's own distribution"
+    assert (meta.norm.running_var == 1).all()
+    reseeded = Other()
+    init_parameters(reseeded, 2)
+    assert not torch.equal(reseeded.a.weight, cpu.a.weight)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.scale = nn.Parameter(torch.ones(2))
+
+
+def test_a_module_that_cannot_be_initialised_is_named() -> None:
+    with pytest.raises(ModelError, match=r"cannot initialise inner\.scale: Module has no reset_parameters"):
+        init_parameters(Bare(), 0)
+
+
+def test_a_buffer_that_nobody_fills_is_named() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("tril", torch.ones(2, 2).tril(), persistent=False)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Masked())
+    with pytest.raises(ModelError, match=r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu"):
+        allocate(model, "cpu")
+
+
+def test_reset_buffers_restores_the_rotary_frequencies() -> None:
+    model = built("cpu")
+    expected = model.model.rotary_emb.inv_freq.clone()
+    model.model.rotary_emb.inv_freq.zero_()
+    reset_buffers(model)
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected)

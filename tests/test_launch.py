@@ -1,0 +1,373 @@
+"""From a config to a run directory and an exit code: files, refusals, locks, signals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from forgather_cli.claim import claim
+from forgather_cli.config.decode import load_saved
+from forgather_cli.config.load import load_config
+from forgather_cli.config.resume import reload_config
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.launch import launch
+from forgather_cli.outcome import read_outcome, write_outcome
+from forgather_cli.rank_log import Tee
+from forgather_cli.run_dir import RunDir
+from forgather_cli.signals import watching
+
+SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
+         "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def start(*overrides: str) -> int:
+    return launch(load_config("default", [*SMALL, *overrides]))
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
+
+
+class Forgather:
+    """The program in a process of its own."""
+
+    def __init__(self, *words: str, python: str = "") -> None:
+        command = ["-c", python] if python else ["-m", "forgather_cli", *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        self.lines: list[str] = []
+
+    def read_until(self, pattern: str) -> str:
+        """The first line that matches; fails when the output ends before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"no line matches {pattern!r} in:\n" + "\n".join(self.lines))
+
+    def finish(self) -> int:
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.read().splitlines()
+        self.process.stdout.close()
+        return self.process.wait(timeout=60)
+
+    def __enter__(self) -> Forgather:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.finish()
+
+
+# ---------------------------------------------------------------------------------------------------- the directory
+
+
+def test_a_run_leaves_config_origin_log_and_outcome(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start("max_steps=2", "output_dir=run") == 0
+    run = RunDir(Path("run"))
+    assert load_saved(run.config).max_steps == 2
+    assert load_saved(run.config).output_dir == "run"
+    origin = yaml.safe_load(run.origin.read_text())
+    assert origin["recipe"] == "default"
+    assert "max_steps=2" in origin["overrides"]
+    assert origin["recipe_text"].startswith("#")
+    assert {"python", "forgather", "torch"} <= set(origin["versions"])
+    told = json.loads(run.exit.read_text())
+    assert (told["code"], told["reason"], told["step"]) == (0, "done", 2)
+    assert told["time"].endswith("+00:00")
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    logged = run.rank_log(0).read_text()
+    assert printed
+    assert all(line in logged for line in printed)
+
+
+def test_the_made_up_name_is_never_that_of_another_run() -> None:
+    loaded = load_config("default", [*SMALL, "max_steps=1", "save_strategy=no"])
+    assert launch(loaded) == 0
+    assert launch(loaded) == 0
+    first, second = sorted(Path("outputs/default").iterdir())
+    assert second.name == f"{first.name}_2"
+
+
+def test_a_used_directory_is_refused_with_both_remedies_and_left_alone() -> None:
+    start("max_steps=1", "output_dir=run")
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.name != ".lock"}
+    with pytest.raises(SetupError, match=r"resume_from_checkpoint=true.*overwrite_output_dir=true"):
+        start("max_steps=1", "output_dir=run")
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.name != ".lock"} == before
+
+
+def test_overwrite_starts_anew_and_spares_foreign_files() -> None:
+    start("max_steps=3", "output_dir=run")
+    Path("run/notes.txt").write_text("mine")
+    Path("run/config.4.yaml").write_text("old: 1")
+    assert start("max_steps=1", "output_dir=run", "overwrite_output_dir=true") == 0
+    run = RunDir(Path("run"))
+    assert run.checkpoint_steps() == [1]
+    assert set(losses(run)) == {1}
+    assert run.newest_config() == run.config
+    assert Path("run/notes.txt").read_text() == "mine"
+
+
+def test_resume_adds_a_config_and_goes_on() -> None:
+    start("max_steps=2", "output_dir=run")
+    assert launch(reload_config(Path("run"), ["max_steps=4"])) == 0
+    run = RunDir(Path("run"))
+    assert load_saved(run.config).max_steps == 2
+    assert load_saved(run.later_config(1)).max_steps == 4
+    assert set(losses(run)) == {1, 2, 3, 4}
+    assert reload_config(Path("run"), []).config.max_steps == 4
+
+
+def test_resume_takes_group_overrides_and_never_deletes(tmp_path: Path) -> None:
+    start("max_steps=1", "output_dir=run", "overwrite_output_dir=true", "optimizer=adamw", "eps=1e-7")
+    loaded = reload_config(Path("run"), ["optimizer=sgd", "learning_rate=0.5"])
+    assert loaded.config.optimizer.type == "sgd"  # type: ignore[union-attr]
+    assert loaded.config.learning_rate == 0.5
+    assert loaded.config.overwrite_output_dir is False
+    assert loaded.config.resume_from_checkpoint is True
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["max_stepz=3"], "max_stepz: unknown setting; did you mean max_steps"),
+        (["n_microbatches=3"], "only trainer=pipeline"),
+        (["output_dir=other"], "output_dir: resume goes on in run"),
+    ],
+)
+def test_resume_is_strict(overrides: list[str], message: str) -> None:
+    start("max_steps=1", "output_dir=run", "save_strategy=no")
+    with pytest.raises(ConfigError, match=message):
+        reload_config(Path("run"), overrides)
+
+
+def test_resume_says_what_is_wrong_with_the_directory() -> None:
+    with pytest.raises(ConfigError, match="nowhere: no such directory"):
+        reload_config(Path("nowhere"), [])
+    Path("empty").mkdir()
+    with pytest.raises(ConfigError, match="not a run's directory"):
+        reload_config(Path("empty"), [])
+    start("max_steps=1", "output_dir=run")
+    with pytest.raises(ConfigError, match=r"is a checkpoint; give its run, forgather resume .*run"):
+        reload_config(Path("run/checkpoints/step-00000001"), [])
+    Path("run/config.yaml").write_text("{ no yaml")
+    with pytest.raises(ConfigError, match=r"run/config.yaml: cannot be read"):
+        reload_config(Path("run"), [])
+
+
+def test_a_run_that_began_from_another_begins_there_again_until_it_has_its_own_checkpoint() -> None:
+    start("max_steps=1", "output_dir=first")
+    origin = "resume_from_checkpoint=first/checkpoints/step-00000001"
+    start("max_steps=2", "output_dir=second", "save_strategy=no", origin, "resume_components=[model]")
+    again = reload_config(Path("second"), []).config
+    assert again.resume_from_checkpoint == "first/checkpoints/step-00000001"
+    assert again.resume_components == ["model"]
+    launch(reload_config(Path("second"), ["save_strategy=steps", "max_steps=3"]))
+    settled = reload_config(Path("second"), []).config
+    assert (settled.resume_from_checkpoint, settled.resume_components) == (True, "all")
+
+
+# --------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_a_setup_mistake_leaves_no_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("corpus.txt").write_text("")
+    words = ["data=text", "data.files=[corpus.txt]", "cache_dir=cache", "model=nano", "output_dir=a/b/run"]
+    assert launch(load_config("default", words)) == 2
+    assert "error: " in capsys.readouterr().err
+    assert {path.name for path in Path().iterdir()} - {"cache"} == {"corpus.txt"}
+
+
+def test_a_setup_mistake_in_a_resume_takes_back_its_files_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    start("max_steps=1", "output_dir=run")
+    before = sorted(path for path in Path("run").rglob("*"))
+    exit_before = Path("run/exit.json").read_text()
+    assert launch(reload_config(Path("run"), ["hidden_size=32", "max_steps=2"])) == 2
+    assert "model" in capsys.readouterr().err
+    assert sorted(path for path in Path("run").rglob("*")) == before
+    assert Path("run/exit.json").read_text() == exit_before
+
+
+def test_an_output_dir_that_cannot_be_made_is_said() -> None:
+    Path("file").write_text("")
+    with pytest.raises(SetupError, match="output_dir: file/run cannot be created: Not a directory; choose another"):
+        start("max_steps=1", "output_dir=file/run")
+
+
+def test_trainers_that_are_not_built_yet_are_refused_in_one_sentence() -> None:
+    for trainer in ("ddp", "pipeline", "fsdp2"):
+        with pytest.raises(
+            ConfigError, match=f"^trainer={trainer} is not available in this version; use trainer=single$"
+        ):
+            start(f"trainer={trainer}", "output_dir=run")
+    assert not Path("run").exists()
+
+
+def test_a_crash_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "breaks.py").write_text("def model(vocab_size):\n    raise ZeroDivisionError('of mine')\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert (
+            start("~model", "+model._target_=breaks.model", "+model.vocab_size=257", "max_steps=1", "output_dir=run")
+            == 1
+        )
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert "ZeroDivisionError: of mine" in capsys.readouterr().err
+    told = read_outcome(RunDir(Path("run")))
+    assert told is not None
+    assert (told.code, told.reason) == (1, "ZeroDivisionError: of mine")
+    assert "ZeroDivisionError: of mine" in Path("run/logs/rank-0.log").read_text()
+
+
+def test_two_jobs_cannot_write_one_directory() -> None:
+    python = "from forgather_cli.claim import *\nwith claim(Path('run')): print('held'); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-u", "-c", python], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(SetupError, match=f"run is being written by another job \\(pid {holder.pid} on"):
+        start("max_steps=1", "output_dir=run")
+    holder.communicate("\n")
+    assert start("max_steps=1", "output_dir=run") == 0
+
+
+def test_the_lock_ends_with_the_process_even_if_its_workers_live_on() -> None:
+    python = (
+        "import os, sys, time; from pathlib import Path; from forgather_cli.claim import Claim\n"
+        "Claim(Path('run'))\n"
+        "if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
+        "print('forked', flush=True); os.kill(os.getpid(), 9)"
+    )
+    dead = subprocess.Popen([sys.executable, "-c", python], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert dead.stdout is not None
+    assert dead.stdout.readline() == "forked\n"
+    dead.wait()
+    with claim(Path("run")):
+        pass
+    dead.communicate()
+
+
+# ---------------------------------------------------------------------------------------------------------- signals
+
+
+def test_a_signal_saves_and_says_how_to_go_on() -> None:
+    with Forgather("train", *SMALL, "max_steps=100000", "save_strategy=no", 'output_dir="my run"') as job:
+        job.read_until("step 3/")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 75, "\n".join(job.lines)
+    assert job.lines[-1] == "forgather resume 'my run'"
+    run = RunDir(Path("my run"))
+    [step] = run.checkpoint_steps()
+    told = read_outcome(run)
+    assert told is not None
+    assert (told.code, told.reason, told.step) == (75, "stopped by SIGTERM", step)
+    assert launch(reload_config(run.root, [f"max_steps={step + 2}"])) == 0
+    assert set(losses(run)) >= set(range(1, step + 3))
+
+
+def test_a_second_signal_ends_at_once_and_sigusr2_prints_stacks() -> None:
+    python = f"""
+import signal, sys
+from pathlib import Path
+from forgather_cli import launch
+from forgather_cli.config.load import load_config
+import forgather_cli.worker as worker
+def wait(config, run, should_stop):
+    import threading
+    should_stop()
+    print("listening", flush=True)
+    threading.Event().wait()
+worker.run = wait
+sys.exit(launch.launch(load_config("default", {SMALL!r} + ["output_dir=run"])))
+"""
+    with Forgather(python=python) as job:
+        job.read_until("^listening")
+        job.process.send_signal(signal.SIGUSR2)
+        job.process.send_signal(signal.SIGINT)
+        job.read_until("SIGINT: saving after this step; a second signal ends at once")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 143
+    assert "Current thread" in Path("run/logs/rank-0.log").read_text()
+    told = read_outcome(RunDir(Path("run")))
+    assert told is not None
+    assert (told.code, told.reason) == (143, "ended at once by SIGTERM")
+
+
+def test_before_the_first_step_the_first_signal_ends_the_process() -> None:
+    python = "from forgather_cli.signals import watching\nwith watching(): print('watching', flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", python], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    process.communicate()
+
+
+def test_signals_to_a_forked_worker_do_not_reach_its_parent() -> None:
+    with watching() as stop:
+        assert stop.signum is None
+        child = os.fork()
+        if child == 0:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), signum)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert stop.signum is None
+
+
+def test_watching_puts_the_handlers_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with watching():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# ------------------------------------------------------------------------------------------------------ log and files
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_log_has_lines_without_colour_and_without_what_was_overwritten() -> None:
+    terminal, log = Terminal(), io.StringIO()
+    tee = Tee(terminal, log)
+    assert tee.isatty()
+    tee.write("plain\n\x1b[1;31mred\x1b[0m line\n")
+    tee.write("\r\x1b[2K 10%")
+    tee.write("\r\x1b[2K 90%\r\x1b[2Kdone\r\n")
+    tee.write("unfinished")
+    tee.finish()
+    assert log.getvalue() == "plain\nred line\ndone\nunfinished\n"
+    assert " 90%" in terminal.getvalue()
+
+
+def test_outcome_survives_a_torn_file(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.metrics.write_text('{"step": 3}\n{"step": 4, "lo')
+    assert write_outcome(run, 1, "failed").step == 3
+    run.exit.write_text('{"code": 0')
+    assert read_outcome(run) is None

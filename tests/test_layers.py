@@ -1,0 +1,150 @@
+"""Dependencies point one way (DESIGN.md 1): the imports of the package, read with ast."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "forgather_cli"
+FREE = {"config.schema", "errors", "run_dir", ""}  # anyone may import these; "" is __init__ with the version
+
+# layer -> what it may import of ours, besides itself and FREE. A name stands for a module or for everything below it.
+ALLOWED = {
+    "cli": {"*"},
+    "config": set(),
+    "errors": set(),
+    "run_dir": set(),
+    "signals": set(),
+    "outcome": set(),
+    "report": set(),
+    "rank_log": set(),
+    "claim": set(),
+    "launch": {"claim", "config", "outcome", "rank_log", "report", "signals", "worker"},
+    "plan": {"config.batch", "data", "models", "optim", "trainer.metrics"},
+    "worker": {"*"},
+    "source": {"*"},
+    "trainer": {
+        "strategies.base", "strategies.default", "callbacks.base", "distributed", "checkpoint", "data.loader", "loss",
+        "optim", "precision", "models.transform", "models.pretrained", "models.init", "config.batch",
+        "config.decode",
+    },
+    "strategies": {"distributed", "loss", "precision", "models.init", "models.stages"},
+    "callbacks": {"checkpoint.retention", "trainer.metrics", "models.generate"},
+    "distributed": set(),
+    "checkpoint": {"distributed"},
+    "models": set(),
+    "data": set(),
+    "optim": set(),
+    "loss": set(),
+    "precision": set(),
+}  # fmt: skip
+
+# third-party package -> the only layer that may import it
+ONLY_IN = {"typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config"}
+NO_TORCH_AT_MODULE_LEVEL = ("cli", "config", "run_dir", "errors", "launch", "claim", "outcome", "report", "rank_log",
+                            "signals", "plan", "")  # fmt: skip
+TORCH_TOO = {"torch", "transformers", "accelerate", "torchdata", "numpy", "tensorboard", "datasets"}
+CONCRETE_STRATEGIES = {"strategies.single", "strategies.ddp", "strategies.fsdp2", "strategies.pipeline"}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Dotted name below the package -> syntax tree."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+MODULES = modules()
+
+
+def layer(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imports(tree: ast.Module, *, lazy: bool = True) -> Iterator[str]:
+    """Dotted names that a module imports; without ``lazy`` only those that its own import runs."""
+    for node in ast.walk(tree) if lazy else at_module_level(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from at_module_level(child)
+
+
+def ours(tree: ast.Module, *, lazy: bool = True) -> set[str]:
+    """Modules of ours that a module imports; names of functions and classes are cut off."""
+    found = set()
+    for name in imports(tree, lazy=lazy):
+        if name.split(".")[0] == "forgather_cli":
+            parts = name.split(".")[1:]
+            while parts and ".".join(parts) not in MODULES:
+                parts.pop()
+            found.add(".".join(parts))
+    return found
+
+
+def allowed(importer: str, imported: str) -> bool:
+    names = ALLOWED[layer(importer)]
+    if imported in FREE or layer(imported) == layer(importer) or "*" in names:
+        return True
+    return any(imported == name or imported.startswith(f"{name}.") for name in names)
+
+
+def test_the_layers_of_this_test_are_those_of_the_package() -> None:
+    assert {layer(name) for name in MODULES} - {"", "__main__"} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("", "__main__")])
+def test_dependencies_point_one_way(name: str) -> None:
+    wrong = {found for found in ours(MODULES[name]) if not allowed(name, found)}
+    assert not wrong, f"{name} must not import {', '.join(sorted(wrong))}"
+
+
+def test_trainer_and_callbacks_know_no_concrete_strategy() -> None:
+    for name, tree in MODULES.items():
+        if layer(name) in ("trainer", "callbacks", "checkpoint", "data", "models", "optim"):
+            assert not ours(tree) & CONCRETE_STRATEGIES, name
+
+
+@pytest.mark.parametrize(("package", "home"), ONLY_IN.items())
+def test_third_party_packages_have_one_importer(package: str, home: str) -> None:
+    users = {name for name, tree in MODULES.items() if package in {i.split(".")[0] for i in imports(tree)}}
+    assert users, f"nobody imports {package}"
+    assert {layer(name) for name in users} == {home}
+
+
+def test_what_answers_without_tensors_imports_no_torch() -> None:
+    """Directly, or through a module of ours that it imports at module level."""
+    for name in MODULES:
+        if layer(name) in NO_TORCH_AT_MODULE_LEVEL:
+            for reached in closure(name):
+                heavy = {i.split(".")[0] for i in imports(MODULES[reached], lazy=False)} & TORCH_TOO
+                assert not heavy, f"{name} imports {reached}, which imports {heavy}"
+
+
+def closure(name: str) -> set[str]:
+    """``name`` and all modules of ours that importing it runs, their packages included."""
+    seen: set[str] = set()
+    todo = {name}
+    while todo:
+        current = todo.pop()
+        seen.add(current)
+        parts = current.split(".")
+        packages = {".".join(parts[:n]) for n in range(1, len(parts))}
+        todo |= (ours(MODULES[current], lazy=False) | packages & set(MODULES)) - seen
+    return seen

@@ -1,0 +1,361 @@
+"""Loaders: order, slices, exact resume, workers, and every kind of dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from forgather_cli.data.collate import Step, default_collate
+from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.synthetic import SyntheticDataset
+from forgather_cli.errors import DataError
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is the sequence [i, i, i]; knows its epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": [index] * 3, "labels": torch.tensor([index, self.epoch, -100])}
+
+
+class Count(IterableDataset[Any]):
+    """Samples 0, 1, ..., dealt out to workers in turn."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        first, every = (info.id, info.num_workers) if info else (0, 1)
+        for i in range(first, self.length, every):
+            yield sample(i)
+
+
+class StatefulCount(Count):
+    """Keeps its own position, and counts what it makes."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.position = 0
+        self.made = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        first, every = (info.id, info.num_workers) if info else (0, 1)
+        while self.position * every + first < self.length:
+            self.position += 1
+            self.made += 1
+            yield sample((self.position - 1) * every + first)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def sample(i: int) -> dict[str, Any]:
+    return {"input_ids": torch.tensor([i, i, i]), "labels": torch.tensor([i, i, i])}
+
+
+def loader(dataset: Any, global_batch: int = 4, micro_batch: int = 2, **kwargs: Any) -> TrainLoader:
+    return TrainLoader(dataset, **{"seed": 1, **kwargs}, global_batch_size=global_batch, micro_batch_size=micro_batch)
+
+
+def numbers(step: Step) -> list[list[int]]:
+    return [batch["input_ids"][:, 0].tolist() for batch in step.microbatches]
+
+
+def flat(steps: Any) -> list[int]:
+    return [i for step in steps for batch in numbers(step) for i in batch]
+
+
+def test_steps_hold_microbatches_and_counts() -> None:
+    steps = list(loader(Numbers(10), shuffle=False))
+    assert [numbers(step) for step in steps] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert [(step.num_targets, step.num_samples) for step in steps] == [(4, 4)] * 2
+    assert [numbers(step) for step in loader(Numbers(4), 4, 3, shuffle=False)] == [[[0, 1, 2], [3]]]
+
+
+def test_last_incomplete_batch() -> None:
+    kept = loader(Numbers(10), shuffle=False, drop_last=False)
+    assert [numbers(step) for step in kept][-1] == [[8, 9]]
+    assert (len(kept), len(loader(Numbers(10)))) == (3, 2)
+
+
+def test_an_epoch_is_a_permutation_and_epochs_differ() -> None:
+    data = loader(Numbers(40))
+    first, second = flat(data), flat(data)
+    assert data.epoch == 2
+    assert sorted(first) == sorted(second) == list(range(40))
+    assert first != second != list(range(40))
+    data.set_epoch(0)
+    assert flat(data) == first
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_ranks_together_read_what_one_reads(size: int, drop_last: bool) -> None:
+    kwargs = {"global_batch": 5, "drop_last": drop_last}
+    alone = [flat([step]) for step in loader(Numbers(23), **kwargs)]
+    shares = [list(loader(Numbers(23), rank=rank, size=size, **kwargs)) for rank in range(size)]
+    assert {len(share) for share in shares} == {len(alone)}
+    for number, whole in enumerate(alone):
+        assert flat(share[number] for share in shares) == whole
+    empty = [step for share in shares for step in share if not step.microbatches]
+    assert bool(empty) == (size == 7)
+    assert all(step.num_targets == step.num_samples == 0 for step in empty)
+
+
+def test_exact_resume_at_every_step_and_across_epochs() -> None:
+    def run(data: TrainLoader, steps: int) -> list[Any]:
+        seen: list[Any] = []
+        while len(seen) < steps:
+            for step in data:
+                seen.append((data.state_dict(), numbers(step)))
+                if len(seen) == steps:
+                    break
+        return seen
+
+    whole = run(loader(Numbers(22)), 15)
+    assert [state for state, _ in whole[4:6]] == [{"epoch": 0, "sample": 20}, {"epoch": 1, "sample": 4}]
+    for done in range(1, 15):
+        resumed = loader(Numbers(22))
+        resumed.load_state_dict(whole[done - 1][0])
+        assert run(resumed, 15 - done) == whole[done:]
+
+
+def test_resume_with_another_world_and_batch_size_goes_on_with_the_next_samples() -> None:
+    order = flat(loader(Numbers(48)))
+    resumed = loader(Numbers(48), 6, 3)
+    resumed.load_state_dict({"epoch": 0, "sample": 8})
+    assert flat(resumed) == order[8:44]
+
+
+def test_workers_give_the_same_data_and_resume_exactly() -> None:
+    alone = [numbers(step) for _ in range(2) for step in [*loader(Numbers(22))]]
+    data = loader(Numbers(22), num_workers=2)
+    states = []
+    steps = []
+    for step in data:
+        steps.append(numbers(step))
+        states.append(data.state_dict())
+    assert steps == alone[:5]
+    assert states[2] == {"epoch": 0, "sample": 12}, "what workers read ahead does not count"
+    resumed = loader(Numbers(22), num_workers=2)
+    resumed.load_state_dict(states[2])
+    assert [numbers(step) for step in resumed] == alone[3:5]
+
+
+def test_persistent_workers_hear_of_the_epoch_and_survive_a_break() -> None:
+    data = loader(Numbers(16), num_workers=2, persistent_workers=True)
+    for step in data:
+        assert step.microbatches[0]["labels"][0, 1] == 0
+        break
+    data.set_epoch(3)
+    expected = loader(Numbers(16))
+    expected.set_epoch(3)
+    got = list(data)
+    assert flat(got) == flat(expected)
+    assert {int(batch["labels"][0, 1]) for step in got for batch in step.microbatches} == {3}
+    data.close()
+
+
+def test_whole_batch_datasets_and_workers() -> None:
+    data = SyntheticDataset(64, 8, 100, 0, seed=3, ragged=True, isolate=True)
+    for step, again in zip(loader(data, 16, 4), loader(data, 16, 4, num_workers=2), strict=True):
+        for batch, same in zip(step.microbatches, again.microbatches, strict=True):
+            assert set(batch) == {"input_ids", "labels", "document_ids"}
+            assert all(torch.equal(batch[key], same[key]) for key in batch)
+        assert step.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in step.microbatches)
+
+
+def test_set_epoch_only_where_asked() -> None:
+    data = Numbers(8)
+    list(loader(data, set_dataset_epoch=False))
+    for _ in range(2):
+        list(loader(data))
+    told = loader(data)
+    told.set_epoch(5)
+    list(told)
+    assert data.epoch == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Count, StatefulCount])
+def test_streams_resume_exactly(kind: type[Count], workers: int) -> None:
+    data = loader(kind(23), 4, 3, num_workers=workers)
+    steps, states = [], []
+    for step in data:
+        steps.append(numbers(step))
+        states.append(data.state_dict())
+    assert [len(part) for part in steps[0]] == [3, 1]
+    assert len(set(flat_of(steps))) == 20
+    for done in (1, 3, 5):
+        resumed = loader(kind(23), 4, 3, num_workers=workers)
+        resumed.load_state_dict(states[done - 1])
+        assert [numbers(step) for step in resumed] == steps[done:]
+        assert resumed.epoch == 1
+
+
+def flat_of(steps: list[list[list[int]]]) -> list[int]:
+    return [i for step in steps for part in step for i in part]
+
+
+def test_a_stream_with_a_state_is_not_read_again() -> None:
+    data = StatefulCount(1000)
+    first = loader(data, 4, 2)
+    for number, _ in enumerate(first):
+        if number == 100:
+            break
+    again = StatefulCount(1000)
+    resumed = loader(again, 4, 2)
+    resumed.load_state_dict(first.state_dict())
+    assert flat([next(iter(resumed))]) == [404, 405, 406, 407]
+    assert again.made < 12
+    other = loader(StatefulCount(1000), 4, 2, num_workers=2)
+    other.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match=r"dataloader_num_workers: .* saved with 0 workers, got 2"):
+        next(iter(other))
+
+
+def test_ranks_share_a_stream() -> None:
+    alone = [flat([step]) for step in loader(Count(20), 5)]
+    shares = [list(loader(Count(20), 5, rank=rank, size=2)) for rank in range(2)]
+    assert [flat([a]) + flat([b]) for a, b in zip(*shares, strict=True)] == alone
+
+
+def test_any_iterable_of_samples_or_batches() -> None:
+    samples = loader((sample(i) for i in range(9)), 4, 2, drop_last=False)
+    assert [numbers(step) for step in samples] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8]]]
+    batches = [default_collate([sample(i), sample(i + 1)]) for i in range(0, 8, 2)]
+    for data in (loader(batches), loader(iter(batches))):
+        assert [numbers(step) for step in data] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_ready_dataloader(kind: Any) -> None:
+    def ready() -> Any:
+        return kind([sample(i) for i in range(10)], batch_size=2)
+
+    data = loader(ready(), 4, 2, drop_last=False)
+    assert len(data) == 3
+    steps, states = [], []
+    for step in data:
+        steps.append(numbers(step))
+        states.append(data.state_dict())
+    assert steps == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
+    assert states[1]["sample"] == 8
+    resumed = loader(ready(), 4, 2, drop_last=False)
+    resumed.load_state_dict(states[0])
+    assert [numbers(step) for step in resumed] == steps[1:]
+    assert [numbers(step) for step in data] == steps, "the next epoch"
+
+
+def test_collators_and_names() -> None:
+    samples = [{"input_ids": [1, 2], "label": [1, 2], "text": "left out", "none": None} for _ in range(4)]
+    batch = next(iter(loader(samples))).microbatches[0]
+    assert set(batch) == {"input_ids", "labels"}
+    ragged = [{"input_ids": [1] * n} for n in (1, 2, 3, 4)]
+
+    def pad(items: list[Any]) -> dict[str, torch.Tensor]:
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(item["input_ids"]) for item in items], batch_first=True)
+        return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+    assert next(iter(loader(ragged, 4, 4, collate_fn=pad))).num_targets == 6
+
+
+def test_bad_data_says_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"global_batch_size: 8 sequences per step, but the training data has 3"):
+        loader(Numbers(3), 8)
+    with pytest.raises(DataError, match="has no samples"):
+        loader(Numbers(0), 8, drop_last=False)
+    with pytest.raises(
+        DataError, match=r"'input_ids' has different lengths in one batch \(1, 2\); give a data_collator"
+    ):
+        list(loader([{"input_ids": [0] * n, "labels": [0]} for n in (1, 2)], 2))
+    with pytest.raises(DataError, match=r"no 'labels' \(its keys: input_ids\)"):
+        list(loader([{"input_ids": [0, 1]}] * 4))
+    with pytest.raises(DataError, match="a sample is a tuple, expected a dict"):
+        list(loader([([0], [0])] * 4))
+    with pytest.raises(DataError, match="cannot make a tensor of 'x'"):
+        list(loader([{"x": [{"y": 1}]}] * 4))
+    with pytest.raises(DataError, match="ended before the first step of 8 samples"):
+        list(loader(Count(5), 8))
+    with pytest.raises(DataError, match="batch key 'names' is a list, not a tensor"):
+        list(loader(iter([{"input_ids": torch.ones(2, 3), "names": ["a", "b"]}]), 2))
+    with pytest.raises(DataError, match="data position is sample 90, but the training data has 8"):
+        loader(Numbers(8)).load_state_dict({"epoch": 0, "sample": 90})
+    with pytest.raises(DataError, match="position is that of a map-style dataset"):
+        loader(Count(8)).load_state_dict({"epoch": 0, "sample": 4})
+
+
+def test_global_random_numbers_are_left_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    list(loader(Numbers(8), num_workers=1))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def eval_numbers(data: EvalLoader) -> list[list[int]]:
+    return [batch["input_ids"][:, 0].tolist() for batch in data]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dataset", [Numbers(23), Count(23)], ids=["map", "stream"])
+def test_evaluation_counts_every_example_once(dataset: Any, size: int) -> None:
+    shares = [EvalLoader(dataset, batch_size=4, rank=rank, size=size) for rank in range(size)]
+    seen = [i for share in shares for batch in eval_numbers(share) for i in batch]
+    assert sorted(seen) == list(range(23))
+    assert eval_numbers(shares[0]) == eval_numbers(shares[0]), "a second pass"
+
+
+def test_evaluation_limits() -> None:
+    assert eval_numbers(EvalLoader(Numbers(23), batch_size=4, max_samples=6)) == [[0, 1, 2, 3], [4, 5]]
+    assert eval_numbers(EvalLoader(Count(23), batch_size=4, max_samples=6)) == [[0, 1, 2, 3], [4, 5]]
+    ready = DataLoader(Numbers(23), batch_size=4, collate_fn=default_collate)
+    assert eval_numbers(EvalLoader(ready, batch_size=9, max_samples=6)) == [[0, 1, 2, 3], [4, 5]]
+    limited = EvalLoader(Numbers(23), batch_size=4, max_steps=2)
+    assert eval_numbers(limited) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (len(limited), len(EvalLoader(Numbers(23), batch_size=4)), len(EvalLoader(ready, batch_size=9))) == (2, 6, 6)
+    for size in (1, 2):
+        shares = [EvalLoader(Numbers(23), batch_size=4, rank=r, size=size, max_samples=10) for r in range(size)]
+        assert sorted(i for share in shares for batch in eval_numbers(share) for i in batch) == list(range(10))
+
+
+def test_evaluation_with_workers() -> None:
+    assert eval_numbers(EvalLoader(Numbers(10), batch_size=4, num_workers=2)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_evaluation_without_a_sample_for_a_rank() -> None:
+    for rank in range(3):
+        with pytest.raises(DataError, match=r"2 samples for 3 ranks leaves ranks \[2\] without any"):
+            EvalLoader(Numbers(2), batch_size=4, rank=rank, size=3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_batches_arrive_on_the_device_unchanged() -> None:
+    data = SyntheticDataset(512, 64, 1000, 0, seed=3)
+    pairs = zip(loader(data, 16, 4), loader(data, 16, 4, device="cuda"), strict=True)
+    for step, moved in pairs:
+        assert step.num_targets == moved.num_targets
+        for batch, copy in zip(step.microbatches, moved.microbatches, strict=True):
+            assert copy["input_ids"].is_cuda
+            assert torch.equal(batch["input_ids"], copy["input_ids"].cpu())

@@ -1,0 +1,296 @@
+"""Losses against plain PyTorch: values and gradients, by definition and in chunks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgather_cli.config.schema import CrossEntropySettings, DecoderSettings, LinearCrossEntropySettings, Target
+from forgather_cli.errors import ModelError
+from forgather_cli.loss import (
+    Loss,
+    ModelWithLoss,
+    build_loss,
+    cross_entropy_sum,
+    linear_cross_entropy_sum,
+    model_kwargs,
+    model_logits,
+    num_targets,
+)
+from forgather_cli.models.decoder import Decoder, resolve_decoder
+
+B, T, V, E = 3, 17, 53, 16
+
+
+def labels(ignored: float = 0.3, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(0, V, (B, T), generator=generator)
+    made[torch.rand(B, T, generator=generator) < ignored] = -100
+    return made
+
+
+def reference(logits: Tensor, y: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
+    """The definition, target by target, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row, targets in zip(logits.double(), y, strict=True):
+        for scores, target in zip(row[:-1], targets[1:].tolist(), strict=True):
+            if target != -100:
+                log_p = scores.log_softmax(-1)
+                total = total - (1 - label_smoothing) * log_p[target] - label_smoothing * log_p.mean()
+                total = total + z_loss * scores.logsumexp(-1) ** 2
+    return total
+
+
+OPTIONS = [
+    {},
+    {"z_loss": 0.01},
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.003, "label_smoothing": 0.2},
+]
+ids = ["plain", "z_loss", "label_smoothing", "both"]
+
+
+def inputs(seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (torch.randn(*s, generator=g) for s in ((B, T, E), (V, E), (V,)))
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+
+
+def gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss / 7, of))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+def test_cross_entropy_follows_its_definition(options: dict[str, float]) -> None:
+    hidden, weight, _ = inputs()
+    loss, expected = cross_entropy_sum(hidden @ weight.t(), labels(), **options), reference(hidden @ weight.t(), labels(), **options)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients(loss, hidden, weight), gradients(expected, hidden, weight), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, B * T, 1000])
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+def test_chunked_loss_equals_the_plain_one(options: dict[str, float], chunk_size: int) -> None:
+    hidden, weight, bias = inputs()
+    plain = cross_entropy_sum(F.linear(hidden, weight, bias), labels(), **options)
+    fused = linear_cross_entropy_sum(hidden, weight, labels(), bias=bias, chunk_size=chunk_size, **options)
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        same = linear_cross_entropy_sum(hidden, weight, labels(), bias=bias, chunk_size=chunk_size, **options)
+    torch.testing.assert_close(same, plain, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients(fused, hidden, weight, bias), gradients(plain, hidden, weight, bias), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_chunked_loss_equals_torchs_own() -> None:
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch before 2.13")
+    hidden, weight, _ = inputs()
+    flat, y = hidden[:, :-1].flatten(0, 1), labels()[:, 1:].flatten()
+    expected = F.linear_cross_entropy(flat, weight, y, reduction="sum")
+    torch.testing.assert_close(linear_cross_entropy_sum(hidden, weight, labels()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_only_wanted_gradients_are_made() -> None:
+    hidden, weight, bias = inputs()
+    fused = linear_cross_entropy_sum(hidden, weight.detach(), labels(), bias=bias)
+    plain = cross_entropy_sum(F.linear(hidden, weight, bias), labels())
+    for ours, theirs in zip(gradients(fused, hidden, bias), gradients(plain, hidden, bias), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    fused = linear_cross_entropy_sum(hidden.detach(), weight, labels())
+    assert torch.autograd.grad(fused, weight)[0].shape == weight.shape
+    assert not linear_cross_entropy_sum(hidden.detach(), weight.detach(), labels()).requires_grad
+
+
+def test_gradients_accumulate_over_calls() -> None:
+    hidden, weight, _ = inputs()
+    for seed in (0, 1):
+        linear_cross_entropy_sum(hidden, weight, labels(seed=seed)).backward()
+    total = sum(cross_entropy_sum(hidden @ weight.t(), labels(seed=s)) for s in (0, 1))
+    for ours, theirs in zip((hidden.grad, weight.grad), torch.autograd.grad(total, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [8, 1000])
+def test_chunked_loss_follows_autocast(chunk_size: int) -> None:
+    hidden, weight, bias = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fused = linear_cross_entropy_sum(hidden, weight, labels(), bias=bias, chunk_size=chunk_size)
+        logits = F.linear(hidden, weight, bias)
+    assert logits.dtype == torch.bfloat16
+    assert fused.dtype == torch.float32
+    exact = cross_entropy_sum(F.linear(hidden, weight, bias), labels())
+    product = (hidden.bfloat16() @ weight.bfloat16().t()).float() + bias
+    torch.testing.assert_close(fused, cross_entropy_sum(product, labels()), rtol=1e-5, atol=1e-5)
+    assert fused != exact, "the products are rounded to bf16"
+    for ours, theirs in zip(gradients(fused, hidden, weight, bias), gradients(exact, hidden, weight, bias), strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_targets_give_zero_and_no_gradient(fused: bool) -> None:
+    hidden, weight, _ = inputs()
+    y = torch.full((B, T), -100)
+    y[:, 0] = 5  # the first label is nobody's target
+    assert num_targets(y) == 0
+    loss = linear_cross_entropy_sum(hidden, weight, y) if fused else cross_entropy_sum(hidden @ weight.t(), y)
+    assert loss == 0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_targets_are_the_next_labels() -> None:
+    y = torch.tensor([[1, 2, -100, 4], [-100, -100, 3, -100]])
+    assert num_targets(y) == 3
+
+
+def decoder(**changes: Any) -> Decoder:
+    base: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    return Decoder(resolve_decoder(DecoderSettings(**{**base, **changes}), vocab_size=V, seq_len=T))
+
+
+def batch(**more: Tensor) -> dict[str, Tensor]:
+    tokens = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(4))
+    return {"input_ids": tokens, "labels": labels(), **more}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("option", [CrossEntropySettings(), LinearCrossEntropySettings(chunk_size=11)], ids=lambda o: o.type)
+def test_model_with_loss_equals_plain_pytorch(option: Any, tied: bool) -> None:
+    model = decoder(tie_word_embeddings=tied)
+    documents = torch.arange(T).div(5, rounding_mode="floor").expand(B, T)
+    total, count = ModelWithLoss(model, build_loss(option))(batch(document_ids=documents))
+    logits = model(batch()["input_ids"], document_ids=documents)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels()[:, 1:].flatten(), reduction="sum")
+    assert count == (labels()[:, 1:] != -100).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+    parameters = list(model.parameters())
+    for ours, theirs in zip(gradients(total, *parameters), gradients(expected, *parameters), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_both_losses_agree_under_dropout_and_autocast() -> None:
+    model = decoder(residual_dropout=0.2, attention_dropout=0.2).train()
+    totals = []
+    for option in (CrossEntropySettings(z_loss=0.001), LinearCrossEntropySettings(z_loss=0.001)):
+        torch.manual_seed(9)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            totals.append(ModelWithLoss(model, build_loss(option))(batch())[0])
+    torch.testing.assert_close(totals[0], totals[1], rtol=1e-3, atol=0)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """A user's: the mean over its own targets."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def counted_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, factor: float = 1.0) -> Tensor:
+    """A user's: normalised by itself."""
+    flat = logits[:, :-1].flatten(0, 1)
+    return factor * F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+class CallableLoss:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.factor * mean_loss(logits, labels)
+
+
+def total_of(loss: Loss, b: dict[str, Tensor], *count: Tensor) -> Tensor:
+    return ModelWithLoss(decoder(), loss)(b, *count)[0]
+
+
+def test_a_users_mean_is_weighted_by_its_targets() -> None:
+    expected = total_of(build_loss(), batch())
+    torch.testing.assert_close(total_of(build_loss(loss_fn=mean_loss), batch()), expected)
+    torch.testing.assert_close(total_of(build_loss(loss_fn=mean_loss), batch(), torch.tensor(1000)), expected)
+
+
+def test_a_users_mean_over_no_targets_is_zero_with_zero_gradient() -> None:
+    model, empty = decoder(), {**batch(), "labels": torch.full((B, T), -100)}
+    total, count = ModelWithLoss(model, build_loss(loss_fn=mean_loss))(empty)
+    assert (total, count) == (0, 0)
+    total.backward()
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_a_users_loss_with_the_count_is_used_as_it_is() -> None:
+    plain, loss = total_of(build_loss(), batch()), build_loss(loss_fn=counted_loss)
+    torch.testing.assert_close(total_of(loss, batch(), torch.tensor(1000)) / 1000, plain / 1000)
+    torch.testing.assert_close(total_of(loss, batch()), plain, msg="without a step's count, this batch's")
+
+
+def test_targets_are_functions_with_arguments_or_classes() -> None:
+    plain = total_of(build_loss(), batch())
+    for name, kwargs in {"mean_loss": {}, "counted_loss": {"factor": 1.0}, "CallableLoss": {"factor": 1.0}}.items():
+        torch.testing.assert_close(total_of(build_loss(Target(path=f"{__name__}.{name}", kwargs=kwargs)), batch()), plain)
+    doubled = build_loss(Target(path=f"{__name__}.counted_loss", kwargs={"factor": 2.0}))
+    torch.testing.assert_close(total_of(doubled, batch()), 2 * plain)
+    with pytest.raises(ModelError, match=r"loss\._target_: cannot import nowhere\.loss"):
+        build_loss(Target(path="nowhere.loss"))
+
+
+def test_a_users_fused_loss_gets_head_and_hidden_states() -> None:
+    def factory(head: nn.Module) -> Any:
+        return lambda hidden, labels: mean_loss(head(hidden), labels)
+
+    plain = total_of(build_loss(), batch())
+    torch.testing.assert_close(total_of(build_loss(fused_loss_factory=factory), batch()), plain)
+
+
+class Outputs:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, None), Outputs, lambda x: {"logits": x}])
+def test_models_return_logits_a_tuple_or_an_object(wrap: Any) -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids: Tensor) -> Any:
+            return wrap(F.one_hot(input_ids, V).float())
+
+    inputs = model_kwargs(batch())
+    assert model_logits(Model(), inputs).shape == (B, T, V)
+    assert model_logits(Model(), inputs, last_only=True, cache=object()).shape == (B, 1, V)
+
+
+def test_other_outputs_and_what_is_missing_are_named() -> None:
+    class Odd(nn.Module):
+        def forward(self, input_ids: Tensor) -> Any:
+            return input_ids
+
+    with pytest.raises(ModelError, match=r"Odd: forward must return logits .*, got a tensor of shape \(3, 17\)"):
+        model_logits(Odd(), model_kwargs(batch()))
+    with pytest.raises(ModelError, match=r"loss=linear_cross_entropy: Odd has no hidden_states\(\) and no head; .*loss=cross_entropy"):
+        ModelWithLoss(Odd(), build_loss(LinearCrossEntropySettings()))
+    with pytest.raises(ModelError, match="fused_loss_factory: Odd has no hidden_states"):
+        ModelWithLoss(Odd(), build_loss(fused_loss_factory=lambda head: mean_loss))
+    with pytest.raises(ModelError, match=r"the batch has no labels, only input_ids; add labels \(B, T\)"):
+        ModelWithLoss(decoder(), build_loss())(model_kwargs(batch()))
+
+
+def test_memory_is_bounded() -> None:
+    """Peak beyond the weights: plain makes several N x V tensors, the chunked loss one gradient and one chunk."""
+    script = Path(__file__).parents[1] / "scripts" / "bench" / "loss_memory.py"
+    peaks = {}
+    for name in ("plain", "linear_cross_entropy"):
+        command = [sys.executable, str(script), "--run", name, "--tokens", "512", "--vocab", "50304", "--width", "64"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        peaks[name] = float(done.stdout.split("peak_mb=")[1].split()[0])
+    one = 256 * 50304 * 4 / 2**20 + 2 * 50304 * 64 * 4 / 2**20  # a chunk of logits, the weight's gradient twice
+    assert peaks["linear_cross_entropy"] < one + 30
+    assert peaks["plain"] > 2 * 512 * 50304 * 4 / 2**20

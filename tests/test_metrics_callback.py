@@ -1,0 +1,94 @@
+"""DefaultMetrics: utilization from interval and peak, and peak memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.callbacks.metrics import DefaultMetrics, peak_flops, peak_memory
+from forgather_cli.config.schema import BF16Settings, MetricsSettings, RunSettings
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Interval:
+    flops: float = 6e12
+    active_seconds: float = 2.0
+
+
+def logged(settings: MetricsSettings, interval: Any) -> dict[str, Any]:
+    callback, state, control = DefaultMetrics(settings), TrainerState(), TrainerControl()
+    trainer = SimpleNamespace(strategy=SimpleNamespace(device=CPU))
+    callback.on_train_begin(RunSettings(), state, control, trainer=trainer)
+    logs = {"loss": 1.0}
+    callback.on_log_step(RunSettings(), state, control, logs=logs, interval=interval)
+    return logs
+
+
+def test_mfu_is_flops_per_active_second_over_the_peak() -> None:
+    assert logged(MetricsSettings(peak_hardware_flops=12e12), Interval())["mfu"] == pytest.approx(0.25)
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown_or_nothing_was_timed() -> None:
+    assert "mfu" not in logged(MetricsSettings(), Interval())
+    assert "mfu" not in logged(MetricsSettings(peak_hardware_flops=1e12), Interval(flops=0.0))
+
+
+def test_records_that_are_not_of_training_stay_as_they_are() -> None:
+    assert logged(MetricsSettings(peak_hardware_flops=1e12), None) == {"loss": 1.0}
+
+
+def test_peak_memory_sees_an_allocation() -> None:
+    before = peak_memory(CPU)
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert peak_memory(CPU) >= before
+    assert 64 * 2**20 <= peak_memory(CPU) < 2**40
+    del block
+    logs = logged(MetricsSettings(), Interval())
+    assert logs["peak_mem_allocated"] >= 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA L40S", 362.1e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GeForce RTX 3090", 71e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 5090", 209.5e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Some Future Accelerator", None),
+    ],
+)
+def test_peaks_by_device_name(name: str, bf16: float | None) -> None:
+    assert peak_flops(name, "bf16") == bf16
+
+
+def test_fp32_counts_against_the_slower_units() -> None:
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+
+
+def test_what_matrices_are_multiplied_in() -> None:
+    from forgather_cli.callbacks.metrics import _matmul_kind
+
+    assert _matmul_kind(SimpleNamespace(precision=BF16Settings())) == "bf16"
+    assert _matmul_kind(SimpleNamespace(bf16=True)) == "bf16"
+    assert _matmul_kind(RunSettings()) == "fp32"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert _matmul_kind(RunSettings()) == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")

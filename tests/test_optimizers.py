@@ -1,0 +1,706 @@
+"""Optimizers: which parameter goes where, numbers against plain torch, and state that comes back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forgather_cli.config.schema import (
+    AdafactorSettings,
+    AdamWSettings,
+    GroupSettings,
+    MuonSettings,
+    OptimizerOption,
+    SGDSettings,
+    Target,
+)
+from forgather_cli.errors import CheckpointError, ConfigError, SetupError
+from forgather_cli.optim.build import Optimizers, build_optimizer
+from forgather_cli.optim.groups import check_groups, describe
+from forgather_cli.optim.in_backward import FusedBackward
+from forgather_cli.optim.state import ParameterOptimizer
+
+LR, DECAY = 1e-2, 0.1
+OPTIONS: list[OptimizerOption] = [
+    AdamWSettings(),
+    AdamWSettings(fused=False),
+    AdafactorSettings(),
+    MuonSettings(),
+    SGDSettings(),
+    SGDSettings(momentum=0.9, nesterov=True),
+    Target("torch.optim.NAdam", {"momentum_decay": 0.01}),
+]
+
+
+def name_of(option: OptimizerOption) -> str:
+    return option.path if isinstance(option, Target) else f"{option.type}-{getattr(option, 'momentum', '')}"
+
+
+every_option = pytest.mark.parametrize("option", OPTIONS, ids=name_of)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(8, 12)
+        self.down_proj = nn.Linear(12, 8, bias=False)
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(torch.tanh(self.up_proj(self.norm(x))))
+
+
+class TinyModel(nn.Module):
+    """Embedding, two blocks, norm, head; the head may be tied to the embedding."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.norm = nn.RMSNorm(8)
+        self.lm_head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def build(option: OptimizerOption, model: nn.Module, lr: float = LR) -> Optimizers:
+    return build_optimizer(option, model.named_parameters(), lr=lr, weight_decay=DECAY)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(11, (4, 6), generator=generator)
+    nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", LR) * (1 - step / 20)
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+@pytest.fixture(scope="module")
+def llama_names() -> list[tuple[str, nn.Parameter]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=32,
+        attention_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return list(transformers.LlamaForCausalLM(config).named_parameters())
+
+
+def test_norms_biases_and_embeddings_of_a_llama_do_not_decay(llama_names: list[tuple[str, nn.Parameter]]):
+    rows = describe(AdamWSettings(), llama_names, lr=LR, weight_decay=DECAY).parameters
+    assert [row.name for row in rows] == [name for name, _ in llama_names]
+    undecayed = re.compile(r"embed_tokens|norm|bias")
+    assert {row.name for row in rows if row.group == "no_decay"} == {n for n, _ in llama_names if undecayed.search(n)}
+    assert {(row.group, row.weight_decay) for row in rows} == {("no_decay", 0.0), ("default", DECAY)}
+    assert {row.optimizer for row in rows} == {"adamw"}
+
+
+def test_muon_takes_the_hidden_matrices_of_a_llama(llama_names: list[tuple[str, nn.Parameter]]):
+    rows = describe(MuonSettings(), llama_names, lr=LR, weight_decay=DECAY).parameters
+    muon = {row.name for row in rows if row.optimizer == "muon"}
+    assert muon == {n for n, p in llama_names if p.ndim == 2 and ".layers." in n}
+    groups = {row.name: row.group for row in rows}
+    assert groups["lm_head.weight"] == "default.adamw"
+    assert groups["model.embed_tokens.weight"] == "no_decay.adamw"
+    assert groups["model.layers.0.mlp.up_proj.weight"] == "default.muon"
+
+
+def test_first_match_wins_and_settings_reach_the_torch_groups():
+    option = AdamWSettings(
+        groups={
+            "head": GroupSettings(regex="lm_head", settings={"lr_scale": 0.5, "betas": [0.8, 0.9]}),
+            "outer": GroupSettings(regex="lm_head|embed", settings={"lr": 0.3, "weight_decay": 0.0}),
+            "unused": GroupSettings(regex="nothing_is_called_so"),
+        }
+    )
+    model = TinyModel()
+    optimizers = build(option, model)
+    groups = {g["name"]: g for g in optimizers.param_groups}
+    assert list(groups) == ["head", "outer", "default"]
+    head, outer, default = groups.values()
+    assert (head["lr"], head["initial_lr"], head["betas"], head["weight_decay"]) == (LR / 2, LR / 2, (0.8, 0.9), DECAY)
+    assert (outer["lr"], outer["betas"], outer["weight_decay"]) == (0.3, (0.9, 0.95), 0.0)
+    assert outer["params"] == [model.embed_tokens.weight]
+    assert (default["lr"], len(default["params"])) == (LR, 9)
+    assert describe(option, model.named_parameters(), lr=LR, weight_decay=DECAY).empty_groups == ["unused"]
+
+
+def test_own_group_that_matches_nothing_is_logged_and_the_shipped_one_not(caplog: pytest.LogCaptureFixture):
+    linear = nn.Linear(2, 2, bias=False)
+    build(AdamWSettings(), linear)
+    assert not caplog.records
+    build(AdamWSettings(groups={"mine": GroupSettings(regex="^gate$")}), linear)
+    assert "optimizer.groups.mine.regex: '^gate$' matches no free parameter" in caplog.text
+
+
+def test_a_group_may_have_an_optimizer_of_its_own():
+    option = AdamWSettings(groups={"embed": GroupSettings(regex="embed", optimizer=SGDSettings(momentum=0.5))})
+    model = TinyModel()
+    optimizers = build(option, model)
+    assert [type(o).__name__ for o in optimizers.optimizers] == ["SGD", "AdamW"]
+    before = weights(model)
+    train(model, optimizers, range(2))
+    assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert "embed_tokens.weight.momentum_buffer" in optimizers.state_tensors()
+    rows = describe(option, model.named_parameters(), lr=LR, weight_decay=DECAY).parameters
+    assert {row.optimizer for row in rows if "embed" in row.name} == {"sgd"}
+
+
+def test_tied_parameters_count_once():
+    model = TinyModel(tied=True)
+    named = list(model.named_parameters(remove_duplicate=False))
+    assert len(named) == 11
+    optimizers = build_optimizer(AdamWSettings(), named, lr=LR, weight_decay=DECAY)
+    assert sum(len(g["params"]) for g in optimizers.param_groups) == 10
+    assert optimizers.names[model.lm_head.weight] == "embed_tokens.weight"
+    assert len(describe(AdamWSettings(), named, lr=LR, weight_decay=DECAY).parameters) == 10
+
+
+@pytest.mark.parametrize("option", OPTIONS[:-1], ids=name_of)
+def test_described_bytes_are_those_of_the_state(option: OptimizerOption):
+    model = TinyModel()
+    optimizers = build(option, model)
+    train(model, optimizers, range(1))
+    rows = describe(option, model.named_parameters(), lr=LR, weight_decay=DECAY).parameters
+    states = optimizers.state_tensors().values()
+    assert sum(row.state_bytes or 0 for row in rows) == sum(t.numel() * t.element_size() for t in states)
+
+
+def group(regex: str = "x", optimizer: OptimizerOption | None = None, **settings: Any) -> dict[str, GroupSettings]:
+    return {"mine": GroupSettings(regex=regex, settings=settings, optimizer=optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (AdamWSettings(groups=group("(")), r"optimizer.groups.mine.regex: not a regular expression .*got '\('"),
+        (AdamWSettings(groups=group(momentum=0.9)), r"groups.mine.settings.momentum: adamw has no such setting"),
+        (SGDSettings(groups=group(betas=[0.9, 0.9])), r"mine.settings.betas: sgd has no such setting; it has lr"),
+        (AdamWSettings(groups=group(momentum=1, optimizer=MuonSettings(), eps="x")), r"settings.eps: must be a number"),
+        (AdamWSettings(groups=group(lr=-1.0)), r"mine.settings.lr: must be a number, at least 0, got -1.0"),
+        (AdamWSettings(groups=group(lr=True)), r"mine.settings.lr: must be a number, at least 0, got True"),
+        (AdamWSettings(groups=group(betas=[0.9, 1.0])), r"mine.settings.betas: must be two numbers"),
+        (AdamWSettings(groups=group(lr=1.0, lr_scale=2.0)), r"mine.settings: lr and lr_scale exclude each other"),
+        (MuonSettings(groups=group(nesterov=1)), r"mine.settings.nesterov: must be true or false, got 1"),
+        (MuonSettings(groups=group(ns_steps=0)), r"mine.settings.ns_steps: must be a positive whole number, got 0"),
+        (MuonSettings(groups=group(adjust_lr="big")), r"mine.settings.adjust_lr: must be one of original, match"),
+        (AdafactorSettings(groups=group(beta2_decay=0.8)), r"mine.settings.beta2_decay: must be a number, at most 0"),
+        (AdamWSettings(groups={"default": GroupSettings(regex="x")}), r"groups.default: this name stands for"),
+        (AdamWSettings(groups=group(optimizer=SGDSettings(groups={}))), r"mine.optimizer.groups: nothing reads it"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_groups(option: OptimizerOption, problem: str):
+    found = check_groups(option)
+    assert len(found) == 1
+    assert re.search(problem, found[0])
+    with pytest.raises(ConfigError, match=problem):
+        build(option, TinyModel())
+
+
+def test_all_mistakes_are_reported_at_once():
+    option = AdamWSettings(groups={"a": GroupSettings(regex="["), "b": GroupSettings(regex="x", settings={"q": 1})})
+    with pytest.raises(ConfigError) as error:
+        build(option, TinyModel())
+    assert len(error.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (SGDSettings(nesterov=True), "optimizer: SGD refused its settings: Nesterov"),
+        (AdafactorSettings(clipping_threshold=0.5), "optimizer: Adafactor refused its settings: Clipping threshold"),
+        (AdafactorSettings(groups=group("head", clipping_threshold=0.5)), r"\(group mine\): Adafactor refused"),
+        (Target("torch.optim.Nothing"), "optimizer._target_: cannot import 'torch.optim.Nothing'"),
+        (Target("torch.optim.Adam", {"speed": 3}), "optimizer: Adam refused its settings: .*speed"),
+        (Target("builtins.dict"), "optimizer: dict refused its settings"),
+        (Target(f"{__name__}.LR"), "optimizer._target_: .* is a float; give a class or a function"),
+        (AdamWSettings(groups=group("head", Target("torch.optim.SGD"), betas=[0, 0])), "settings.betas: SGD has no"),
+    ],
+)  # fmt: skip
+def test_settings_that_torch_refuses(option: OptimizerOption, message: str):
+    with pytest.raises(ConfigError, match=message):
+        build(option, TinyModel())
+
+
+def test_fused_on_a_device_without_the_kernel():
+    with torch.device("meta"):
+        model = TinyModel()
+    with pytest.raises(ConfigError, match=r"optimizer.fused: adamw has no fused kernel for torch.float32 on meta"):
+        build(AdamWSettings(fused=True), model)
+    assert build(AdamWSettings(), model).param_groups[0]["fused"] is None
+
+
+def test_nothing_to_train():
+    with pytest.raises(SetupError, match="no trainable parameter"):
+        build_optimizer(AdamWSettings(), [], lr=LR, weight_decay=DECAY)
+
+
+# ----------------------------------------------------------------------------------------------- against plain torch
+
+
+def plain_torch(option: OptimizerOption, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """What the option stands for, written out by hand."""
+    named = dict(model.named_parameters())
+    free = [p for n, p in named.items() if not re.search(r"embed|norm|bias", n)]
+    undecayed = [p for n, p in named.items() if re.search(r"embed|norm|bias", n)]
+    groups = [{"params": undecayed, "weight_decay": 0.0}, {"params": free}]
+    shared = {"lr": LR, "weight_decay": DECAY}
+    if isinstance(option, AdamWSettings):
+        return [torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=option.fused is None or None, **shared)]
+    if isinstance(option, AdafactorSettings):
+        return [torch.optim.Adafactor(groups, beta2_decay=-0.8, d=1.0, **shared)]
+    if isinstance(option, SGDSettings):
+        return [torch.optim.SGD(groups, momentum=option.momentum, nesterov=option.nesterov, **shared)]
+    if isinstance(option, Target):
+        return [torch.optim.NAdam(groups, momentum_decay=0.01, **shared)]
+    hidden = [p for n, p in named.items() if "layers" in n and p.ndim == 2]
+    rest = [{"params": undecayed, "weight_decay": 0.0}, {"params": [named["lm_head.weight"]]}]
+    return [
+        torch.optim.Muon(hidden, momentum=0.95, adjust_lr_fn="match_rms_adamw", **shared),
+        torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True, **shared),
+    ]
+
+
+@every_option
+def test_equals_plain_torch(option: OptimizerOption):
+    model, other = TinyModel(), TinyModel()
+    optimizers, theirs = build(option, model), plain_torch(option, other)
+    for step in range(4):
+        backward(model, step)
+        backward(other, step)
+        optimizers.step()
+        optimizers.zero_grad()
+        for optimizer in theirs:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(weights(model), weights(other))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_fused_adamw_where_it_exists():
+    model = TinyModel()
+    assert all(g["fused"] is True for g in build(AdamWSettings(), model).param_groups)
+    assert all(g["fused"] is None for g in build(AdamWSettings(fused=False), model).param_groups)
+
+
+def test_target_without_weight_decay():
+    model = TinyModel()
+    optimizers = build(Target(f"{__name__}.SignDescent", {"lr": 0.5}), model)
+    assert {g["lr"] for g in optimizers.param_groups} == {0.5}
+    assert all("weight_decay" not in g for g in optimizers.param_groups)
+
+
+def test_arguments_of_a_target_stand_for_all_groups_that_say_nothing_else():
+    optimizers = build(Target("torch.optim.Adam", {"lr": 0.5, "weight_decay": 0.3, "eps": 1e-5}), TinyModel())
+    seen = [(g["name"], g["lr"], g["weight_decay"], g["eps"]) for g in optimizers.param_groups]
+    assert seen == [("no_decay", 0.5, 0.0, 1e-5), ("default", 0.5, 0.3, 1e-5)]
+
+
+class SignDescent(torch.optim.Optimizer):
+    """A user's optimizer: no weight decay, a counter in its groups, a plain number in its state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["calls"] = self.state[p].get("calls", 0) + 1
+                    p.add_(p.grad.sign(), alpha=-group["lr"] / group["k"])
+
+
+def test_step_adds_under_five_microseconds():
+    model = nn.Linear(2, 2, bias=False)
+    optimizers = build(AdamWSettings(), model)
+    backward_like = torch.ones(2, 2)
+    model.weight.grad = backward_like
+    (inner,) = optimizers.optimizers
+
+    def best(step: Any) -> float:
+        times = []
+        for _ in range(30):
+            start = time.perf_counter()
+            for _ in range(50):
+                step()
+            times.append((time.perf_counter() - start) / 50)
+        return min(times)
+
+    for _ in range(5):  # the machine may be busy: one quiet comparison is enough
+        added = best(optimizers.step) - best(inner.step)
+        if added < 5e-6:
+            return
+    pytest.fail(f"step() adds {added * 1e6:.1f} microseconds")
+
+
+# ----------------------------------------------------------------------------------------------------------- state
+
+
+def saved_state(optimizers: ParameterOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As a checkpoint would hold it: copies, and JSON there and back."""
+    return (
+        {name: tensor.clone() for name, tensor in optimizers.state_tensors().items()},
+        json.loads(json.dumps(optimizers.group_state())),
+    )
+
+
+@every_option
+def test_state_comes_back_bit_for_bit(option: OptimizerOption):
+    model = TinyModel()
+    optimizers = build(option, model)
+    train(model, optimizers, range(3))
+    tensors, groups = saved_state(optimizers)
+
+    other = TinyModel()
+    other.load_state_dict(model.state_dict())
+    fresh = build(option, other)
+    assert fresh.load(tensors, groups) == []
+    assert same(fresh.state_tensors(), tensors)
+    assert fresh.group_state() == optimizers.group_state()
+    assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizers.param_groups]
+
+    given = {name: tensor.clone() for name, tensor in tensors.items()}
+    train(model, optimizers, range(3, 6))
+    train(other, fresh, range(3, 6))
+    assert same(weights(model), weights(other))
+    assert same(tensors, given)  # what was given is not written to
+
+
+def test_state_names():
+    model = TinyModel()
+    optimizers = build(AdamWSettings(), model)
+    assert optimizers.state_tensors() == {}
+    train(model, optimizers, range(2))
+    states = optimizers.state_tensors()
+    assert {name.rpartition(".")[2] for name in states} == {"step", "exp_avg", "exp_avg_sq"}
+    assert {name.rpartition(".")[0] for name in states} == set(dict(model.named_parameters()))
+    assert states["norm.weight.step"].shape == ()
+    assert states["norm.weight.step"].item() == 2
+
+
+def test_load_into_an_optimizer_that_has_stepped_forgets_what_it_knew():
+    model = TinyModel()
+    optimizers = build(AdamWSettings(), model)
+    empty = saved_state(optimizers)
+    train(model, optimizers, range(2))
+    optimizers.load(*empty)
+    assert optimizers.state_tensors() == {}
+
+
+def test_fp32_moments_of_bf16_parameters_keep_their_dtype():
+    model = TinyModel().bfloat16()
+    optimizers = build(AdamWSettings(fused=False), model)
+    train(model, optimizers, range(1))
+    tensors, groups = saved_state(optimizers)
+    tensors = {name: tensor.float() + 1e-4 for name, tensor in tensors.items()}
+    optimizers.load(tensors, groups)
+    assert same(optimizers.state_tensors(), tensors)
+
+
+def test_parameters_without_gradient_have_no_state():
+    model = TinyModel()
+    optimizers = build(AdamWSettings(), model)
+    model.lm_head.weight.requires_grad_(False)
+    train(model, optimizers, range(2))
+    tensors, groups = saved_state(optimizers)
+    assert not any(name.startswith("lm_head") for name in tensors)
+    fresh = build(AdamWSettings(), TinyModel())
+    fresh.load(tensors, groups)
+    assert same(fresh.state_tensors(), tensors)
+
+
+def test_numbers_in_state_and_counters_in_groups_come_back():
+    option = Target(f"{__name__}.SignDescent")
+    model = TinyModel()
+    optimizers = build(option, model)
+    train(model, optimizers, range(3))
+    other = TinyModel()
+    other.load_state_dict(model.state_dict())
+    fresh = build(option, other)
+    assert fresh.load(*saved_state(optimizers)) == []
+    assert {g["k"] for g in fresh.param_groups} == {3}
+    assert {s["calls"] for s in fresh.optimizers[0].state.values()} == {3}
+    train(model, optimizers, range(3, 5))
+    train(other, fresh, range(3, 5))
+    assert same(weights(model), weights(other))
+
+
+def test_config_wins_over_the_checkpoint():
+    model = TinyModel()
+    optimizers = build(AdamWSettings(), model)
+    train(model, optimizers, range(11))  # the last learning rate is half the first
+    tensors, groups = saved_state(optimizers)
+
+    fresh = build(AdamWSettings(betas=(0.8, 0.95)), TinyModel(), lr=4 * LR)
+    assert fresh.load(tensors, groups) == [
+        "group no_decay: betas was [0.9, 0.95] in the checkpoint, is [0.8, 0.95] now",
+        f"group no_decay: learning rate was {LR} in the checkpoint, is {4 * LR} now",
+        "group default: betas was [0.9, 0.95] in the checkpoint, is [0.8, 0.95] now",
+        f"group default: learning rate was {LR} in the checkpoint, is {4 * LR} now",
+    ]
+    assert all(g["betas"] == (0.8, 0.95) and g["initial_lr"] == 4 * LR for g in fresh.param_groups)
+    assert all(g["lr"] == pytest.approx(2 * LR) for g in fresh.param_groups)
+    assert same(fresh.state_tensors(), tensors)
+
+
+def test_checkpoint_wins_where_asked_to():
+    model = TinyModel()
+    optimizers = build(AdamWSettings(), model)
+    train(model, optimizers, range(3))
+    fresh = build(AdamWSettings(betas=(0.8, 0.95)), TinyModel(), lr=4 * LR)
+    lines = fresh.load(*saved_state(optimizers), hyperparameters="checkpoint")
+    assert lines[0] == "group no_decay: betas is [0.9, 0.95], as in the checkpoint"
+    assert fresh.group_state() == optimizers.group_state()
+    assert all(g["betas"] == (0.9, 0.95) for g in fresh.param_groups)
+
+
+def test_a_setting_changed_during_training_survives():
+    model = TinyModel()
+    optimizers = build(AdamWSettings(), model)
+    optimizers.param_groups[1]["weight_decay"] = 0.7  # as a callback might
+    fresh = build(AdamWSettings(), TinyModel())
+    assert fresh.load(*saved_state(optimizers)) == []
+    assert [g["weight_decay"] for g in fresh.param_groups] == [0.0, 0.7]
+
+
+def test_regrouped_parameters_are_told():
+    model = TinyModel()
+    optimizers = build(AdamWSettings(), model)
+    train(model, optimizers, range(2))
+    fresh = build(AdamWSettings(groups=group("lm_head")), TinyModel())
+    tensors, groups = saved_state(optimizers)
+    assert fresh.load(tensors, groups) == ["group no_decay is only in the checkpoint", "group mine is new"]
+    assert same(dict(sorted(fresh.state_tensors().items())), dict(sorted(tensors.items())))
+
+
+class TestStateThatDoesNotFit:
+    @pytest.fixture
+    def saved(self) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
+        model = TinyModel()
+        optimizers = build(AdamWSettings(), model)
+        train(model, optimizers, range(2))
+        return saved_state(optimizers)
+
+    def refused(self, optimizers: Optimizers, saved: tuple[dict[str, Tensor], dict[str, Any]]) -> str:
+        before = copy.deepcopy(optimizers.group_state())
+        with pytest.raises(CheckpointError, match="leaving optimizer out of resume_components") as error:
+            optimizers.load(*saved)
+        assert optimizers.group_state() == before
+        assert optimizers.state_tensors() == {}
+        return str(error.value)
+
+    def test_missing_tensor(self, saved: Any):
+        del saved[0]["norm.weight.exp_avg"]
+        message = self.refused(build(AdamWSettings(), TinyModel()), saved)
+        assert "tensors missing in the checkpoint: norm.weight.exp_avg" in message
+
+    def test_extra_tensor(self, saved: Any):
+        saved[0]["other.weight.exp_avg"] = torch.zeros(1)
+        message = self.refused(build(AdamWSettings(), TinyModel()), saved)
+        assert "tensors that belong to no parameter: other.weight.exp_avg" in message
+
+    def test_other_parameters(self, saved: Any):
+        named = [(n.replace("layers.1", "layers.2"), p) for n, p in TinyModel().named_parameters()]
+        message = self.refused(build_optimizer(AdamWSettings(), named, lr=LR, weight_decay=DECAY), saved)
+        assert "missing in the checkpoint: layers.2.down_proj.weight, layers.2.norm.weight" in message
+        assert "not trained by this run's optimizer: layers.1.down_proj.weight" in message
+
+    def test_other_optimizer(self, saved: Any):
+        message = self.refused(build(MuonSettings(), TinyModel()), saved)
+        assert "trained by AdamW in the checkpoint, by Muon now: layers.0.up_proj.weight" in message
+        assert "lm_head" not in message
+
+    def test_other_shape(self, saved: Any):
+        saved[0]["norm.weight.exp_avg"] = torch.zeros(9)
+        message = self.refused(build(AdamWSettings(), TinyModel()), saved)
+        assert "norm.weight.exp_avg: its shape is (9,), the parameter's (8,)" in message
+
+    def test_long_lists_are_cut(self, saved: Any):
+        message = self.refused(build(AdamWSettings(), TinyModel()), ({}, saved[1]))
+        assert "and 25 more" in message
+
+
+def test_group_settings_that_cannot_be_saved():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=LR)
+    optimizer.param_groups[0]["hook"] = print
+    with pytest.raises(SetupError, match="optimizer group default: hook holds a builtin_function_or_method"):
+        Optimizers.wrap(optimizer, [(str(i), p) for i, p in enumerate(optimizer.param_groups[0]["params"])])
+
+
+# ------------------------------------------------------------------------------------------------------------ wrap
+
+
+def test_wrapped_optimizer_of_the_user():
+    model = TinyModel()
+    inner = torch.optim.RMSprop([{"params": model.lm_head.parameters()}, {"params": model.layers.parameters()}], lr=LR)
+    optimizers = Optimizers.wrap(inner, model.named_parameters())
+    assert [g["name"] for g in optimizers.param_groups] == ["group_0", "group_1"]
+    train(model, optimizers, range(2))
+    assert "lm_head.weight.square_avg" in optimizers.state_tensors()
+    assert not any("embed" in name for name in optimizers.state_tensors())
+
+
+def test_wrap_keeps_names_and_takes_several():
+    model = TinyModel()
+    first = torch.optim.SGD([{"params": model.lm_head.parameters(), "name": "head"}], lr=LR)
+    second = torch.optim.AdamW(model.layers.parameters(), lr=LR)
+    optimizers = Optimizers.wrap([first, second], model.named_parameters())
+    assert [g["name"] for g in optimizers.param_groups] == ["head", "group_1"]
+
+
+def test_wrap_refuses_foreign_parameters_and_things():
+    model = TinyModel()
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3, 2))], lr=LR)
+    with pytest.raises(SetupError, match=r"group default holds a parameter of shape \(3, 2\) that the model does not"):
+        Optimizers.wrap(foreign, model.named_parameters())
+    with pytest.raises(ConfigError, match=r"got a TinyModel; give a torch.optim.Optimizer"):
+        Optimizers.wrap(model, model.named_parameters())  # type: ignore[arg-type]
+    twice = [torch.optim.SGD([{"params": [p], "name": "a"}], lr=LR) for p in list(model.parameters())[:2]]
+    with pytest.raises(ConfigError, match="two parameter groups have the same name"):
+        Optimizers.wrap(twice, model.named_parameters())
+
+
+# ------------------------------------------------------------------------------------------- optimizer in the backward
+
+
+def fused_backward(option: OptimizerOption, model: nn.Module) -> FusedBackward:
+    return FusedBackward(option, model.named_parameters(), lr=LR, weight_decay=DECAY)
+
+
+@every_option
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_in_backward_equals_the_ordinary_optimizer(option: OptimizerOption, tied: bool):
+    model, other = TinyModel(tied=tied), TinyModel(tied=tied)
+    fused, ordinary = fused_backward(option, model), build(option, other)
+    train(model, fused, range(5))
+    train(other, ordinary, range(5))
+    assert same(weights(model), weights(other))
+    assert same(fused.state_tensors(), ordinary.state_tensors())
+    assert fused.group_state() == ordinary.group_state()
+
+
+def test_in_backward_holds_one_gradient_at_a_time():
+    model = TinyModel()
+    fused = fused_backward(AdamWSettings(), model)
+    alive: list[int] = []
+    for parameter in model.parameters():  # these hooks run after the optimizer's
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in model.parameters()))
+        )
+    backward(model, 0)
+    assert alive == [0] * len(fused.names)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_in_backward_measures_the_gradient_norm():
+    model, other = TinyModel(), TinyModel()
+    fused = fused_backward(SGDSettings(), model)
+    assert fused.grad_norm().item() == 0
+    for step in range(2):
+        other.load_state_dict(model.state_dict())
+        backward(model, step)
+        other.zero_grad()
+        backward(other, step)
+        expected = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()])
+        torch.testing.assert_close(fused.grad_norm(), expected, rtol=1e-6, atol=0)
+        fused.step()
+
+
+def test_in_backward_refuses_accumulation():
+    model = TinyModel()
+    fused = fused_backward(AdamWSettings(), model)
+    backward(model, 0)
+    with pytest.raises(SetupError, match="set gradient_accumulation_steps=1"):
+        backward(model, 1)
+    fused.step()
+
+
+def test_in_backward_refuses_an_optimizer_with_state_in_its_groups():
+    model = TinyModel()
+    fused = fused_backward(Target(f"{__name__}.SignDescent"), model)
+    with pytest.raises(SetupError, match="SignDescent keeps state in its parameter groups"):
+        backward(model, 0)
+    fused.close()
+
+
+def test_in_backward_resumes_bit_for_bit_also_as_the_ordinary_optimizer():
+    model = TinyModel()
+    fused = fused_backward(MuonSettings(), model)
+    train(model, fused, range(3))
+    state, values = saved_state(fused), copy.deepcopy(model.state_dict())
+    train(model, fused, range(3, 6))
+    for make in (fused_backward, build):
+        other = TinyModel()
+        other.load_state_dict(values)
+        again = make(MuonSettings(), other)
+        assert again.load(*state) == []
+        train(other, again, range(3, 6))
+        assert same(weights(model), weights(other))
+
+
+def test_only_the_newest_in_backward_steps():
+    model, other = TinyModel(), TinyModel()
+    first = fused_backward(SGDSettings(), model)
+    train(model, fused_backward(SGDSettings(), model), range(1))
+    train(other, build(SGDSettings(), other), range(1))
+    assert same(weights(model), weights(other))
+    assert first.state_tensors() == {}
+
+
+def test_gradients_are_left_alone_after_close_and_after_the_optimizer_is_gone():
+    model = TinyModel()
+    fused = fused_backward(SGDSettings(), model)
+    fused.close()
+    backward(model, 0)
+    assert all(p.grad is not None for p in model.parameters())
+    other = TinyModel()
+    fused_backward(SGDSettings(), other)  # nobody holds it
+    backward(other, 0)
+    assert all(p.grad is not None for p in other.parameters())
+
+
+def test_torch_schedulers_work_with_the_optimizer_in_backward():
+    model = TinyModel()
+    fused = fused_backward(AdamWSettings(), model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(fused.optimizers[0], 0.5)
+    for step in range(2):
+        backward(model, step)
+        fused.step()
+        scheduler.step()  # torch warns, here fails, if no optimizer step was seen before
+    assert math.isclose(fused.param_groups[0]["lr"], LR / 4)

@@ -1,0 +1,52 @@
+"""The global order: a permutation, a function of (seed, epoch), with a free seek."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from forgather_cli.data.order import Order
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 100, 4095, 4096, 4097, 10_001])
+def test_every_sample_once(length: int) -> None:
+    assert sorted(Order(length, 42, 0)[:]) == list(range(length))
+
+
+def test_a_slice_is_a_slice_of_the_whole() -> None:
+    whole = Order(10_000, 7, 3)[0:10_000]
+    order = Order(10_000, 7, 3)
+    for start, stop in ((0, 8), (4090, 4100), (9_990, 10_000), (5, 9_000), (17, 17)):
+        assert order[start:stop] == whole[start:stop]
+    assert order[9_999:20_000] == whole[9_999:]
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    orders = [Order(1000, seed, epoch)[:] for seed in (0, 1, 2**40) for epoch in (0, 1, 7)]
+    assert len({tuple(order) for order in orders}) == len(orders)
+    assert Order(1000, 1, 7)[:] == Order(1000, 1, 7)[:]
+
+
+def test_no_shuffle_is_the_identity() -> None:
+    assert Order(10, 1, 1, shuffle=False)[2:5] == [2, 3, 4]
+
+
+def test_small_sets_reach_all_permutations() -> None:
+    assert len({tuple(Order(3, seed, 0)[:]) for seed in range(200)}) == 6
+
+
+def test_looks_random() -> None:
+    """Neighbours are uncorrelated and every place is as likely as any other."""
+    order = np.array(Order(20_000, 5, 0)[:], float)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+    firsts = np.array([Order(10, seed, 0)[0:1][0] for seed in range(5000)])
+    counts = np.bincount(firsts, minlength=10)
+    assert ((counts - 500) ** 2 / 500).sum() < 33  # chi-squared with 9 degrees of freedom: 33 is 1 in 10,000
+
+
+def test_seek_needs_no_walk_through_the_data() -> None:
+    start = time.perf_counter()
+    assert len(Order(10**12, 3, 1)[10**12 - 8 : 10**12]) == 8
+    assert time.perf_counter() - start < 1.0

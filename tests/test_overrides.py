@@ -1,0 +1,141 @@
+"""The override grammar and bare keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather_cli.config.complete import complete
+from forgather_cli.config.load import load_config
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Any:
+    def load(*overrides: str, recipe: str | None = None) -> dict[str, Any]:
+        return load_config(recipe, overrides, cwd=tmp_path).tree
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("max_steps=7", "max_steps", 7),
+        ("seq_len=512", "data.seq_len", 512),
+        ("data.seq_len=512", "data.seq_len", 512),
+        ("rope_scaling.factor=2.5", "model.rope_scaling.factor", 2.5),
+        ("factor=2.5", "model.rope_scaling.factor", 2.5),
+        ("model.rope_scaling={rope_type: linear, factor: 2}", "model.rope_scaling.rope_type", "linear"),
+        ("warmup_steps=0.1", "lr_scheduler.warmup_steps", 0.1),
+        ("betas=[0.5,0.6]", "optimizer.betas", [0.5, 0.6]),
+        ("weight_decay=0.3", "weight_decay", 0.3),
+        ("groups.no_decay.settings.weight_decay=0.3", "optimizer.groups.no_decay.settings.weight_decay", 0.3),
+        ("tokenizer='a b, c'", "data.tokenizer", "a b, c"),
+        ("logging_dir='x=1,2'", "logging_dir", "x=1,2"),
+        ('metric_for_best_model="it\'s"', "metric_for_best_model", "it's"),
+        ("++save_steps=3", "save_steps", 3),
+        ("++callbacks.textgen.top_k=3", "callbacks.textgen.top_k", 3),
+        ("callbacks.textgen.prompts=['a,b','c d']", "callbacks.textgen.prompts", ["a,b", "c d"]),
+        ("+callbacks.early_stopping={}", "callbacks.early_stopping.patience", 3),
+        ("+callbacks.early_stopping.patience=5", "callbacks.early_stopping.patience", 5),
+        ("++callbacks.mine._target_=collections.OrderedDict", "callbacks.mine._target_", "collections.OrderedDict"),
+        ("logging_steps=${save_steps}", "logging_steps", 100),
+        ("torch_compile=True", "torch_compile", True),
+        ("max_grad_norm=null", "max_grad_norm", None),
+    ],
+)
+def test_values_reach_their_path(tree: Any, override: str, path: str, value: object) -> None:
+    found = tree(override)
+    for part in path.split("."):
+        found = found[part]
+    assert found == value
+
+
+def test_groups_choose_options(tree: Any) -> None:
+    found = tree("model=160m", "optimizer=sgd", "callbacks=minimal")
+    assert found["model"]["num_key_value_heads"] == 4
+    assert found["optimizer"]["type"] == "sgd"
+    assert set(found["callbacks"]) == {"metrics", "progress", "json"}
+
+
+def test_several_options_of_a_group_are_merged(tree: Any, tmp_path: Path) -> None:
+    own = tmp_path / "conf/callbacks/stop.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("early_stopping: {patience: 9}\n")
+    found = tree("callbacks=[minimal,stop]")["callbacks"]
+    assert set(found) == {"metrics", "progress", "json", "early_stopping"}
+
+
+def test_removal(tree: Any) -> None:
+    assert "tensorboard" not in tree("~callbacks.tensorboard")["callbacks"]
+    assert tree("~callbacks")["callbacks"] == {}
+    assert tree("~eval_steps")["eval_steps"] == 100
+    assert tree("~warmup_steps")["lr_scheduler"]["warmup_steps"] == 0
+    assert tree("~save_steps=100")["save_steps"] == 500
+    assert tree("callbacks.textgen=null")["callbacks"].get("textgen") is None
+
+
+def test_precedence_is_command_line_recipe_option_file(tree: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "defaults: [train, {override trainer: pipeline}, _self_]\nn_microbatches: 8\nmin_lr_ratio: ${max_grad_norm}\n"
+        "optimizer.betas: [0.1, 0.2]\nmax_grad_norm: 0.5\nrope_scaling: {rope_type: linear, factor: 2}\n"
+    )
+    found = tree(recipe="r.yaml")
+    assert found["trainer"]["n_microbatches"] == 8
+    assert found["lr_scheduler"]["min_lr_ratio"] == 0.5
+    assert found["optimizer"]["betas"] == [0.1, 0.2]
+    assert found["model"]["rope_scaling"]["rope_type"] == "linear"
+    for typed in ("n_microbatches=4", "trainer.n_microbatches=4"):
+        assert tree(typed, recipe="r.yaml")["trainer"]["n_microbatches"] == 4
+    assert tree("trainer=single", "~n_microbatches", recipe="r.yaml")["trainer"] == {"type": "single"}
+
+
+def test_later_overrides_win_however_they_are_typed(tree: Any) -> None:
+    assert tree("seq_len=64", "data.seq_len=128")["data"]["seq_len"] == 128
+    assert tree("data.seq_len=64", "seq_len=128")["data"]["seq_len"] == 128
+
+
+def test_a_bare_key_prefers_the_selected_options(tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_loss_k1.py").write_text("def loss(logits, labels, momentum=0.0): ...\n")
+    own = tmp_path / "conf/loss/own.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("_target_: own_loss_k1.loss\nmomentum: 0.1\n")
+    monkeypatch.chdir(tmp_path)
+    found = tree("loss=own", "momentum=0.5")
+    assert found["loss"]["momentum"] == 0.5
+    assert "momentum" not in found["optimizer"]
+
+
+class TestCompletion:
+    def texts(self, incomplete: str, *words: str) -> list[str]:
+        return [text for text, _ in complete(incomplete, list(words))]
+
+    def test_groups_settings_and_bare_keys(self) -> None:
+        assert self.texts("tra") == ["trainer="]
+        assert self.texts("max_st") == ["max_steps="]
+        assert self.texts("n_micro") == ["n_microbatches="]
+        assert self.texts("model.hidden") == ["model.hidden_size="]
+        assert self.texts("~callbacks.tens")[0] == "~callbacks.tensorboard"
+
+    def test_values(self) -> None:
+        assert "trainer=pipeline" in self.texts("trainer=")
+        assert self.texts("trainer=pi") == ["trainer=pipeline"]
+        assert self.texts("eval_strategy=") == ["eval_strategy=no", "eval_strategy=steps", "eval_strategy=epoch"]
+        assert self.texts("torch_compile=t") == ["torch_compile=true"]
+        assert self.texts("schedule=G") == ["schedule=GPipe"]
+
+    def test_recipes_until_one_is_named(self) -> None:
+        assert self.texts("pretrain_") == ["pretrain_60m", "pretrain_160m"]
+        assert self.texts("pretrain_", "default") == []
+
+    def test_settings_of_options_that_are_not_selected_are_left_out(self) -> None:
+        assert self.texts("n_micro", "trainer=ddp") == []
+        assert self.texts("hidden_", "model=160m") == ["hidden_size="]
+
+    def test_descriptions_come_from_the_shipped_files(self) -> None:
+        about = dict(complete("gc_st", []))["gc_steps="]
+        assert "garbage collector" in about
+        assert "Data parallel" in dict(complete("trainer=", []))["trainer=ddp"]

@@ -1,0 +1,284 @@
+"""ProgressCallback and InfoCallback: lines in a file, bar and table on a real (pseudo) terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.callbacks.columns import STEP_COLUMNS, Column, fit, format_value, merge, row
+from forgather_cli.callbacks.console import printable
+from forgather_cli.callbacks.info import InfoCallback
+from forgather_cli.callbacks.progress import ProgressCallback
+from forgather_cli.config.schema import InfoSettings, ProgressSettings
+from forgather_cli.errors import ConfigError
+
+FINAL = {"train_runtime": 3725.0, "train_loss": 3.43, "total_tokens": 819200, "flops_per_second": 1.234e12}
+EVAL = {"eval_loss": 3.2, "eval_perplexity": 24.53, "eval_tokens": 900, "eval_runtime": 0.8, "epoch": 1.0}
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+class FakeTrainer:
+    def info(self) -> dict[str, Any]:
+        return {"model": "decoder", "parameters": "3,312,640", "data": "text " * 30, "nothing": None}
+
+
+def fake_run(
+    callbacks: list[Any], num_steps: int = 40, rank_zero: bool = True, pause: float = 0.0, **extra: float
+) -> None:
+    """The events of a short run: a log every 10 steps, an evaluation and a checkpoint at the middle."""
+    state = TrainerState(max_steps=num_steps, is_world_process_zero=rank_zero)
+    kwargs: dict[str, Any] = {"trainer": FakeTrainer(), "model": "Decoder()", "eval_dataloader": range(4)}
+
+    def emit(event: str, **more: Any) -> None:
+        for callback in callbacks:
+            getattr(callback, event)(None, state, TrainerControl(), **kwargs, **more)
+
+    emit("on_train_begin")
+    for step in range(1, num_steps + 1):
+        state.global_step, state.epoch = step, 2 * step / num_steps
+        time.sleep(pause)
+        emit("on_step_end")
+        if step % 10 == 0:
+            speed = {"tok_per_sec": 123456.7, "step_time": 0.0213, "peak_mem_allocated": 1.34e9, "total_tokens": step}
+            emit("on_log", logs={"loss": 5 / step, "grad_norm": 1.5, "learning_rate": 1e-3, **speed, **extra})
+        if step == num_steps // 2:
+            for _ in range(4):
+                emit("on_prediction_step")
+            emit("on_log", logs=EVAL)
+            emit("on_evaluate", metrics=EVAL)
+            emit("on_save", checkpoint=Path.cwd() / "outputs/default/2026-11-21_06-55-01/checkpoints/step-00000020")
+    emit("on_log", logs=FINAL)
+    emit("on_train_end")
+
+
+def on_terminal(width: int, code: str) -> str:
+    """What ``code`` writes to a terminal of that width, with its control sequences."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm-256color"}
+    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_progress import *\n{code}"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=slave, stderr=slave, env=env)
+    os.close(slave)
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # Linux's end of a pseudo terminal
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(master)
+    output = b"".join(chunks).decode()
+    assert process.wait() == 0, output
+    return output
+
+
+def shown_lines(output: str) -> list[str]:
+    """Every line as written, without control sequences; a redrawn bar counts each time."""
+    return [
+        line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)) if line.strip()
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ plain lines
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    fake_run([ProgressCallback()])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(re.match(STAMP, line) for line in lines)
+    same = "grad_norm 1.500 lr 1.00e-03 tok/s 123k s/step 0.0213 peak_mem 1.2GiB"
+    assert [re.sub(STAMP, "", line) for line in lines] == [
+        "training from step 0 of 40",
+        f"step 10/40 epoch 0.50 loss 0.5000 {same} tokens 10",
+        f"step 20/40 epoch 1.00 loss 0.2500 {same} tokens 20",
+        "step 20 eval loss 3.2000 perplexity 24.53 took 0.80s",
+        "checkpoint saved: outputs/default/2026-11-21_06-55-01/checkpoints/step-00000020",
+        f"step 30/40 epoch 1.50 loss 0.1667 {same} tokens 30",
+        f"step 40/40 epoch 2.00 loss 0.1250 {same} tokens 40",
+        "done: time 1:02:05, training loss 3.4300, tokens 819,200, compute 1.23 TFLOP/s",
+    ]
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    fake_run([ProgressCallback(), InfoCallback()], rank_zero=False)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_records_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    callback, state = ProgressCallback(), TrainerState(global_step=7)
+    callback.on_log(None, state, TrainerControl(), logs={"test_loss": 2.0, "test_runtime": 1.0})
+    callback.on_evaluate(
+        None, state, TrainerControl(), metrics={"test_acc": 0.5, "test_loss": 2.0, "test_runtime": 1.0}
+    )
+    callback.on_log(None, state, TrainerControl(), logs={"weight_norm": 12.3456})
+    lines = [re.sub(STAMP, "", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["step 7 test loss 2.0000 acc 0.5 took 1.00s", "step 7 weight_norm 12.35"]
+
+
+def test_output_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    fake_run([ProgressCallback(ProgressSettings(output_stream="stderr"))])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "step 10/40" in captured.err
+
+
+def test_columns_are_merged_over_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = {
+        "loss": {"fmt": ".1f", "label": "nats"},
+        "grad_norm": None,
+        "weight_norm": {"label": "|w|", "fmt": ".2f"},
+    }
+    final = {"train_loss": None, "total_tokens": {"suffix": " tok", "label": "seen"}}
+    fake_run([ProgressCallback(ProgressSettings(step_columns=columns, final_metrics=final))], weight_norm=12.345)
+    out = capsys.readouterr().out
+    assert "epoch 0.50 nats 0.5 lr 1.00e-03" in out
+    assert out.count("|w| 12.35") == 4 or out.count("|w| 12.34") == 4
+    assert "done: time 1:02:05, seen 819,200 tok, compute" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": {"wdth": 3}}, "step_columns.loss.wdth: unknown, got 3; a column has label, width, fmt, suffix"),
+        ({"loss": {"width": "8"}}, "step_columns.loss.width: must be a number of characters, got '8'"),
+        ({"loss": {"fmt": ".4q"}}, "step_columns.loss.fmt: not a format, got '.4q'"),
+        ({"lss": None}, "step_columns.lss: there is no such column to remove"),
+    ],
+)
+def test_wrong_columns_are_config_mistakes(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ProgressCallback(ProgressSettings(step_columns=change))
+    assert f"callbacks.progress.{message}" in str(caught.value)
+
+
+def test_a_step_costs_next_to_nothing() -> None:
+    callback, state, control = ProgressCallback(), TrainerState(max_steps=10), TrainerControl()
+    callback.on_train_begin(None, state, control)
+    kwargs = dict.fromkeys(["model", "processing_class", "optimizer", "lr_scheduler", "trainer"])
+    start = time.perf_counter()
+    for _ in range(10_000):
+        callback.on_step_end(None, state, control, **kwargs)
+    assert (time.perf_counter() - start) / 10_000 < 15e-6
+
+
+# ------------------------------------------------------------------------------------------------------ on a terminal
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_nothing_wraps_on_a_terminal(width: int) -> None:
+    code = "fake_run([InfoCallback(), ProgressCallback(ProgressSettings(header_interval=2))], 60, pause=0.02)"
+    output = on_terminal(width, code)
+    lines = [line for line in shown_lines(output) if not line.startswith("checkpoint saved")]
+    assert max(map(len, lines)) <= width
+    headers = [line for line in lines if line.split()[:2] == ["step", "epoch"]]
+    rows = [line for line in lines if re.match(r" +\d+  +\d\.\d\d  ", line)]
+    assert len(headers) == 3
+    assert [r.split()[0] for r in rows] == ["10", "20", "30", "40", "50", "60"]
+    assert all(len(r) == len(headers[0]) for r in rows)
+    assert any(line.startswith("     30  eval  loss 3.2000") for line in lines)
+    assert any(re.match(r"  training loss +3\.4300$", line) for line in lines)
+    assert ("peak mem" in headers[0]) == (width >= 80)
+
+
+def test_the_bar_shows_step_loss_speed_and_what_is_left() -> None:
+    lines = shown_lines(on_terminal(100, "fake_run([ProgressCallback()], 60, pause=0.02)"))
+    bars = [line for line in lines if line.startswith("train ")]
+    assert re.search(r"━ \d+/60 loss \d\.\d{4} 123k tok/s 0:00:0\d eta 0:00:0\d$", bars[-1])
+    assert any(re.search(r"^eval .*━ [1-4]/4", line) for line in lines)
+    assert len(bars) < 40  # a redraw per log, evaluation and fifth of a second, not per step
+
+
+def test_the_bar_leaves_and_the_cursor_returns() -> None:
+    output = on_terminal(80, "fake_run([ProgressCallback()], pause=0.01)\nprint('after')")
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+    assert output.rindex("after") > output.rindex("train ")
+    assert not shown_lines(output[output.rindex("\x1b[?25h") :])[0].startswith("train")
+
+
+def test_an_exit_that_closes_nothing_gives_the_cursor_back() -> None:
+    code = "ProgressCallback().on_train_begin(None, TrainerState(max_steps=9), TrainerControl())"
+    output = on_terminal(80, code)
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+
+
+def test_an_evaluation_by_itself() -> None:
+    code = """
+callback, state = ProgressCallback(), TrainerState()
+for _ in range(3):
+    callback.on_prediction_step(None, state, None, eval_dataloader=iter(()))
+    time.sleep(0.21)
+callback.on_evaluate(None, state, None, metrics=EVAL)
+"""
+    output = on_terminal(80, code)
+    assert any(line.startswith("      0  eval  loss 3.2000") for line in shown_lines(output))
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+
+
+def test_info_is_a_panel_on_a_terminal_and_folds() -> None:
+    lines = shown_lines(
+        on_terminal(60, "InfoCallback().on_train_begin(None, TrainerState(), None, trainer=FakeTrainer())")
+    )
+    assert lines[0].startswith("╭─ Forgather")
+    assert any(re.match(r"│ parameters  3,312,640 +│", line) for line in lines)
+    assert all(len(line) <= 60 for line in lines)
+    assert "".join(lines).count("text") == 30
+
+
+def test_info_is_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    callback = InfoCallback(InfoSettings(verbose=True), config_tree={"model": {"type": "decoder"}})
+    callback.on_train_begin(None, TrainerState(), TrainerControl(), trainer=FakeTrainer(), model="Decoder()")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["model       decoder", "parameters  3,312,640"]
+    assert lines[-3:] == ["model:", "  type: decoder", "Decoder()"]
+    assert not any(line.startswith("nothing") for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------------------ columns
+
+
+@pytest.mark.parametrize(
+    ("value", "fmt", "text"),
+    [
+        (0, "si", "0"), (12.34, "si", "12.3"), (999.4, "si", "999"), (999.6, "si", "1k"), (1234.0, "si", "1.23k"),
+        (123456.7, "si", "123k"), (5.4e13, "si", "54T"), (2.5e18, "si", "2.5E"),
+        (999, "bytes", "999 B"), (1024, "bytes", "1 KiB"), (5 * 2**20, "bytes", "5 MiB"),
+        (1.5 * 2**30, "bytes", "1.5 GiB"),
+        (59.9, "duration", "0:00:59"), (100 * 3600, "duration", "100:00:00"),
+        (900.0, "flops", "900 FLOP/s"), (9.9e13, "flops", "99 TFLOP/s"),
+        (float("nan"), ".4f", "nan"), (float("inf"), "duration", "inf"), (3.0, ",d", "3"), ("text", ".4f", "text"),
+    ],
+)  # fmt: skip
+def test_formats(value: Any, fmt: str, text: str) -> None:
+    assert format_value(value, fmt) == text
+
+
+def test_a_number_too_wide_is_shortened() -> None:
+    assert row([Column("loss", "loss", 8, ".4f")], {"loss": 123456.789}) == "1.23e+05"
+
+
+def test_a_column_the_user_names_is_kept_on_a_narrow_terminal() -> None:
+    columns = merge(STEP_COLUMNS, {"weight_norm": {"width": 12}}, "x")
+    names = [column.name for column in fit(columns.values(), 40)]
+    assert names == ["step", "epoch", "loss", "weight_norm"]
+
+
+def test_generated_text_cannot_drive_a_terminal() -> None:
+    assert (
+        printable("a\x1b[2Jb\r\x07\n\tc")
+        == "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}\n\tc"
+    )

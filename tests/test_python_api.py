@@ -1,0 +1,141 @@
+"""``Trainer`` and ``TrainingArguments`` stand in for Hugging Face's in a simple script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import forgather_cli
+from forgather_cli import Trainer, TrainingArguments
+from forgather_cli.errors import ConfigError
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
+        )
+    )
+
+
+SCRIPT_SETTINGS: dict[str, Any] = {
+    "max_steps": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear", "logging_steps": 1, "weight_decay": 0.01, "adam_beta2": 0.95,
+    "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "optim": "adamw_torch",
+}  # fmt: skip
+
+
+class Losses(transformers.TrainerCallback):
+    """A callback class written for the other library."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> Any:
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+            self.norms.append(float(logs["grad_norm"]))
+        return control
+
+
+def script(trainer_class: type, arguments_class: type, path: Path, data: Any) -> tuple[Losses, nn.Module]:
+    """A Hugging Face script; only the two imports change."""
+    model, losses = llama(), Losses()
+    trainer = trainer_class(
+        model=model, args=arguments_class(output_dir=str(path), **SCRIPT_SETTINGS), train_dataset=data, callbacks=[losses]
+    )
+    trainer.train()
+    return losses, model
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_hugging_face_script_gives_the_same_curve(tmp_path: Path) -> None:
+    row = tiny.RandomTokens(1, ragged=True)[0]
+    data = [row] * 96  # one sample, so that the two libraries' orders of samples agree
+    theirs, their_model = script(transformers.Trainer, transformers.TrainingArguments, tmp_path / "theirs", data)
+    mine, my_model = script(Trainer, TrainingArguments, tmp_path / "mine", data)
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert mine.norms == pytest.approx(theirs.norms, rel=1e-5)
+    for a, b in zip(my_model.parameters(), their_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_public_names_are_there() -> None:
+    for name in ("Trainer", "TrainingArguments", "TrainerCallback", "TrainerControl", "TrainerState", "TrainOutput"):
+        assert getattr(forgather_cli, name).__name__ == name
+
+
+def test_unknown_and_wrong_arguments_are_named() -> None:
+    with pytest.raises(ConfigError, match="learning_rate"):
+        TrainingArguments("out", learning_rte=1e-3)
+    with pytest.raises(ConfigError, match=r"max_steps.*'many'"):
+        TrainingArguments("out", max_steps="many")
+    with pytest.raises(ConfigError, match="push_to_hub"):
+        TrainingArguments("out", push_to_hub=True)
+    with pytest.raises(ConfigError, match="model"):
+        Trainer()
+
+
+def test_a_loss_function_of_the_users_is_weighted_by_its_targets(tmp_path: Path) -> None:
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def loss_with_count(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    curves = []
+    for n, loss in enumerate((None, loss_fn, loss_with_count)):
+        losses = Losses()
+        args = TrainingArguments(str(tmp_path / str(n)), **SCRIPT_SETTINGS)
+        Trainer(llama(), args, None, tiny.RandomTokens(ragged=True), callbacks=[losses], loss_fn=loss).train()
+        curves.append(losses.losses)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-5)
+
+
+def test_optimizers_and_schedulers_of_the_users(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), **SCRIPT_SETTINGS)
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.1)
+    trainer = Trainer(model, args, None, tiny.RandomTokens(), optimizers=(optimizer, scheduler))
+    trainer.train()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    trainer = Trainer(llama(), args, None, tiny.RandomTokens(), optimizer_cls_and_kwargs=(torch.optim.SGD, {"momentum": 0.5}))
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["momentum"] == 0.5
+
+
+def test_predict_returns_logits_and_labels_of_every_example(tmp_path: Path) -> None:
+    data = tiny.RandomTokens(11)
+    trainer = Trainer(llama(), TrainingArguments(str(tmp_path)))
+    output = trainer.predict(data)
+    assert output.predictions.shape == (11, 16, 64)
+    assert (output.label_ids[:, 0] == data.tokens[:, 0].numpy()).all()
+    assert output.metrics["test_loss"] > 0
+
+
+def test_save_model_writes_a_directory_that_transformers_loads(tmp_path: Path) -> None:
+    for n, model in enumerate((llama(), tiny.decoder())):
+        Trainer(model, TrainingArguments(str(tmp_path))).save_model(str(tmp_path / f"model{n}"))
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"model{n}")
+        ids = tiny.RandomTokens(2).tokens
+        with torch.no_grad():
+            expected = model(ids)
+            torch.testing.assert_close(loaded(ids).logits, getattr(expected, "logits", expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_ready_dataloader_is_taken_as_it_is(tmp_path: Path) -> None:
+    loader = torch.utils.data.DataLoader(tiny.RandomTokens(32), batch_size=4)
+    args = TrainingArguments(str(tmp_path), max_steps=10, per_device_train_batch_size=4, save_strategy="no")
+    assert Trainer(llama(), args, None, loader, loader).train().global_step == 10

@@ -1,0 +1,129 @@
+"""Shipped files: every recipe and every option composes, and the files say what the schema says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import yaml
+
+from forgather_cli.config import options, schema
+from forgather_cli.config.decode import to_tree
+from forgather_cli.config.load import load_config
+from forgather_cli.config.paths import members, option_type, root_keys, settings
+
+CONF = options.shipped("conf")
+RECIPES = options.shipped("recipes")
+NEEDS = {"finetune": ["model.path=/nowhere"]}
+MANDATORY = {"data=text": ["files=[a]"], "data=tokens": ["files=[a]"], "model=pretrained": ["model.path=/nowhere"]}
+OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_recipe_composes(recipe: str, tmp_path: Path) -> None:
+    config = load_config(recipe, NEEDS.get(recipe, []), cwd=tmp_path).config
+    assert config.recipe == recipe
+    assert config.global_batch_size is not None, "shipped recipes give the same steps in every layout"
+
+
+@pytest.mark.parametrize("choice", OPTIONS)
+def test_option_composes_and_is_of_its_type(choice: str, tmp_path: Path) -> None:
+    group, name = choice.split("=")
+    config = load_config(None, [choice, *MANDATORY.get(choice, [])], cwd=tmp_path).config
+    if group != "callbacks":
+        assert getattr(config, group).type == ("decoder" if group == "model" and name != "pretrained" else name)
+
+
+def test_run_level_settings_are_those_of_the_schema() -> None:
+    tree = yaml.safe_load((CONF / "train.yaml").read_text())
+    groups = [next(iter(entry)) for entry in tree.pop("defaults") if isinstance(entry, dict)]
+    assert tuple(groups) == schema.Config.GROUPS == options.GROUPS
+    assert tree == dataclasses.asdict(schema.RunSettings())
+
+
+def classes() -> list[tuple[str, type]]:
+    hints = get_type_hints(schema.Config, include_extras=True)
+    return [(group, cls) for group in options.BARE_GROUPS for cls in members(hints[group])]
+
+
+@pytest.mark.parametrize(("group", "cls"), classes(), ids=lambda value: getattr(value, "__name__", value))
+def test_option_file_holds_every_setting_at_its_default(group: str, cls: type) -> None:
+    tree: dict[str, Any] = yaml.safe_load((CONF / group / f"{option_type(cls)}.yaml").read_text())
+    mandatory = {key for key, value in tree.items() if value == "???"}
+    defaults = _defaults(cls, mandatory)
+    assert {key: value for key, value in tree.items() if key not in mandatory} == defaults
+
+
+def _defaults(cls: Any, mandatory: set[str]) -> dict[str, Any]:
+    values: Any = {name: ["x"] if name == "files" else "x" for name in mandatory}
+    plain = to_plain(cls(**values))
+    return {key: value for key, value in plain.items() if key not in mandatory}
+
+
+def to_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("name", ["default", "minimal"])
+def test_callback_files_hold_every_setting_at_its_default(name: str, tmp_path: Path) -> None:
+    tree = yaml.safe_load((CONF / "callbacks" / f"{name}.yaml").read_text())
+    hints = get_type_hints(schema.CallbackSettings)
+    for callback, given in tree.items():
+        cls = next(kind for kind in hints[callback].__args__ if dataclasses.is_dataclass(kind))
+        own = {key: given[key] for key in ("prompts", "max_new_tokens") if key in given}
+        assert given == {**to_plain(cls()), **own}, callback
+    assert to_tree(load_config(None, [f"callbacks={name}"], cwd=tmp_path).config)["callbacks"] == tree
+
+
+@pytest.mark.parametrize("choice", [*OPTIONS, "train"])
+def test_every_setting_has_a_comment_and_the_file_a_description(choice: str) -> None:
+    file = CONF / f"{choice.replace('=', '/')}.yaml"
+    assert options.description(file).endswith(".")
+    bare = {"type", "defaults", "metric_for_best_model", "skip_all_reduce_unused_params"}
+    bare |= {"post_local_gradient_allreduce", "enabled"}
+    for line in file.read_text().splitlines():
+        key = re.match(r" *([a-z_0-9]+): *\S", line)
+        if key and "#" not in line and key.group(1) not in bare and not re.match(r" *(regex|weight_decay|json):", line):
+            pytest.fail(f"{file}: {line.strip()} has no comment")
+
+
+def test_no_leaf_name_stands_for_two_settings() -> None:
+    """Else a bare key would be ambiguous, or hide behind a run-level setting."""
+    paths = defaultdict(set)
+    for path, setting in settings().items():
+        if setting.types:
+            paths[setting.leaf].add(path)
+    assert {leaf: found for leaf, found in paths.items() if len(found) > 1} == {}
+    assert set(paths) & (root_keys() | set(options.GROUPS)) == set()
+
+
+def test_listings_describe_everything(tmp_path: Path) -> None:
+    listed = options.groups(cwd=tmp_path)
+    assert sorted(f"{group}={info.name}" for group, infos in listed.items() for info in infos) == OPTIONS
+    assert all(info.description and info.source.is_file() for infos in listed.values() for info in infos)
+    recipes = options.recipes(cwd=tmp_path)
+    assert recipes[0].name == "default"
+    assert {info.name for info in recipes} == {file.stem for file in RECIPES.glob("*.yaml")}
+    assert all(info.description.endswith(".") for info in recipes)
+
+
+def test_listings_hold_the_users_own(tmp_path: Path) -> None:
+    for name, text in {
+        "conf/model/wide.yaml": "# Wide one.\ntype: decoder\n",
+        "conf/experiment/x.yaml": "# @package _global_\n# Try x.\nseed: 1\n",
+        "recipes/mine.yaml": "# Mine.\ndefaults: [train]\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    listed = options.groups(cwd=tmp_path)
+    assert [(i.name, i.description) for i in listed["experiment"]] == [("x", "Try x.")]
+    assert "wide" in [info.name for info in listed["model"]]
+    assert "mine" in [info.name for info in options.recipes(cwd=tmp_path)]

@@ -1,0 +1,218 @@
+"""A run that is cut off and resumed equals an uninterrupted one to the last bit: losses, norms, weights, moments, data."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch.utils.data import IterableDataset
+
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.trainer import Trainer, TrainingArguments
+
+
+class Cut(TrainerCallback):
+    """Notes the curve and ends the run like a crash would: nothing is saved after ``at`` steps."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.points: dict[int, tuple[float, float]] = {}
+        self.logs: dict[int, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.at:
+            control.should_abort_without_save = True
+
+    def on_train_metrics(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.points[state.global_step + 1] = (float(kwargs["loss"]), float(kwargs["grad_norm"]))
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if "grad_norm" in kwargs["logs"]:
+            self.logs[state.global_step] = kwargs["logs"]["loss"]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
+    "workers": {"dataloader_num_workers": 2},
+    "epoch change": {"max_steps": 20, "per_device_train_batch_size": 8},
+    "incomplete batches": {"max_steps": 20, "per_device_train_batch_size": 7, "dataloader_drop_last": False},
+    "logging out of step": {"logging_steps": 7},
+    "synchronous": {"async_save": False},
+    "sgd": {"optim": "sgd"},
+    "adafactor": {"optim": "adafactor"},
+    "in backward": {"fuse_optim_with_backward": True, "max_grad_norm": None},
+    "no seed": {"seed": -1},
+}
+
+
+def train(path: Path, cut: Cut, resume: bool = False, **changes: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "max_steps": 12, "per_device_train_batch_size": 4, "save_steps": 5, "logging_steps": 1, "learning_rate": 1e-2,
+        "warmup_steps": 3, "deterministic": True, **changes,
+    }  # fmt: skip
+    model = tiny.decoder(attention_dropout=0.1, residual_dropout=0.1)
+    trainer = Trainer(model, TrainingArguments(str(path), **settings), None, tiny.RandomTokens(40, ragged=True), callbacks=[cut])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def final_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+    return {**weights, **trainer.optimizer.state_tensors()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resume_is_exact(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.urandom", lambda n: b"\x07" * n)  # seed=-1 draws the same seed in the run compared with
+    whole, first, second = Cut(), Cut(at=8), Cut()
+    expected = train(tmp_path / "whole", whole, **CASES[case])
+    train(tmp_path / "cut", first, **CASES[case])
+    monkeypatch.setattr("os.urandom", lambda n: b"\x09" * n)
+    resumed = train(tmp_path / "cut", second, resume=True, **CASES[case])
+    assert resumed.state.resumed_step == 5
+    assert {**first.points, **second.points} == whole.points
+    assert {**first.logs, **second.logs} == whole.logs
+    a, b = final_state(expected), final_state(resumed)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_save_that_was_cut_off_leaves_the_one_before(tmp_path: Path) -> None:
+    whole, second = Cut(), Cut()
+    train(tmp_path / "whole", whole)
+    train(tmp_path / "cut", Cut(at=11))
+    newest = tmp_path / "cut" / "checkpoints" / "step-00000010"
+    newest.rename(newest.with_name(".tmp-step-00000010-99.0"))
+    (newest.with_name(".tmp-step-00000010-99.0") / "manifest.json").unlink()
+    resumed = train(tmp_path / "cut", second, resume=True)
+    assert resumed.state.resumed_step == 5
+    assert all(whole.points[step] == second.points[step] for step in range(6, 13))
+    assert not [p for p in newest.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, Cut(at=11))
+    weights = tmp_path / "checkpoints" / "step-00000010" / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert train(tmp_path, Cut(), resume=True).state.resumed_step == 5
+    assert "model.safetensors" in caplog.text
+
+
+def test_resume_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
+    assert train(tmp_path, Cut(), resume=True).state.resumed_step == 0
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, Cut(at=8))
+    args = TrainingArguments(str(tmp_path), max_steps=12)
+    trainer = Trainer(tiny.decoder(intermediate_size=96), args, None, tiny.RandomTokens())
+    with pytest.raises(CheckpointError, match=r"holds another model: .*the checkpoint has \(64, 32\), this model \(96, 32\)"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_only_the_components_asked_for_are_restored(tmp_path: Path) -> None:
+    train(tmp_path, Cut(at=8))
+    cut = Cut(at=1)
+    trainer = train(tmp_path, cut, resume=True, resume_components=["model"], save_strategy="no")
+    assert trainer.state.resumed_step == 0
+    assert min(cut.points) == 1
+    saved = Reader(tmp_path / "checkpoints" / "step-00000005")
+    fresh = tiny.decoder()
+    assert not torch.equal(saved.read("lm_head.weight"), fresh.lm_head.weight)
+
+
+def test_max_steps_can_be_raised(tmp_path: Path) -> None:
+    train(tmp_path, Cut())
+    assert train(tmp_path, Cut(), resume=True, max_steps=15).state.global_step == 15
+
+
+def test_callback_state_comes_back(tmp_path: Path) -> None:
+    class Counts(TrainerCallback):
+        def __init__(self) -> None:
+            self.steps: list[tuple[int, float]] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.steps.append((state.global_step, 0.5))
+            control.should_abort_without_save |= state.global_step == 8
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": list(self.steps)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.steps = state["steps"]
+
+    args = TrainingArguments(str(tmp_path), max_steps=7, save_steps=5, save_strategy="steps")
+    Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[Counts]).train()
+    second = Counts()
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000007")
+    Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[second]).train(resume_from_checkpoint=True)
+    assert second.steps == [(n, 0.5) for n in range(1, 8)]
+
+
+def test_state_that_cannot_be_saved_is_found_before_the_first_step(tmp_path: Path) -> None:
+    class Odd(TrainerCallback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": [1, {2, 3}]}
+
+    cut = Cut()
+    args = TrainingArguments(str(tmp_path), max_steps=5)
+    with pytest.raises(SetupError, match=r"callbacks.*Odd.*seen.*1.*set"):
+        Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[Odd, cut]).train()
+    assert not cut.points
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """An endless stream without a state of its own."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        data = tiny.RandomTokens(400)
+        return iter(data[i] for i in range(400))
+
+
+class StatefulStream(Stream):
+    """The same stream, able to go on where it was."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        data = tiny.RandomTokens(400)
+        while self.position < 400:
+            self.position += 1
+            yield data[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("stream", [Stream, StatefulStream])
+def test_iterable_data_goes_on_where_it_was(tmp_path: Path, stream: type[Stream]) -> None:
+    def run(path: Path, cut: Cut, resume: bool = False) -> None:
+        args = TrainingArguments(str(path), max_steps=12, save_steps=5, per_device_train_batch_size=4)
+        Trainer(tiny.decoder(), args, None, stream(), callbacks=[cut]).train(resume_from_checkpoint=resume)
+
+    whole, first, second = Cut(), Cut(at=8), Cut()
+    run(tmp_path / "whole", whole)
+    run(tmp_path / "cut", first)
+    run(tmp_path / "cut", second, resume=True)
+    assert {**first.points, **second.points} == whole.points
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainingArguments("out").learning_rate = 1.0  # type: ignore[misc]

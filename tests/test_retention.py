@@ -1,0 +1,151 @@
+"""Which checkpoints stay, which is best, and that listing them needs no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import saving
+
+from forgather_cli.checkpoint.load import newest_valid
+from forgather_cli.checkpoint.manifest import BestBy
+from forgather_cli.checkpoint.retention import (
+    CheckpointInfo,
+    apply_retention,
+    best_checkpoint,
+    expendable,
+    list_checkpoints,
+)
+from forgather_cli.run_dir import RunDir
+
+
+def info(step: int, loss: float | None = None, **more: Any) -> CheckpointInfo:
+    metrics = {} if loss is None else {"eval_loss": loss}
+    return CheckpointInfo(step, Path(f"step-{step:08d}"), 1, metrics=metrics, **{"healthy": True, **more})
+
+
+def kept(
+    found: list[CheckpointInfo], limit: int = 2, num_best: int = 1, greater: bool = False, **more: Any
+) -> list[int]:
+    gone = expendable(found, limit=limit, num_best=num_best, best_by=BestBy("eval_loss", greater), **more)
+    return [i.step for i in found if i not in gone]
+
+
+FOUND = [info(1, 3.0), info(2, 1.0), info(3), info(4, 2.0), info(5), info(6, 2.5)]
+
+
+def test_the_newest_and_the_best_are_kept() -> None:
+    assert kept(FOUND) == [2, 5, 6]
+    assert kept(FOUND, greater=True) == [1, 5, 6]
+    assert kept(FOUND, num_best=2) == [2, 4, 5, 6]
+    assert kept(FOUND, num_best=0) == [5, 6]
+    assert kept(FOUND, limit=10) == [1, 2, 3, 4, 5, 6]
+    assert kept(FOUND, num_best=0, limit=1, protected={3}) == [3, 6]
+
+
+def test_only_healthy_ones_with_a_finite_metric_are_best_and_the_earliest_of_equals() -> None:
+    found = [info(1, 2.0), info(2, 2.0), info(3, 0.1, healthy=False), info(4, float("nan")), info(5), info(6)]
+    assert kept(found, limit=1) == [1, 6]
+
+
+def test_the_newest_healthy_one_stays_behind_unhealthy_ones() -> None:
+    found = [info(1), info(2), info(3, healthy=False), info(4, healthy=False), info(5, healthy=False)]
+    assert kept(found, num_best=0) == [2, 4, 5]
+
+
+def test_damaged_ones_do_not_count_and_foreign_ones_stay() -> None:
+    damaged = {"problem": "state.json is missing", "healthy": False}
+    found = [info(1), info(2), info(3, **damaged), info(4, foreign=True, **damaged)]
+    assert kept(found, limit=1) == [2, 4]
+    assert kept(found, limit=2) == [1, 2, 4]
+
+
+def test_saving_thins_out(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path, save_total_limit=2, preserve_n_best=1)
+    for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.2], start=1):
+        saving.save(saver, step, metrics={"eval_loss": loss})
+    assert saver.run.checkpoint_steps() == [2, 4, 5]
+    assert saving.debris(saver.run) == []
+
+
+def test_save_total_limit_1_without_metrics_keeps_the_newest_and_a_protected_one(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path, save_total_limit=1, async_save=True)
+    saver.protected.add(2)
+    for step in (1, 2, 3, 4):
+        saving.save(saver, step)
+    saver.close()
+    assert saver.run.checkpoint_steps() == [2, 4]
+
+
+def test_load_best_model_at_end_keeps_the_best_without_preserve_n_best(tmp_path: Path) -> None:
+    saver = saving.checkpointer(
+        tmp_path, save_total_limit=1, preserve_n_best=0, load_best_model_at_end=True, metric_for_best_model="loss"
+    )
+    for step, loss in enumerate([3.0, 1.0, 2.0, 2.5], start=1):
+        saving.save(saver, step, metrics={"eval_loss": loss})
+    assert saver.run.checkpoint_steps() == [2, 4]
+
+
+def test_the_checkpoint_just_published_stays_behind_later_steps_of_an_abandoned_branch(tmp_path: Path) -> None:
+    saving.saved_run(tmp_path, 5, 6, 7)
+    saver = saving.checkpointer(tmp_path, save_total_limit=2)
+    saving.save(saver, 3)
+    assert saver.run.checkpoint_steps() == [3, 6, 7]
+
+
+def test_a_damaged_newest_one_does_not_cost_the_last_valid_one(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1, 2)
+    (run.checkpoint(2) / "state.json").unlink()
+    apply_retention(run, limit=1, num_best=0, best_by=BestBy("eval_loss", False))
+    assert run.checkpoint_steps() == [1]
+    assert newest_valid(run) is not None
+
+
+def test_list_says_what_there_is(tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path)
+    saving.save(saver, 1, metrics={"loss": 2.0, "eval_loss": 1.5})
+    saving.save(saver, 2, metrics={"loss": 2.0, "eval_loss": 1.2})
+    saving.save(saver, 3, healthy=False)
+    saving.save(saver, 4, info={"strategy": "single", "final": True})
+    (saver.run.checkpoint(3) / "state.json").unlink()
+    saver.run.checkpoint(9).mkdir()
+    found = list_checkpoints(saver.run)
+    assert [i.step for i in found] == [1, 2, 3, 4, 9]
+    assert [i.best for i in found] == [False, True, False, False, False]
+    assert [i.final for i in found] == [False, False, False, True, False]
+    assert [i.healthy for i in found] == [True, True, False, True, False]
+    assert [i.problem is None for i in found] == [True, True, False, True, False]
+    assert found[2].problem == "state.json is missing"
+    assert "no manifest.json" in (found[4].problem or "")
+    first = found[0]
+    files = [p for p in first.path.rglob("*") if p.is_file()]
+    assert first.size_bytes == sum(p.stat().st_size for p in files)
+    assert abs(datetime.fromisoformat(first.created) - datetime.now(UTC)) < timedelta(minutes=1)
+    assert (first.strategy, first.world_size, first.metrics) == ("single", 1, {"loss": 2.0, "eval_loss": 1.5})
+    best = best_checkpoint(saver.run)
+    assert best is not None
+    assert best.step == 2
+    worst = best_checkpoint(saver.run, "eval_loss", greater_is_better=True)
+    assert worst is not None
+    assert worst.step == 1
+    assert best_checkpoint(saver.run, "accuracy") is None
+    assert best_checkpoint(RunDir(tmp_path / "none")) is None
+
+
+def test_listing_and_verifying_do_not_import_torch(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1)
+    code = (
+        "import sys, pathlib\n"
+        "from forgather_cli.checkpoint.manifest import read_manifest\n"
+        "from forgather_cli.checkpoint.retention import list_checkpoints\n"
+        "from forgather_cli.run_dir import RunDir\n"
+        "(info,) = list_checkpoints(RunDir(pathlib.Path(sys.argv[1])))\n"
+        "assert read_manifest(info.path).problems(info.path, 'full') == []\n"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    subprocess.run([sys.executable, "-c", code, str(run.root)], env=env, check=True, timeout=60)

@@ -1,0 +1,351 @@
+"""Learning-rate schedules: against torch and transformers where they have the same shape, and by numbers elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as torch_schedulers
+
+from forgather_cli.config.schema import (
+    AdamWSettings,
+    ConstantSettings,
+    CosineSettings,
+    InfiniteSettings,
+    InverseSqrtSettings,
+    LinearSettings,
+    MuonSettings,
+    SchedulerOption,
+    Target,
+    WSDSettings,
+)
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.optim.build import Optimizers, build_optimizer
+from forgather_cli.optim.schedules import Schedule, TorchSchedule, build_schedule, schedule_factor
+
+WARMUP, TOTAL = 7, 50
+
+
+def curve(option: SchedulerOption, total: int | None = TOTAL, length: int = TOTAL + 5) -> list[float]:
+    factor = schedule_factor(option, total_steps=total)
+    return [factor(step) for step in range(length)]
+
+
+def reference(make: Any, length: int = TOTAL + 5) -> list[float]:
+    """Learning rates of a scheduler from elsewhere, at an initial rate of 1."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(length):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def adamw(lr: float = 1e-2) -> Optimizers:
+    return build_optimizer(AdamWSettings(), small_model().named_parameters(), lr=lr, weight_decay=0.1)
+
+
+# ------------------------------------------------------------------------------------------- against transformers
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "kwargs"),
+    [
+        (LinearSettings(warmup_steps=WARMUP), "get_linear_schedule_with_warmup", {}),
+        (
+            CosineSettings(warmup_steps=WARMUP, min_lr_ratio=0.1),
+            "get_cosine_with_min_lr_schedule_with_warmup",
+            {"min_lr_rate": 0.1},
+        ),
+        (
+            WSDSettings(warmup_steps=WARMUP, decay_steps=10, decay_shape="linear"),
+            "get_wsd_schedule",
+            {"num_decay_steps": 10, "decay_type": "linear"},
+        ),
+        (
+            WSDSettings(warmup_steps=WARMUP, decay_steps=10, decay_shape="cosine"),
+            "get_wsd_schedule",
+            {"num_decay_steps": 10, "decay_type": "cosine"},
+        ),
+        (
+            WSDSettings(warmup_steps=WARMUP, decay_steps=0.2, decay_shape="sqrt"),
+            "get_wsd_schedule",
+            {"num_decay_steps": 10, "decay_type": "1-sqrt"},
+        ),
+        (InverseSqrtSettings(warmup_steps=WARMUP), "get_inverse_sqrt_schedule", None),
+        (InverseSqrtSettings(warmup_steps=WARMUP, timescale=20), "get_inverse_sqrt_schedule", {"timescale": 20}),
+    ],
+)
+def test_equals_transformers_after_the_warmup(option: SchedulerOption, name: str, kwargs: dict[str, Any] | None):
+    optimization = pytest.importorskip("transformers.optimization")
+    steps = {} if isinstance(option, InverseSqrtSettings) else {"num_training_steps": TOTAL}
+    theirs = reference(
+        lambda o: getattr(optimization, name)(o, num_warmup_steps=WARMUP, **steps, **(kwargs or {})), TOTAL
+    )
+    assert curve(option)[WARMUP:TOTAL] == pytest.approx(theirs[WARMUP:], abs=1e-12)
+
+
+def test_cosine_equals_torch():
+    theirs = reference(lambda o: torch_schedulers.CosineAnnealingLR(o, TOTAL, eta_min=0.25), TOTAL + 1)
+    assert curve(CosineSettings(min_lr_ratio=0.25), length=TOTAL + 1) == pytest.approx(theirs, abs=1e-12)
+
+
+def test_linear_equals_torch():
+    theirs = reference(lambda o: torch_schedulers.LinearLR(o, 1.0, 0.3, total_iters=TOTAL))
+    assert curve(LinearSettings(min_lr_ratio=0.3)) == pytest.approx(theirs, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------ boundary values
+
+ALL = [
+    CosineSettings(warmup_steps=WARMUP),
+    LinearSettings(warmup_steps=WARMUP),
+    ConstantSettings(warmup_steps=WARMUP),
+    WSDSettings(warmup_steps=WARMUP),
+    InverseSqrtSettings(warmup_steps=WARMUP),
+    InfiniteSettings(warmup_steps=WARMUP, cooldown_steps=10),
+]
+
+
+@pytest.mark.parametrize("option", ALL, ids=lambda o: o.type)
+def test_warmup_is_step_plus_one_over_warmup_steps(option: SchedulerOption):
+    rates = curve(option)
+    assert rates[:WARMUP] == pytest.approx([(k + 1) / WARMUP for k in range(WARMUP)])
+    assert rates[WARMUP] == pytest.approx(1.0)
+    assert all(0 <= rate <= 1 for rate in rates)
+    assert all(a >= b - 1e-12 for a, b in zip(rates[WARMUP:], rates[WARMUP + 1 :], strict=False))
+
+
+@pytest.mark.parametrize("option", [type(o)() for o in ALL], ids=lambda o: o.type)
+def test_without_warmup_the_first_step_has_the_whole_rate(option: SchedulerOption):
+    assert curve(option)[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("option", "last"),
+    [
+        (CosineSettings(min_lr_ratio=0.1), 0.1),
+        (LinearSettings(min_lr_ratio=0.0), 0.0),
+        (WSDSettings(min_lr_ratio=0.05), 0.05),
+        (ConstantSettings(), 1.0),
+        (InfiniteSettings(cooldown_steps=5, constant_lr_ratio=0.3), 0.3),
+    ],
+)
+def test_final_value_stays_after_the_last_step(option: SchedulerOption, last: float):
+    factor = schedule_factor(option, total_steps=TOTAL)
+    assert [factor(TOTAL), factor(TOTAL + 1), factor(10 * TOTAL)] == pytest.approx([last] * 3)
+
+
+def test_wsd_numbers():
+    rates = curve(WSDSettings(warmup_steps=2, decay_steps=4, min_lr_ratio=0.2), total=10, length=11)
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    sqrt = curve(WSDSettings(decay_steps=4, decay_shape="sqrt"), total=10, length=11)
+    assert sqrt[6:] == pytest.approx([1 - math.sqrt(p) for p in (0, 0.25, 0.5, 0.75, 1)])
+
+
+def test_wsd_decay_never_cuts_the_warmup():
+    assert curve(WSDSettings(warmup_steps=6, decay_steps=8), total=10, length=11)[5:] == pytest.approx(
+        [1, 1, 0.75, 0.5, 0.25, 0]
+    )
+
+
+def test_infinite_numbers():
+    option = InfiniteSettings(
+        warmup_steps=2, cooldown_steps=4, constant_lr_ratio=0.5, anneal_start_step=8, anneal_steps=4, min_lr_ratio=0.1
+    )
+    half = [0.5 + 0.25 * (1 + math.cos(math.pi * p)) for p in (0, 0.25, 0.5, 0.75)]
+    expected = [0.5, 1, *half, 0.5, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1]
+    assert curve(option, total=None, length=14) == pytest.approx(expected)
+
+
+def test_infinite_anneals_from_where_it_stands_in_the_cooldown():
+    rates = curve(InfiniteSettings(cooldown_steps=10, anneal_start_step=5, anneal_steps=5), total=None, length=11)
+    middle = 0.3 + 0.7 * 0.5
+    assert rates[5:] == pytest.approx([middle * p for p in (1, 0.8, 0.6, 0.4, 0.2, 0)])
+
+
+def test_warmup_below_one_is_a_fraction_of_all_steps():
+    assert curve(ConstantSettings(warmup_steps=0.07), total=100) == curve(ConstantSettings(warmup_steps=7), total=100)
+    assert curve(ConstantSettings(warmup_steps=0.5), total=3)[:3] == [0.5, 1.0, 1.0]  # 1.5 steps rounded up
+
+
+@pytest.mark.parametrize("option", ALL, ids=lambda o: o.type)
+def test_a_run_shorter_than_the_warmup_only_warms_up(option: SchedulerOption):
+    assert curve(option, total=2, length=2) == pytest.approx([1 / WARMUP, 2 / WARMUP])
+
+
+# -------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("option", [CosineSettings(), LinearSettings(), WSDSettings()], ids=lambda o: o.type)
+def test_unknown_length_names_max_steps(option: SchedulerOption):
+    with pytest.raises(SetupError, match=rf"lr_scheduler: {option.type} needs .* set max_steps"):
+        schedule_factor(option, total_steps=None)
+
+
+def test_unknown_length_with_a_fraction_names_the_setting():
+    with pytest.raises(SetupError, match=r"lr_scheduler.warmup_steps: 0.1 is a fraction .* set max_steps"):
+        schedule_factor(ConstantSettings(warmup_steps=0.1), total_steps=None)
+
+
+@pytest.mark.parametrize("option", [ConstantSettings(), InverseSqrtSettings(), InfiniteSettings()])
+def test_open_ended_schedules_need_no_length(option: SchedulerOption):
+    assert schedule_factor(option, total_steps=None)(0) == 1.0
+
+
+def test_broken_steps_are_refused():
+    with pytest.raises(ConfigError, match=r"lr_scheduler.warmup_steps: must be whole steps.*10.5"):
+        schedule_factor(ConstantSettings(warmup_steps=10.5), total_steps=100)
+
+
+# -------------------------------------------------------------------------------------------------------- Schedule
+
+
+def test_schedule_sets_every_group_and_goes_on_after_a_resume():
+    optimizers = adamw(lr=0.5)
+    optimizers.param_groups[1]["initial_lr"] = 0.25
+    schedule = build_schedule(LinearSettings(), optimizers, total_steps=10)
+    assert schedule.get_last_lr() == [0.5, 0.25]
+    for _ in range(4):
+        schedule.step()
+    assert [g["lr"] for g in optimizers.param_groups] == pytest.approx([0.3, 0.15])
+    assert schedule.state_dict() == {"step": 4}
+
+    resumed = build_schedule(LinearSettings(), adamw(lr=1.0), total_steps=20)  # config wins: rate and length
+    resumed.load_state_dict(schedule.state_dict())
+    assert resumed.get_last_lr() == pytest.approx([0.8, 0.8])
+
+
+def test_schedule_around_a_bare_torch_optimizer():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = Schedule(optimizer, lambda step: 1 / (step + 1), last_step=3)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    schedule.step()
+    assert schedule.get_last_lr() == [0.4]
+
+
+def test_schedule_step_costs_under_ten_microseconds():
+    schedule = build_schedule(CosineSettings(warmup_steps=10), adamw(), total_steps=100_000)
+    best = math.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(200):
+            schedule.step()
+        best = min(best, (time.perf_counter() - start) / 200)
+    assert best < 10e-6
+
+
+# ----------------------------------------------------------------------------------------- schedulers from elsewhere
+
+
+def train(model: nn.Module, optimizers: Optimizers, schedule: Any, steps: int) -> list[list[float]]:
+    rates = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(5, 3)).square().sum().backward()
+        rates.append([g["lr"] for g in optimizers.param_groups])
+        optimizers.step()
+        schedule.step()
+        optimizers.zero_grad()
+    return rates
+
+
+def make_target(path: str, kwargs: dict[str, Any], option: Any = None) -> tuple[nn.Module, Optimizers, TorchSchedule]:
+    model = small_model()
+    optimizers = build_optimizer(option or AdamWSettings(), model.named_parameters(), lr=0.1, weight_decay=0.0)
+    schedule = build_schedule(Target(path, kwargs), optimizers, total_steps=None)
+    assert isinstance(schedule, TorchSchedule)
+    return model, optimizers, schedule
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> torch_schedulers.SequentialLR:
+    """Warm up, then fall at milestones: schedulers inside a scheduler."""
+    parts = [
+        torch_schedulers.ConstantLR(optimizer, 0.5, 2),
+        torch_schedulers.MultiStepLR(optimizer, [2, 4], gamma=0.1),
+    ]
+    return torch_schedulers.SequentialLR(optimizer, parts, milestones=[2])
+
+
+TORCH_SCHEDULERS = [
+    ("torch.optim.lr_scheduler.StepLR", {"step_size": 2}),
+    ("torch.optim.lr_scheduler.MultiStepLR", {"milestones": [2, 5]}),
+    ("torch.optim.lr_scheduler.OneCycleLR", {"max_lr": 0.2, "total_steps": 20}),
+    ("torch.optim.lr_scheduler.CosineAnnealingLR", {"T_max": 9}),
+    (f"{__name__}.sequential", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs"), TORCH_SCHEDULERS, ids=lambda v: v.split(".")[-1] if isinstance(v, str) else ""
+)
+def test_torch_schedulers_resume_exactly(path: str, kwargs: dict[str, Any]):
+    model, optimizers, schedule = make_target(path, kwargs)
+    train(model, optimizers, schedule, 3)
+    tensors = {k: v.clone() for k, v in optimizers.state_tensors().items()}
+    saved = (model.state_dict(), optimizers.group_state(), schedule.state_dict())
+
+    other, again, resumed = make_target(path, kwargs)
+    other.load_state_dict({k: v.clone() for k, v in saved[0].items()})
+    assert again.load(tensors, saved[1]) == []
+    resumed.load_state_dict(saved[2])
+    assert train(other, again, resumed, 6) == train(model, optimizers, schedule, 6)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_torch_scheduler_state_is_plain():
+    _, _, schedule = make_target(*TORCH_SCHEDULERS[1])
+    assert type(schedule.state_dict()["schedulers"][0]["milestones"]) is dict
+
+
+def test_resume_with_another_learning_rate_keeps_the_place_in_a_torch_schedule():
+    model, optimizers, schedule = make_target("torch.optim.lr_scheduler.StepLR", {"step_size": 2})
+    train(model, optimizers, schedule, 3)
+    _, again, resumed = make_target("torch.optim.lr_scheduler.StepLR", {"step_size": 2})
+    for group in again.param_groups:
+        group["initial_lr"] = group["lr"] = 0.4
+    resumed.load_state_dict(schedule.state_dict())
+    assert schedule.get_last_lr() == pytest.approx([0.01, 0.01])
+    assert [g["lr"] for g in again.param_groups] == pytest.approx([0.04, 0.04])
+
+
+def test_target_scheduler_gets_one_instance_per_torch_optimizer():
+    model, optimizers, schedule = make_target("torch.optim.lr_scheduler.StepLR", {"step_size": 1}, MuonSettings())
+    assert len(optimizers.optimizers) == len(schedule.schedulers) == 2
+    train(model, optimizers, schedule, 2)
+    assert schedule.get_last_lr() == pytest.approx([0.001] * len(optimizers.param_groups))
+    with pytest.raises(SetupError, match="2 schedulers, this run 1"):
+        make_target("torch.optim.lr_scheduler.StepLR", {"step_size": 1})[2].load_state_dict(schedule.state_dict())
+
+
+def test_wrapped_scheduler_of_the_user():
+    optimizer = torch.optim.SGD(small_model().parameters(), lr=1.0)
+    schedule = Schedule.wrap(torch_schedulers.LambdaLR(optimizer, lambda step: 0.5**step))
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "message"),
+    [
+        ("torch.optim.lr_scheduler.Nothing", {}, r"lr_scheduler._target_: cannot import .*Nothing"),
+        ("torch.optim.lr_scheduler.StepLR", {"step": 1}, r"lr_scheduler: StepLR refused its settings: .*step"),
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", {}, "steps on a metric"),
+        ("builtins.id", {}, r"a int has no step, state_dict, load_state_dict, get_last_lr"),
+    ],
+)
+def test_wrong_targets(path: str, kwargs: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_target(path, kwargs)

@@ -1,0 +1,202 @@
+"""Documents from files, and which of them are held out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
+from forgather_cli.data import sources
+from forgather_cli.data.sources import Corpus, Damage, find_corpus, split_documents
+from forgather_cli.errors import DataError
+
+
+def texts(corpus: Corpus, damage: Damage | None = None) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"train": [], "eval": []}
+    for split, document in split_documents(corpus, damage or Damage()):
+        found[split].append(document.text)
+    return found
+
+
+def option(*files: Path | str, **settings: Any) -> TextSettings:
+    return TextSettings(files=[str(file) for file in files], **settings)
+
+
+def write_jsonl(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_standard_library_without_tests() -> None:
+    corpus = find_corpus(PythonStdlibSettings())
+    names = [source.label for source in corpus.files]
+    assert names == sorted(names)
+    assert {"abc.py", "json/decoder.py"} <= set(names)
+    assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
+    assert corpus.num_bytes() > 5_000_000
+
+
+def test_held_out_files_depend_on_their_name_alone() -> None:
+    corpus = find_corpus(PythonStdlibSettings())
+    fewer = Corpus(corpus.files[::2], eval_fraction=corpus.eval_fraction, by_name=True)
+
+    def held_out(of: Corpus) -> set[str]:
+        return {document.name for split, document in split_documents(of, Damage()) if split == "eval"}
+
+    all_names, few_names = held_out(corpus), held_out(fewer)
+    assert 0.02 < len(all_names) / len(corpus.files) < 0.1
+    assert few_names == all_names & {source.label for source in fewer.files}
+
+
+def test_documents_of_every_kind(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "b.md").write_text("# mark\n")
+    (tmp_path / "c.txt").write_text("")
+    write_jsonl(tmp_path / "d.jsonl", [{"text": "one"}, {"text": ""}, {"text": "two\n"}])
+    corpus = find_corpus(option(tmp_path / "*.*", eval_fraction=0.0))
+    assert texts(corpus) == {"train": ["plain", "# mark\n", "one", "two\n"], "eval": []}
+
+
+def test_split_by_fraction_keeps_equal_texts_together(tmp_path: Path) -> None:
+    records = [{"text": f"document {i % 500}"} for i in range(1000)]
+    found = texts(find_corpus(option(write_jsonl(tmp_path / "a.jsonl", records), eval_fraction=0.2)))
+    assert len(found["train"]) + len(found["eval"]) == 1000
+    assert 0.1 < len(found["eval"]) / 1000 < 0.3
+    assert not set(found["train"]) & set(found["eval"])
+
+
+def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
+    lines = [f"line {i}\n" for i in range(1000)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.1)))
+    head, tail = found["train"][0], found["eval"][0]
+    assert head + tail == "".join(lines)
+    assert head.endswith("\n")
+    assert 0.09 < len(tail) / len(head + tail) < 0.11
+
+
+def test_one_line_is_cut_anywhere_and_one_letter_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 100)
+    assert texts(find_corpus(option(tmp_path / "a.txt"))) == {"train": ["x" * 95], "eval": ["x" * 5]}
+    (tmp_path / "a.txt").write_text("x")
+    assert texts(find_corpus(option(tmp_path / "a.txt"))) == {"train": ["x"], "eval": []}
+
+
+def test_own_eval_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("train\n" * 100)
+    (tmp_path / "b.txt").write_text("eval")
+    found = texts(find_corpus(option(tmp_path / "a.txt", eval_files=[str(tmp_path / "b.txt")])))
+    assert found == {"train": ["train\n" * 100], "eval": ["eval"]}
+
+
+def test_long_text_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_PIECE", 100)
+    text = "".join(f"line {i} é\n" for i in range(100))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.0)))["train"]
+    assert len(found) > 5
+    assert "".join(found) == text
+    assert all(piece.endswith("\n") for piece in found)
+
+
+def test_bad_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good \xff bad \xfe\n" + "already \ufffd\n".encode())
+    damage = Damage()
+    found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.0)), damage)
+    assert found["train"] == ["good \ufffd bad \ufffd\nalready \ufffd\n"]
+    assert damage.count == 2
+    assert "2 undecodable byte sequences in 1 files" in str(damage)
+    assert "a.txt" in str(damage)
+
+
+def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x\\ud800y"}\n')
+    found = texts(find_corpus(option(tmp_path / "a.jsonl", eval_fraction=0.0)))
+    assert found["train"] == ["x?y"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"a\.jsonl:2: not a JSON line"),
+        ('{"body": "x", "id": 1}', r"a\.jsonl:2: no key 'text' \(its keys: body, id\); set data\.text_key"),
+        ('{"text": 3}', r"a\.jsonl:2: 'text' is int, not text"),
+        ("[1]", r"a\.jsonl:2: expected a JSON object, got list"),
+    ],
+)
+def test_bad_json_lines_say_where(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        texts(find_corpus(option(tmp_path / "a.jsonl")))
+
+
+def test_pattern_without_a_match(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.files: no file matches '.*\.txt' \(looked in "):
+        find_corpus(option(tmp_path / "*.txt"))
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=r"data\.eval_files: no file matches"):
+        find_corpus(option(tmp_path / "a.txt", eval_files=[str(tmp_path / "none")]))
+    with pytest.raises(DataError, match=r"is a directory; write .*\*\*/\*\.txt"):
+        find_corpus(option(tmp_path))
+
+
+def test_file_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("x" * 10)
+    assert len(find_corpus(option(tmp_path / "a[1].txt")).files) == 1
+
+
+def test_binary_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\x00\x01\x02" * 100)
+    with pytest.raises(DataError, match=r"a\.txt: not text; give txt, md, jsonl or parquet"):
+        texts(find_corpus(option(tmp_path / "a.txt")))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+def test_parquet_names_the_missing_package(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"needs the package pyarrow; pip install 'forgather\[parquet\]'"):
+        texts(find_corpus(option(tmp_path / "a.parquet")))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
+def test_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["one", None, "two"], "n": [1, 2, 3]}), tmp_path / "a.parquet")
+    assert texts(find_corpus(option(tmp_path / "a.parquet", eval_fraction=0.0)))["train"] == ["one", "two"]
+    with pytest.raises(DataError, match=r"no column 'body' \(its columns: text, n\)"):
+        texts(find_corpus(option(tmp_path / "a.parquet", text_key="body")))
+    (tmp_path / "a.parquet").write_bytes(b"nothing")
+    with pytest.raises(DataError, match="cannot be read"):
+        texts(find_corpus(option(tmp_path / "a.parquet")))
+
+
+def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
+    def fingerprint(path: Path, **settings: Any) -> str | None:
+        return find_corpus(option(path, **settings)).fingerprint(tmp_path / "cache")
+
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("same")
+    first = fingerprint(tmp_path / "a.txt")
+    assert fingerprint(tmp_path / "b.txt") == first
+    assert fingerprint(tmp_path / "b.txt", eval_fraction=0.5) != first
+    (tmp_path / "a.txt").write_text("other")
+    assert fingerprint(tmp_path / "a.txt") != first
+    unseen = tmp_path / "c.txt"
+    unseen.write_text("same")
+    corpus = find_corpus(option(unseen))
+    assert corpus.fingerprint(tmp_path / "cache", read=False) is None
+    assert corpus.fingerprint(tmp_path / "cache") == first
+
+
+def test_the_first_document_always_trains(tmp_path: Path) -> None:
+    """Two texts that would both be held out still leave something to train on."""
+    names = [f"text {i}" for i in range(300)]
+    low = [name for name in names if sources._share(name) < 0.05][:2]
+    found = texts(find_corpus(option(write_jsonl(tmp_path / "a.jsonl", [{"text": name} for name in low]))))
+    assert found == {"train": low[:1], "eval": low[1:]}

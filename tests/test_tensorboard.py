@@ -1,0 +1,133 @@
+"""TBLogger: read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.callbacks.tensorboard import TBLogger
+from forgather_cli.config.schema import TensorboardSettings
+from forgather_cli.errors import ConfigError
+from forgather_cli.run_dir import RunDir
+
+CONTROL = TrainerControl()
+
+
+class FakeTrainer:
+    def info(self) -> dict[str, Any]:
+        return {"model": "decoder", "data": "a|b"}
+
+
+def train(path: Path, steps: range, scalars: dict[str, Any] | None = None, rank_zero: bool = True) -> None:
+    logger = TBLogger(RunDir(path), TensorboardSettings(scalars=scalars or {}), config_tree={"seed": 42})
+    state = TrainerState(resumed_step=steps.start - 1, is_world_process_zero=rank_zero)
+    logger.on_train_begin(None, state, CONTROL, trainer=FakeTrainer())
+    for step in steps:
+        state.global_step = step
+        logs = {"loss": float(step), "tok_per_sec": 5e3, "epoch": 0.5, "note": "text", "step": step}
+        logger.on_log(None, state, CONTROL, logs=logs)
+    if rank_zero:
+        logger.add_text("samples/1", "def f():\n    # *x*", state.global_step)
+    logger.on_log(None, state, CONTROL, logs={"eval_loss": 2.0, "eval_perplexity": 7.389})
+    logger.on_log(None, state, CONTROL, logs={"train_runtime": 12.5, "train_loss": 1.5})
+    logger.on_train_end(None, state, CONTROL)
+
+
+def read(path: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def curve(events: Any, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_every_number_is_a_curve(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 4))
+    events = read(tmp_path)
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss", "train/tok_per_sec", "train/epoch", "eval/loss", "eval/perplexity",
+    }  # fmt: skip
+    assert curve(events, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert curve(events, "eval/loss") == [(3, 2.0)]
+
+
+def test_scalars_are_merged_over_the_defaults(tmp_path: Path) -> None:
+    scalars = {
+        "train/epoch": None,
+        "speed/ktok": {"source": "tok_per_sec", "transform": "kilo"},
+        "train/loss": {"source": "loss", "transform": "negate"},
+        "never": {"source": "no_such_metric"},
+    }
+    train(tmp_path, range(1, 2), scalars)
+    events = read(tmp_path)
+    assert "train/epoch" not in events.Tags()["scalars"]
+    assert "never" not in events.Tags()["scalars"]
+    assert curve(events, "speed/ktok") == [(1, 5.0)]
+    assert curve(events, "train/loss") == [(1, -1.0)]
+
+
+def test_texts(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2))
+    events = read(tmp_path)
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert texts == {
+        "config/text_summary": "    seed: 42",
+        "training info/text_summary": "| | |\n|---|---|\n| model | decoder |\n| data | a\\|b |",
+        "samples/1/text_summary": "    def f():\n        # *x*",
+        "results/text_summary": "| | |\n|---|---|\n| train_runtime | 12.5 |\n| train_loss | 1.5 |",
+    }
+
+
+def test_a_resumed_run_goes_on_where_it_was_and_purges_what_came_after(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 7))
+    train(tmp_path, range(5, 8))
+    assert [step for step, _ in curve(read(tmp_path), "train/loss")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 3), rank_zero=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transform_that_is_not_defined_leaves_a_gap(tmp_path: Path) -> None:
+    scalars = {"log": {"source": "epoch_minus", "transform": "log"}, "lg": {"source": "minus", "transform": "log10"}}
+    logger = TBLogger(RunDir(tmp_path), TensorboardSettings(scalars=scalars))
+    logger.on_log(None, TrainerState(global_step=1), CONTROL, logs={"minus": -1.0, "epoch_minus": 1.0})
+    logger.on_train_end(None, TrainerState(), CONTROL)
+    events = read(tmp_path)
+    assert curve(events, "log") == [(1, 0.0)]
+    ((_, value),) = curve(events, "lg")
+    assert value != value
+
+
+def test_wrong_scalars_are_config_mistakes_all_at_once(tmp_path: Path) -> None:
+    scalars = {"a": {"source": "loss", "transform": "cube"}, "b": {"sauce": "loss"}}
+    with pytest.raises(ConfigError) as caught:
+        TBLogger(RunDir(tmp_path), TensorboardSettings(scalars=scalars))
+    text = str(caught.value)
+    assert "callbacks.tensorboard.scalars.a.transform: unknown, got 'cube'; use one of exp, log" in text
+    assert "callbacks.tensorboard.scalars.b.sauce: unknown" in text
+    assert "callbacks.tensorboard.scalars.b.source: must name a metric, got None" in text
+
+
+def test_tensorboard_is_not_imported_before_the_first_log(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_tensorboard import *
+logger = TBLogger(RunDir(Path({str(tmp_path)!r})))
+logger.on_train_begin(None, TrainerState(), CONTROL, trainer=FakeTrainer())
+assert "tensorboard" not in sys.modules and "torch" not in sys.modules, "too early"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert list(tmp_path.iterdir()) == []

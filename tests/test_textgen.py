@@ -1,0 +1,222 @@
+"""TextgenCallback: what it writes and when, and that training does not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
+from forgather_cli.callbacks.textgen import TextgenCallback, left_padded, read_prompts
+from forgather_cli.config.schema import RunSettings, TextgenSettings
+from forgather_cli.data.tokenize import ByteTokenizer
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.run_dir import RunDir
+
+EOS = 256
+
+
+class Speaker:
+    """A strategy that says the same words to every prompt, and records what it was asked."""
+
+    def __init__(self, ids: list[int], noise: float = 0.0) -> None:
+        self.device = torch.device("cpu")
+        self.parts: list[nn.Module] = [nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1)).train()]
+        self.parts[0][1].eval()
+        self.ids, self.noise = ids, noise
+        self.calls: list[dict[str, Tensor]] = []
+        self.modes: set[bool] = set()
+
+    def logits(self, batch: dict[str, Tensor], *, last_only: bool = False, cache: Any = None) -> Tensor:
+        self.modes.add(self.parts[0].training)
+        self.calls.append(batch)
+        logits = torch.full((len(batch["input_ids"]), 1, EOS + 1), -50.0)
+        logits[:, 0, :] *= 1 - self.noise
+        wanted = self.ids[len(self.calls) - 1] if len(self.calls) <= len(self.ids) else EOS
+        logits[:, 0, wanted] = 50.0 * (1 - self.noise)
+        return logits
+
+
+def event(
+    callback: TextgenCallback, name: str, strategy: Any, tokenizer: Any, *, step: int = 100, **state: Any
+) -> None:
+    callbacks = CallbackList()
+    callbacks.add(callback, "textgen")
+    callbacks.emit(
+        name,
+        RunSettings(),
+        TrainerState(global_step=step, **state),
+        TrainerControl(),
+        processing_class=tokenizer,
+        trainer=SimpleNamespace(strategy=strategy),
+    )
+
+
+def made(path: Path, prompts: Any = ("de",), add_text: Any = None, **settings: Any) -> TextgenCallback:
+    values = {"prompts": list(prompts), "max_new_tokens": 8, **settings}
+    return TextgenCallback(TextgenSettings(**values), RunDir(path), add_text=add_text)
+
+
+def byte_ids(text: str) -> list[int]:
+    return [*text.encode(), EOS]
+
+
+def test_a_sample_goes_to_console_file_and_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts: list[Any] = []
+    callback = made(tmp_path, ["de", "Zoë = "], add_text=lambda *entry: texts.append(entry))
+    event(callback, "on_evaluate", Speaker(byte_ids("f ü\n x")), ByteTokenizer())
+    samples = "=== step 100 ===\n--- 1 ---\ndef ü\n x\n\n--- 2 ---\nZoë = f ü\n x\n\n"
+    assert (tmp_path / "samples.txt").read_text(encoding="utf-8") == samples
+    assert texts == [("samples/1", "def ü\n x", 100), ("samples/2", "Zoë = f ü\n x", 100)]
+    out = capsys.readouterr().out
+    assert "sample 1 at step 100:\n    def ü\n     x\n" in out
+
+
+def test_prompts_are_padded_on_the_left_and_stop_early(tmp_path: Path) -> None:
+    speaker = Speaker(byte_ids("hi"))
+    event(made(tmp_path, ["a", "bcd", ""]), "on_evaluate", speaker, ByteTokenizer())
+    first = speaker.calls[0]
+    assert first["input_ids"].tolist() == [[EOS, EOS, 97], [98, 99, 100], [EOS, EOS, EOS]]
+    assert first["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1], [0, 0, 1]]
+    assert len(speaker.calls) == 3  # h, i, end: not max_new_tokens
+
+
+def test_generated_control_characters_do_not_reach_anyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event(made(tmp_path), "on_evaluate", Speaker(byte_ids("\x1b[2J\x00ok")), ByteTokenizer())
+    for text in (capsys.readouterr().out, (tmp_path / "samples.txt").read_text()):
+        assert "\x1b" not in text
+        assert "de\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}ok" in text
+
+
+def test_on_a_terminal_a_sample_is_literal_text(tmp_path: Path) -> None:
+    from test_progress import on_terminal, shown_lines
+
+    code = f"""
+from test_textgen import *
+speaker = Speaker(byte_ids("[red]x[/red] \\x1b[2J"))
+event(made(Path({str(tmp_path)!r}), max_new_tokens=30), "on_evaluate", speaker, ByteTokenizer())
+"""
+    output = on_terminal(80, code)
+    assert shown_lines(output) == ["sample 1 at step 100", "de[red]x[/red] \N{REPLACEMENT CHARACTER}[2J"]
+    assert "\x1b[2J" not in output
+
+
+def test_cadence(tmp_path: Path) -> None:
+    at_evaluation, every_50 = Speaker(byte_ids("x")), Speaker(byte_ids("x"))
+    for step in (25, 50, 100):
+        event(made(tmp_path), "on_step_end", at_evaluation, ByteTokenizer(), step=step)
+        event(made(tmp_path, generation_steps=50), "on_step_end", every_50, ByteTokenizer(), step=step)
+    assert at_evaluation.calls == []
+    event(made(tmp_path, generation_steps=50), "on_evaluate", every_50, ByteTokenizer())
+    assert (tmp_path / "samples.txt").read_text().count("=== step 50 ===") == 1
+    assert (tmp_path / "samples.txt").read_text().count("=== step") == 2
+
+
+def test_other_ranks_generate_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    speaker = Speaker(byte_ids("x"))
+    event(made(tmp_path), "on_evaluate", speaker, ByteTokenizer(), is_world_process_zero=False)
+    assert speaker.calls
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_modules_are_in_eval_mode_inside_and_as_before_after(tmp_path: Path) -> None:
+    speaker = Speaker(byte_ids("x"))
+    event(made(tmp_path), "on_evaluate", speaker, ByteTokenizer())
+    assert speaker.modes == {False}
+    assert [module.training for module in speaker.parts[0].modules()] == [True, True, False]
+
+
+def sampled(path: Path, step: int, strategy: Any) -> str:
+    callback = made(path, do_sample=True, top_k=0, temperature=5.0)
+    event(callback, "on_evaluate", strategy, ByteTokenizer(), step=step)
+    text = (path / "samples.txt").read_text()
+    (path / "samples.txt").unlink()
+    return text.split("\n", 1)[1]
+
+
+def test_sampling_is_a_function_of_seed_and_step_and_leaves_training_s_generator_alone(tmp_path: Path) -> None:
+    speaker = Speaker([], noise=0.99)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = sampled(tmp_path, 100, speaker)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert sampled(tmp_path, 100, Speaker([], noise=0.99)) == first
+    assert sampled(tmp_path, 200, Speaker([], noise=0.99)) != first
+
+
+def test_with_the_decoder_and_a_hugging_face_tokenizer(tmp_path: Path) -> None:
+    from tiny import decoder
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{n}": n for n in range(64)}
+    fast = Fast(WordLevel(words, unk_token="w0"))
+    fast.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="w0")  # no end, no padding token
+    model = decoder()
+    strategy = SimpleNamespace(
+        device=torch.device("cpu"),
+        parts=[model],
+        logits=lambda batch, last_only, cache: model(**batch, last_only=last_only, cache=cache),
+    )
+    callback = made(tmp_path, ["w3", "w1 w2 w5"], do_sample=False)
+    event(callback, "on_train_begin", strategy, tokenizer)
+    event(callback, "on_evaluate", strategy, tokenizer)
+    lines = (tmp_path / "samples.txt").read_text().splitlines()
+    assert lines[2].startswith("w3")
+    assert len(lines[5].removeprefix("w1 w2 w5").split("w")) == 9  # 8 new words
+
+
+def test_a_tokenizer_that_is_missing_is_told_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"callbacks\.textgen: there is no tokenizer"):
+        event(made(tmp_path), "on_train_begin", Speaker([]), None)
+
+
+def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
+    tokenizer = SimpleNamespace(encode=lambda text: [], eos_token_id=None, pad_token_id=None)
+    with pytest.raises(SetupError, match="an empty prompt needs a tokenizer with a bos or eos token"):
+        event(made(tmp_path, [""]), "on_train_begin", Speaker([]), tokenizer)
+
+
+def test_prompts_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.yaml"
+    path.write_text("- def f(x):\n- |\n  two\n  lines\n- 'é'\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="must be a list of texts"):
+        read_prompts(str(path))  # the first one is a mapping to YAML
+    path.write_text("- 'def f(x):'\n- |\n  two\n  lines\n- 'é'\n", encoding="utf-8")
+    assert read_prompts(str(path)) == ["def f(x):", "two\nlines\n", "é"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: 1", "must be a list of texts, got {'a': 1}"),
+        ("[]", "is empty"),
+        ("[1, 2]", "list of texts"),
+        ("[", "is not YAML"),
+    ],
+)
+def test_a_wrong_prompt_file_is_a_config_mistake(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "prompts.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"^callbacks\.textgen\.prompts: ") as caught:
+        read_prompts(str(path))
+    assert message in str(caught.value)
+
+
+def test_a_missing_prompt_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read no/such\.yaml: No such file"):
+        read_prompts("no/such.yaml")
+
+
+def test_left_padded() -> None:
+    ids, mask = left_padded([[1], [2, 3]], 9)
+    assert (ids.tolist(), mask.tolist()) == ([[9, 1], [2, 3]], [[0, 1], [1, 1]])

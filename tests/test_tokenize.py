@@ -1,0 +1,150 @@
+"""Tokenizers: ids, decoding, and what is written loads in transformers with equal ids."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgather_cli.data.tokenize import END, FileTokenizer, Tokenizer, _pieces, load_tokenizer, train_bpe
+from forgather_cli.errors import DataError
+
+TEXTS = [
+    "def f(x):\n    return x  # a\ttab\r\n\n\n",
+    "naïve café — 日本語 🙂👩‍👩‍👧 \u0000\u001f end  ",
+    "  leading and trailing  ",
+    f"one{END}two{END}",
+    "".join(map(chr, range(1, 300))),
+]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bpe")
+    train_bpe(["the quick brown fox jumps over the lazy dog\n" * 50, "def f(x):\n    return x\n" * 50], 320, directory)
+    return directory
+
+
+def tokenizers_of(bpe: Path) -> list[Tokenizer]:
+    return [load_tokenizer("bytes"), FileTokenizer(bpe)]
+
+
+def test_bytes_are_bytes() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.vocab_size == 257
+    assert tokenizer.encode("hé\n") == list("hé\n".encode())
+    assert tokenizer.encode(f"a{END}b") == [97, 256, 98]
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == 256
+
+
+def test_round_trip(bpe: Path) -> None:
+    for tokenizer in tokenizers_of(bpe):
+        for text in TEXTS:
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_arrays_and_batches_agree_with_encode(bpe: Path) -> None:
+    for tokenizer in tokenizers_of(bpe):
+        expected = [tokenizer.encode(text) for text in TEXTS]
+        assert tokenizer.encode_batch(TEXTS) == expected
+        assert [array.tolist() for array in tokenizer.encode_arrays(TEXTS)] == expected
+
+
+def test_decode_survives_what_a_model_may_generate(bpe: Path) -> None:
+    for tokenizer in tokenizers_of(bpe):
+        assert "\ufffd" in tokenizer.decode(
+            tokenizer.encode("é")[:1] if tokenizer.vocab_size == 257 else [_odd(tokenizer)]
+        )
+        assert tokenizer.decode(np.array([tokenizer.vocab_size + 5])) == ""
+        end = tokenizer.eos_token_id
+        assert end is not None
+        assert tokenizer.decode([end]) == END
+        assert tokenizer.decode([end], skip_special_tokens=True) == ""
+
+
+def _odd(tokenizer: Tokenizer) -> int:
+    """The id of a byte that is no UTF-8 by itself."""
+    return next(i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]) == "\ufffd")
+
+
+def test_transformers_gives_equal_ids_and_text(bpe: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for number, tokenizer in enumerate(tokenizers_of(bpe)):
+        directory = tmp_path / str(number)
+        tokenizer.save(directory)
+        theirs = AutoTokenizer.from_pretrained(directory)
+        for text in TEXTS:
+            ids = tokenizer.encode(text)
+            assert theirs(text)["input_ids"] == ids
+            assert theirs.decode(ids) == text
+        assert theirs.eos_token_id == theirs.pad_token_id == tokenizer.eos_token_id
+        assert len(theirs) == tokenizer.vocab_size
+
+
+def test_a_saved_tokenizer_is_the_same_again(bpe: Path, tmp_path: Path) -> None:
+    first = FileTokenizer(bpe)
+    first.save(tmp_path / "copy")
+    assert FileTokenizer(tmp_path / "copy").fingerprint == first.fingerprint
+    load_tokenizer("bytes").save(tmp_path / "bytes")
+    again = load_tokenizer(str(tmp_path / "bytes"))
+    assert (again.vocab_size, again.eos_token_id, again.encode(TEXTS[1])) == (257, 256, list(TEXTS[1].encode()))
+
+
+def test_files_of_a_directory_travel_with_it(bpe: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    FileTokenizer(bpe).save(source)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    FileTokenizer(source).save(tmp_path / "copy")
+    assert (tmp_path / "copy" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (tmp_path / "copy" / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
+
+
+def test_special_tokens_come_from_whichever_file_names_them(bpe: Path, tmp_path: Path) -> None:
+    FileTokenizer(bpe).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert FileTokenizer(tmp_path).eos_token_id is None
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 8], "pad_token_id": None}))
+    tokenizer = FileTokenizer(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (7, 7)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": END}}))
+    assert FileTokenizer(tmp_path).eos_token_id == 0
+
+
+def test_bpe_training_is_deterministic(bpe: Path, tmp_path: Path) -> None:
+    train_bpe(["the quick brown fox jumps over the lazy dog\n" * 50, "def f(x):\n    return x\n" * 50], 320, tmp_path)
+    assert FileTokenizer(tmp_path).fingerprint == FileTokenizer(bpe).fingerprint
+    assert len(FileTokenizer(bpe).encode("the quick brown fox")) < 8
+
+
+def test_long_texts_are_cut_where_it_changes_no_id(bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = FileTokenizer(bpe)
+    text = "def f(x):\nreturn x\n" * 200
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr("forgather_cli.data.tokenize._PIECE", 1000)
+    assert len(_pieces(text)) > 3
+    assert "".join(_pieces(text)) == text
+    assert tokenizer.encode_arrays([text])[0].tolist() == whole
+
+
+@pytest.mark.parametrize("content", [None, "not json"])
+def test_a_directory_that_is_none(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=r"data\.tokenizer.*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_bytes_need_no_tokenizers_library() -> None:
+    code = """
+import sys
+from forgather_cli.data.tokenize import load_tokenizer
+tokenizer = load_tokenizer("bytes")
+assert tokenizer.decode(tokenizer.encode("text")) == "text"
+assert not {"tokenizers", "torch"} & set(sys.modules), sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,330 @@
+"""The loop: order of events, cadence, normalisation against plain PyTorch, stops and what is saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.errors import CallbackError, DataError, DivergenceError
+from forgather_cli.strategies.base import Batch, Strategy, Supports
+from forgather_cli.trainer import Trainer, TrainingArguments
+
+
+class FakeStrategy(Strategy):
+    """One parameter whose gradient is known: the loop can be watched without a model."""
+
+    supports = Supports(optimizer_in_backward=True, fp16=False, torch_compile=False)
+    device = torch.device("cpu")
+    data_rank, data_size, data_group, model_group = 0, 1, None, None
+
+    def __init__(self, gradient: float = 1.0) -> None:
+        self.gradient = gradient
+        self.calls: list[tuple[int, float]] = []
+
+    def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
+        self.parts = [build()]
+
+    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+        count = sum(1 for _ in microbatches)
+        self.calls.append((count, float(num_tokens)))
+        for parameter in self.parts[0].parameters():
+            parameter.grad = torch.full_like(parameter, self.gradient)
+        return torch.tensor(2.0)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return torch.tensor(3.0), torch.tensor(1.0)
+
+    def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:
+        return torch.zeros(*batch["input_ids"].shape, 4)
+
+
+class Recorder(TrainerCallback):
+    """Notes every event with the step it came at."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+
+def _recording(event: str) -> Callable[..., None]:
+    def handler(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append((event, state.global_step))
+
+    return handler
+
+
+for _event in (
+    "on_train_begin", "on_epoch_begin", "on_step_begin", "on_forward_backward_begin", "on_forward_backward_end",
+    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_train_metrics", "on_step_end", "on_log_step",
+    "on_log", "on_prediction_step", "on_evaluate", "on_save", "on_epoch_end", "on_train_end",
+):  # fmt: skip
+    setattr(Recorder, _event, _recording(_event))
+
+
+def arguments(path: Path, **changes: Any) -> TrainingArguments:
+    settings = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 2, "async_save": False, **changes}
+    return TrainingArguments(str(path), **settings)
+
+
+def test_events_of_a_step_come_in_the_order_of_the_contract(tmp_path: Path) -> None:
+    recorder = Recorder()
+    args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1, save_steps=1)
+    Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(), tiny.RandomTokens(4), callbacks=[recorder], strategy=FakeStrategy()).train()
+    micro = ["on_forward_backward_begin", "on_forward_backward_end", "on_substep_end"]
+    assert [name for name, _ in recorder.events] == [
+        "on_train_begin", "on_epoch_begin", "on_step_begin", *micro, *micro, "on_pre_optimizer_step", "on_optimizer_step",
+        "on_train_metrics", "on_step_end", "on_prediction_step", "on_log", "on_evaluate", "on_save", "on_epoch_end",
+        "on_log_step", "on_log", "on_log_step", "on_log", "on_train_end",
+    ]  # fmt: skip
+
+
+def test_cadence_counts_absolute_steps(tmp_path: Path) -> None:
+    recorder = Recorder()
+    args = arguments(tmp_path, max_steps=7, logging_steps=3, logging_first_step=True, eval_strategy="steps", eval_steps=2, save_steps=5)
+    Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(), tiny.RandomTokens(4), callbacks=[recorder], strategy=FakeStrategy()).train()
+    steps = lambda event: [step for name, step in recorder.events if name == event]  # noqa: E731
+    assert steps("on_log_step") == [1, 3, 6, 7, 7]  # 7: what was left, and the run's metrics
+    assert steps("on_evaluate") == [2, 4, 6]
+    assert steps("on_save") == [5, 7]
+
+
+def test_each_step_gets_all_its_micro_batches_and_the_count_of_its_targets(tmp_path: Path) -> None:
+    strategy = FakeStrategy()
+    args = arguments(tmp_path, global_batch_size=8, per_device_train_batch_size=3, save_strategy="no")
+    Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(64), strategy=strategy).train()
+    assert strategy.calls == [(4, 8 * 15.0)] * 4  # micro-batches of 2: the largest even split below 3
+
+
+def plain_training(model: nn.Module, batches: list[list[Batch]], lr: float, max_norm: float) -> list[tuple[float, float]]:
+    """The same run in plain PyTorch: (loss, gradient norm) of every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    curve = []
+    for step in batches:
+        count = sum(int((b["labels"][:, 1:] != -100).sum()) for b in step)
+        total = 0.0
+        for batch in step:
+            logits = model(batch["input_ids"])[:, :-1]
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((total, norm.item()))
+    return curve
+
+
+class Curve(TrainerCallback):
+    """Losses, gradient norms and batches of a run."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+
+    def on_train_metrics(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.points.append((float(kwargs["loss"]), float(kwargs["grad_norm"])))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
+def test_accumulation_equals_plain_pytorch_with_ragged_labels(tmp_path: Path, accumulation: int) -> None:
+    data = tiny.RandomTokens(64, ragged=True)
+    model, curve, seen = tiny.decoder(), Curve(), []
+    args = arguments(
+        tmp_path, max_steps=5, gradient_accumulation_steps=accumulation, per_device_train_batch_size=8 // accumulation,
+        learning_rate=0.5, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.5, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model, args, None, data, callbacks=[curve])
+    original = trainer.strategy.forward_backward
+
+    def spy(microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+        seen.append(batches := list(microbatches))
+        return original(batches, num_tokens)
+
+    trainer.strategy.forward_backward = spy  # type: ignore[method-assign]
+    trainer.train()
+    whole = [[{k: torch.cat([b[k] for b in step]) for k in step[0]}] for step in seen]
+    reference = tiny.decoder()
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve.points, plain_training(reference, whole, 0.5, 0.5), strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_is_the_sum_over_all_targets_divided_by_their_number(tmp_path: Path) -> None:
+    data, model = tiny.RandomTokens(13, ragged=True), tiny.decoder()
+    trainer = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=4), None, None, data)
+    metrics = trainer.evaluate()
+    batch = {k: torch.stack([data[i][k] for i in range(13)]) for k in ("input_ids", "labels")}
+    labels = batch["labels"][:, 1:].flatten()
+    with torch.no_grad():
+        expected = F.cross_entropy(model(batch["input_ids"])[:, :-1].flatten(0, 1), labels).item()
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+    assert metrics["eval_tokens"] == int((labels != -100).sum())
+    assert trainer.optimizer is None
+
+
+def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
+    curves = []
+    for strategy in ("no", "steps"):
+        curve = Curve()
+        args = arguments(tmp_path / strategy, max_steps=6, eval_strategy=strategy, eval_steps=2, save_strategy="no")
+        model = tiny.decoder(attention_dropout=0.2, residual_dropout=0.2)
+        Trainer(model, args, None, tiny.RandomTokens(), tiny.RandomTokens(8), callbacks=[curve]).train()
+        curves.append(curve.points)
+    assert curves[0] == curves[1]
+
+
+def test_optimizer_in_backward_equals_the_plain_optimizer(tmp_path: Path) -> None:
+    models = []
+    for fused in (False, True):
+        model = tiny.decoder()
+        args = arguments(tmp_path / str(fused), max_steps=6, max_grad_norm=None, fuse_optim_with_backward=fused, save_strategy="no")
+        Trainer(model, args, None, tiny.RandomTokens()).train()
+        models.append(model)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_gradient_checkpointing_changes_no_number(tmp_path: Path) -> None:
+    curves = []
+    for on in (False, True):
+        curve = Curve()
+        args = arguments(tmp_path / str(on), max_steps=4, gradient_checkpointing=on, save_strategy="no")
+        Trainer(tiny.decoder(residual_dropout=0.1), args, None, tiny.RandomTokens(), callbacks=[curve]).train()
+        curves.append(curve.points)
+    assert curves[0] == curves[1]
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_never_saved(tmp_path: Path) -> None:
+    strategy = FakeStrategy(gradient=math.nan)
+    trainer = Trainer(nn.Linear(1, 1), arguments(tmp_path, save_steps=1), None, tiny.RandomTokens(), strategy=strategy)
+    with pytest.raises(DivergenceError, match="gradient norm became nan at step 1"):
+        trainer.train()
+    assert trainer.state.global_step <= 3
+    assert trainer.run_dir.checkpoint_steps() == []
+
+
+def test_a_stop_saves_and_an_abort_does_not(tmp_path: Path) -> None:
+    class Asks(TrainerCallback):
+        def __init__(self, flag: str) -> None:
+            self.flag = flag
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                setattr(control, self.flag, True)
+
+    for flag, saved in (("should_training_stop", [2]), ("should_abort_without_save", [])):
+        trainer = Trainer(
+            nn.Linear(1, 1), arguments(tmp_path / flag), None, tiny.RandomTokens(), callbacks=[Asks(flag)], strategy=FakeStrategy()
+        )
+        assert trainer.train().global_step == 2
+        assert trainer.run_dir.checkpoint_steps() == saved
+
+
+def test_a_signal_saves_whatever_the_save_strategy_says(tmp_path: Path) -> None:
+    polls = iter([None, None, 15])
+    trainer = Trainer(
+        nn.Linear(1, 1), arguments(tmp_path, save_strategy="no"), None, tiny.RandomTokens(), strategy=FakeStrategy(),
+        should_stop=lambda: next(polls, 15),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.stopped_by == 15
+    assert trainer.run_dir.checkpoint_steps() == [3]
+
+
+def test_a_signal_discards_the_evaluation_in_progress(tmp_path: Path) -> None:
+    recorder = Recorder()
+    stop: list[int] = []
+
+    class StopsInEvaluation(TrainerCallback):
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            stop.append(15)
+
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
+    Trainer(
+        nn.Linear(1, 1), args, None, tiny.RandomTokens(), tiny.RandomTokens(64), callbacks=[recorder, StopsInEvaluation()],
+        strategy=FakeStrategy(), should_stop=lambda: stop[0] if stop else None,
+    ).train()  # fmt: skip
+    assert "on_evaluate" not in [name for name, _ in recorder.events]
+    assert len(stop) == 1
+    assert ("on_save", 1) in recorder.events
+
+
+def test_epochs(tmp_path: Path) -> None:
+    recorder = Recorder()
+    args = arguments(
+        tmp_path, max_steps=-1, num_train_epochs=2, logging_strategy="epoch", eval_strategy="epoch", save_strategy="epoch"
+    )
+    trainer = Trainer(
+        nn.Linear(1, 1), args, None, tiny.RandomTokens(10), tiny.RandomTokens(4), callbacks=[recorder], strategy=FakeStrategy()
+    )
+    assert trainer.train().global_step == 6  # 10 samples in batches of 4, the last one smaller
+    for event in ("on_epoch_end", "on_evaluate", "on_save"):
+        assert [step for name, step in recorder.events if name == event] == [3, 6]
+    assert trainer.state.epoch == 2.0
+
+
+def test_epoch_train_steps_is_the_length_of_an_epoch(tmp_path: Path) -> None:
+    recorder = Recorder()
+    args = arguments(tmp_path, max_steps=5, epoch_train_steps=2, save_strategy="no")
+    Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(), callbacks=[recorder], strategy=FakeStrategy()).train()
+    assert [step for name, step in recorder.events if name == "on_epoch_end"] == [2, 4, 5]
+
+
+def test_the_best_model_is_kept_loaded_and_named(tmp_path: Path) -> None:
+    class Worse(FakeStrategy):
+        losses = iter([5.0, 1.0, 3.0, 4.0])
+
+        def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+            return torch.tensor(next(self.losses)), torch.tensor(1.0)
+
+    args = arguments(
+        tmp_path, eval_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=1, load_best_model_at_end=True
+    )
+    model = nn.Linear(1, 1)
+    snapshots: dict[int, float] = {}
+
+    class Snapshot(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            snapshots[state.global_step] = kwargs["model"].weight.item()
+
+    trainer = Trainer(model, args, None, tiny.RandomTokens(), tiny.RandomTokens(4), strategy=Worse(), callbacks=[Snapshot])
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert trainer.run_dir.checkpoint_steps() == [2, 4]
+    assert model.weight.item() == snapshots[2]
+    assert trainer.state.best_model_checkpoint == str(trainer.run_dir.checkpoint(2))
+
+
+def test_a_callback_that_raises_is_named_with_its_event(tmp_path: Path) -> None:
+    class Broken(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ValueError("no such column")
+
+    trainer = Trainer(nn.Linear(1, 1), arguments(tmp_path, save_steps=1), None, tiny.RandomTokens(), callbacks=[Broken], strategy=FakeStrategy())
+    with pytest.raises(CallbackError, match="callback Broken failed in on_log: ValueError: no such column"):
+        trainer.train()
+    assert trainer.run_dir.checkpoint_steps() == [1]
+
+
+def test_no_data_is_a_set_up_mistake(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="train_dataset"):
+        Trainer(nn.Linear(1, 1), arguments(tmp_path), strategy=FakeStrategy()).train()
+
+
+def test_a_step_without_targets_divides_by_one_and_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = tiny.RandomTokens()
+    data.lengths.zero_()
+    strategy = FakeStrategy()
+    Trainer(nn.Linear(1, 1), arguments(tmp_path, save_strategy="no"), None, data, strategy=strategy).train()
+    assert [targets for _, targets in strategy.calls] == [1.0] * 4
+    assert sum("has no targets" in record.message for record in caplog.records) == 1

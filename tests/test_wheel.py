@@ -1,0 +1,78 @@
+"""The wheel carries conf/ and recipes/ and trains outside the checkout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = out.glob("*.whl")
+    return path
+
+
+def test_the_wheel_has_every_option_and_recipe_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("conf", "recipes"):
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.yaml")}
+        assert files
+        assert {f"forgather_cli/{file}" for file in files} <= names
+    assert "forgather_cli/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"forgather_cli", "forgather-0.1.0.dist-info"}
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and, without downloading them again, the packages it depends on.
+
+    They are put on the path by a .pth file, whose own .pth files (the editable checkout) are not read.
+    """
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--ignore-installed",
+        str(wheel),
+    ]
+    done = subprocess.run([sys.executable, *install], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return python
+
+
+def test_the_installed_wheel_trains_outside_the_checkout(python: Path, tmp_path: Path) -> None:
+    where = "import forgather_cli; print(forgather_cli.__file__)"
+    found = subprocess.run([str(python), "-c", where], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert found.startswith(str(python.parents[1]))
+    (tmp_path / "corpus.txt").write_text("To be or not to be, that is the question. " * 400)
+    words = ["train", "data=text", "data.files=[corpus.txt]", "cache_dir=cache", "model=nano", "seq_len=32",
+             "max_steps=2", "global_batch_size=4", "warmup_steps=1", "logging_steps=1", "output_dir=run"]  # fmt: skip
+    command = [str(python.with_name("forgather")), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {record["step"] for record in records if "loss" in record} == {1, 2}
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "model" / "model.safetensors").is_file()
