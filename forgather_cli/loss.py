@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -44,9 +45,7 @@ def shifted(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
 
 
-def model_logits(
-    model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool = False, cache: Any = None
-) -> Tensor:
+def model_logits(model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool = False, cache: Any = None) -> Tensor:
     """Logits (B, T, V), or (B, 1, V) of the last position, of any model: a tensor, a tuple's first, or ``.logits``.
 
     ``last_only`` and ``cache`` are passed to a model whose forward names them; another one computes everything, and
@@ -110,7 +109,7 @@ def linear_cross_entropy_sum(
     options = (z_loss, label_smoothing, chunk_size, dtype)
     inputs = [t for t in (hidden, weight, bias) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        return _LinearCrossEntropy.apply(flat, weight, bias, targets, *options)  # type: ignore[no-any-return]
+        return _LinearCrossEntropy.apply(flat, weight, bias, targets, *options)  # type: ignore[no-any-return, no-untyped-call]
     with torch.autocast(kind, enabled=False):
         return _in_chunks(flat, weight, bias, targets, *options, grads=None)
 
@@ -201,6 +200,7 @@ def _in_chunks(
         total += _chunk(logits, targets[rows], z_loss, label_smoothing, into_gradient=grads is not None)
         if grads is not None:
             grads.add(logits.to(dtype), x, w, rows)
+        del logits  # before the next chunk's are made, not after
     return total
 
 
@@ -238,9 +238,7 @@ class Loss(ABC):
         """Raise ModelError, by name, for what ``model`` lacks for this loss."""
 
     @abstractmethod
-    def total(
-        self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None
-    ) -> Tensor:
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
         """Sum over targets, 0-dim fp32. ``num_items`` counts the targets of the whole step; None: of this batch."""
 
 
@@ -361,15 +359,7 @@ def _from_target(target: Target) -> LossFn:
     if isinstance(found, type):
         made: LossFn = found(**target.kwargs)
         return made
-    if not target.kwargs:
-        return found  # type: ignore[no-any-return]
-    return _bound(found, target.kwargs)
-
-
-def _bound(function: LossFn, kwargs: dict[str, Any]) -> LossFn:
-    import functools
-
-    return functools.partial(function, **kwargs)
+    return partial(found, **target.kwargs)
 
 
 class ModelWithLoss(nn.Module):

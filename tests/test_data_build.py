@@ -145,7 +145,7 @@ def test_bad_utf8_is_said(tmp_path: Path, cache: str, caplog: pytest.LogCaptureF
     ("content", "settings", "message"),
     [
         ("", {}, r"no text in 1 files \(.*a\.txt\); they are empty"),
-        ("short", {"eval_fraction": 0.0}, r"data\.seq_len: 32 is longer than the training split of 6 tokens; set data\.seq_len=6 or"),
+        ("short", {"eval_fraction": 0.0}, r"data\.seq_len: 32 .* split of 6 tokens; set data\.seq_len=6 or"),
         ("long enough " * 20, {"eval_fraction": 1.0}, r"data\.eval_fraction: 1\.0 leaves nothing to train on"),
     ],
 )  # fmt: skip
@@ -344,7 +344,7 @@ def test_own_eval_files_of_tokens(tmp_path: Path, cache: str) -> None:
     [
         ([1, 300], "uint16", {}, r"token id 300 is outside the vocabulary of data\.tokenizer \(257 ids\)"),
         ([1, -5], "int32", {"token_dtype": "int32"}, r"token id -5 is outside the vocabulary"),
-        ([1] * 50, "uint16", {"packing": "pad"}, r"data\.packing=pad: .* set data\.document_separator .*end token is 256"),
+        ([1] * 50, "uint16", {"packing": "pad"}, r"data\.packing=pad: .* data\.document_separator .*token is 256"),
         ([1] * 50, "uint16", {"isolate_documents": True}, r"data\.isolate_documents=true: nothing marks the documents"),
         ([1] * 5, "uint16", {"eval_fraction": 0.0}, r"data\.seq_len: 8 is longer than the training split of 5 tokens"),
         ([], "uint16", {}, "no tokens in 1 files"),

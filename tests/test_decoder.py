@@ -1,4 +1,4 @@
-"""The decoder against transformers: same weights, same logits and gradients; masks, cache and transforms against itself."""
+"""The decoder: logits and gradients against transformers; masks, cache and transforms against itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ V = 101
 
 
 def small(**changes: Any) -> DecoderSettings:
-    base: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return resolve_decoder(DecoderSettings(**{**base, **changes}), vocab_size=V, seq_len=32)
 
 
@@ -63,8 +68,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dynamic-beyond": {"rope_scaling": RopeScaling(rope_type="dynamic", factor=3.0), "max_position_embeddings": 10},
     "yarn": {"rope_scaling": YARN, "max_position_embeddings": 64},
     "yarn-mscale": {
-        "rope_scaling": dataclasses.replace(YARN, mscale=0.7, mscale_all_dim=0.4, truncate=False, beta_fast=8.0),
-        "max_position_embeddings": 64,
+        "rope_scaling": RopeScaling(
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=50,
+            mscale=0.7,
+            mscale_all_dim=0.4,
+            truncate=False,
+            beta_fast=8.0,
+        ),
+        "rope_theta": 100.0,  # so that truncation moves the ramp
+        "max_position_embeddings": 200,
     },
     "yarn-attention-factor": {
         "rope_scaling": dataclasses.replace(YARN, attention_factor=1.3),
@@ -95,7 +109,9 @@ def test_logits_and_every_gradient_equal_transformers(name: str) -> None:
     for n, p in ours.named_parameters():
         assert p.grad is not None
         scale = gradients[n].abs().max()
-        torch.testing.assert_close(p.grad / scale, gradients[n] / scale, rtol=1e-5, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+        torch.testing.assert_close(
+            p.grad / scale, gradients[n] / scale, rtol=1e-5, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}"
+        )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -257,7 +273,9 @@ def test_blocks_of_other_models_and_of_none() -> None:
 
     model = nn.ModuleDict({"wte": nn.Embedding(4, 3), "h": nn.Sequential(Block(), Block()), "ln": nn.LayerNorm(3)})
     assert blocks_of(model) == list(model["h"])
-    with pytest.raises(ModelError, match=r"gradient_checkpointing: Linear has no nn\.ModuleList .*gradient_checkpointing=false"):
+    with pytest.raises(
+        ModelError, match=r"gradient_checkpointing: Linear has no nn\.ModuleList .*gradient_checkpointing=false"
+    ):
         apply_activation_checkpointing(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="torch_compile: Linear has no"):
         compile_blocks(nn.Linear(2, 2), RunSettings())
@@ -276,7 +294,10 @@ def test_resolving_fills_every_null() -> None:
         ({"hidden_size": 30}, r"model\.hidden_size: must be a multiple of model\.num_attention_heads=4, got 30"),
         ({"num_key_value_heads": 3}, r"model\.num_key_value_heads: must divide model\.num_attention_heads=4, got 3"),
         ({"head_dim": 7}, r"model\.head_dim: .* even head size, got 7"),
-        ({"qk_norm": True, "mlp_bias": True}, r"model\.qk_norm=true, model\.mlp_bias=true: no Hugging Face architecture"),
+        (
+            {"qk_norm": True, "mlp_bias": True},
+            r"model\.qk_norm=true, model\.mlp_bias=true: no Hugging Face architecture",
+        ),
         ({"sliding_window": 4, "mlp_bias": True}, r"model\.sliding_window=4, model\.mlp_bias=true: no Hugging Face"),
         ({"attention_output_bias": True}, r"model\.attention_output_bias=true: no Hugging Face architecture"),
     ],

@@ -153,7 +153,9 @@ def test_a_buffer_that_nobody_fills_is_named() -> None:
 
     with torch.device("meta"):
         model = nn.Sequential(Masked())
-    with pytest.raises(ModelError, match=r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu"):
+    with pytest.raises(
+        ModelError, match=r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu"
+    ):
         allocate(model, "cpu")
 
 

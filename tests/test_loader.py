@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,6 +206,7 @@ def test_streams_resume_exactly(kind: type[Count], workers: int) -> None:
         steps.append(numbers(step))
         states.append(data.state_dict())
     assert [len(part) for part in steps[0]] == [3, 1]
+    assert json.loads(json.dumps(states)) == states, "a checkpoint can hold it"
     assert len(set(flat_of(steps))) == 20
     for done in (1, 3, 5):
         resumed = loader(kind(23), 4, 3, num_workers=workers)

@@ -71,7 +71,10 @@ def gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("options", OPTIONS, ids=ids)
 def test_cross_entropy_follows_its_definition(options: dict[str, float]) -> None:
     hidden, weight, _ = inputs()
-    loss, expected = cross_entropy_sum(hidden @ weight.t(), labels(), **options), reference(hidden @ weight.t(), labels(), **options)
+    loss, expected = (
+        cross_entropy_sum(hidden @ weight.t(), labels(), **options),
+        reference(hidden @ weight.t(), labels(), **options),
+    )
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(gradients(loss, hidden, weight), gradients(expected, hidden, weight), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -87,7 +90,9 @@ def test_chunked_loss_equals_the_plain_one(options: dict[str, float], chunk_size
     with torch.no_grad():
         same = linear_cross_entropy_sum(hidden, weight, labels(), bias=bias, chunk_size=chunk_size, **options)
     torch.testing.assert_close(same, plain, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(gradients(fused, hidden, weight, bias), gradients(plain, hidden, weight, bias), strict=True):
+    for ours, theirs in zip(
+        gradients(fused, hidden, weight, bias), gradients(plain, hidden, weight, bias), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -132,7 +137,9 @@ def test_chunked_loss_follows_autocast(chunk_size: int) -> None:
     product = (hidden.bfloat16() @ weight.bfloat16().t()).float() + bias
     torch.testing.assert_close(fused, cross_entropy_sum(product, labels()), rtol=1e-5, atol=1e-5)
     assert fused != exact, "the products are rounded to bf16"
-    for ours, theirs in zip(gradients(fused, hidden, weight, bias), gradients(exact, hidden, weight, bias), strict=True):
+    for ours, theirs in zip(
+        gradients(fused, hidden, weight, bias), gradients(exact, hidden, weight, bias), strict=True
+    ):
         assert ours.dtype == torch.float32
         assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
@@ -165,7 +172,9 @@ def batch(**more: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("option", [CrossEntropySettings(), LinearCrossEntropySettings(chunk_size=11)], ids=lambda o: o.type)
+@pytest.mark.parametrize(
+    "option", [CrossEntropySettings(), LinearCrossEntropySettings(chunk_size=11)], ids=lambda o: o.type
+)
 def test_model_with_loss_equals_plain_pytorch(option: Any, tied: bool) -> None:
     model = decoder(tie_word_embeddings=tied)
     documents = torch.arange(T).div(5, rounding_mode="floor").expand(B, T)
@@ -235,7 +244,9 @@ def test_a_users_loss_with_the_count_is_used_as_it_is() -> None:
 def test_targets_are_functions_with_arguments_or_classes() -> None:
     plain = total_of(build_loss(), batch())
     for name, kwargs in {"mean_loss": {}, "counted_loss": {"factor": 1.0}, "CallableLoss": {"factor": 1.0}}.items():
-        torch.testing.assert_close(total_of(build_loss(Target(path=f"{__name__}.{name}", kwargs=kwargs)), batch()), plain)
+        torch.testing.assert_close(
+            total_of(build_loss(Target(path=f"{__name__}.{name}", kwargs=kwargs)), batch()), plain
+        )
     doubled = build_loss(Target(path=f"{__name__}.counted_loss", kwargs={"factor": 2.0}))
     torch.testing.assert_close(total_of(doubled, batch()), 2 * plain)
     with pytest.raises(ModelError, match=r"loss\._target_: cannot import nowhere\.loss"):
@@ -273,7 +284,9 @@ def test_other_outputs_and_what_is_missing_are_named() -> None:
 
     with pytest.raises(ModelError, match=r"Odd: forward must return logits .*, got a tensor of shape \(3, 17\)"):
         model_logits(Odd(), model_kwargs(batch()))
-    with pytest.raises(ModelError, match=r"loss=linear_cross_entropy: Odd has no hidden_states\(\) and no head; .*loss=cross_entropy"):
+    with pytest.raises(
+        ModelError, match=r"loss=linear_cross_entropy: Odd has no hidden_states\(\) and no head; .*loss=cross_entropy"
+    ):
         ModelWithLoss(Odd(), build_loss(LinearCrossEntropySettings()))
     with pytest.raises(ModelError, match="fused_loss_factory: Odd has no hidden_states"):
         ModelWithLoss(Odd(), build_loss(fused_loss_factory=lambda head: mean_loss))
@@ -291,6 +304,6 @@ def test_memory_is_bounded() -> None:
             command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
         peaks[name] = float(done.stdout.split("peak_mb=")[1].split()[0])
-    one = 256 * 50304 * 4 / 2**20 + 2 * 50304 * 64 * 4 / 2**20  # a chunk of logits, the weight's gradient twice
-    assert peaks["linear_cross_entropy"] < one + 30
+    one = 256 * 50304 * 4 / 2**20 + 50304 * 64 * 4 / 2**20  # a chunk of logits, the weight's gradient
+    assert peaks["linear_cross_entropy"] < one + 30, "code and small tensors"
     assert peaks["plain"] > 2 * 512 * 50304 * 4 / 2**20

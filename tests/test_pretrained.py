@@ -1,4 +1,4 @@
-"""Hugging Face directories: what transformers writes is read, what we write transformers loads, and bad ones are refused."""
+"""Hugging Face directories: transformers' are read, ours are loaded by transformers, bad ones are refused."""
 
 from __future__ import annotations
 
@@ -143,7 +143,12 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def written(path: Path, **changes: Any) -> Decoder:
-    base: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "initializer_range": 0.2}
+    base: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+    }
     torch.manual_seed(0)
     model = Decoder(resolve_decoder(DecoderSettings(**{**base, **changes}), vocab_size=V, seq_len=20)).eval()
     for name, p in model.named_parameters():
@@ -175,7 +180,11 @@ def test_config_round_trips(name: str, tmp_path: Path) -> None:
 
 def test_both_forms_of_the_rotary_settings_are_written_and_read() -> None:
     old = {**COMMON, "model_type": "llama", "rope_theta": 123.0, "rope_scaling": {"type": "linear", "factor": 3.0}}
-    new = {**COMMON, "model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 123.0}}
+    new = {
+        **COMMON,
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 123.0},
+    }
     settings = decoder_settings_from_hf(old)
     assert decoder_settings_from_hf(new) == settings
     assert (settings.rope_theta, settings.rope_scaling) == (123.0, RopeScaling(rope_type="linear", factor=3.0))
@@ -199,7 +208,10 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(model_type: str) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "unsupported architecture 'GPT2LMHeadModel'; .*Llama.*qwen3"),
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            "unsupported architecture 'GPT2LMHeadModel'; .*Llama.*qwen3",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "unsupported architecture 'LlamaForSequenceCl"),
         ({"model_type": None}, "unsupported architecture None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -296,5 +308,7 @@ def test_targets_get_the_sizes_they_name() -> None:
     assert given.weight.shape == (2, 3), "given arguments win"
     with pytest.raises(ModelError, match=r"model\._target_: cannot import nowhere\.Model"):
         build_model(Target(path="nowhere.Model"), vocab_size=9, seq_len=4)
-    with pytest.raises(ModelError, match=r"model\._target_: fractions\.Fraction must return an nn\.Module, got Fraction"):
+    with pytest.raises(
+        ModelError, match=r"model\._target_: fractions\.Fraction must return an nn\.Module, got Fraction"
+    ):
         build_model(Target(path="fractions.Fraction"), vocab_size=9, seq_len=4)

@@ -82,11 +82,11 @@ def load(words: Sequence[str] | None, config_dir: Path | None) -> Loaded:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console that prints text as it is; 120 columns where it is no terminal."""
+    """A rich console that prints text as it is; 160 columns where it is no terminal."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else 120)
+    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else 160)
 
 
 def print_json(value: Any) -> None:

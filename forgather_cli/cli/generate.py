@@ -98,6 +98,9 @@ class _Printer:
     """Writes the text as its tokens come; a character of several tokens appears when it is whole."""
 
     def __init__(self, tokenizer: Any, prompt: str) -> None:
+        from forgather_cli.callbacks.console import printable
+
+        self._printable = printable if sys.stdout.isatty() else str  # no bytes of a model's drive a terminal
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._written = 0
@@ -107,5 +110,5 @@ class _Printer:
         self._tokens.append(token)
         text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        typer.echo(whole[self._written :], nl=False)
+        typer.echo(self._printable(whole[self._written :]), nl=False)
         self._written = max(self._written, len(whole))

@@ -174,11 +174,12 @@ def _print_table(jobs: list[Job]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("job", overflow="fold")
-    for title in ("state", "step", "loss", "eval loss", "best", "time", "directory"):
-        table.add_column(title, justify="left" if title in ("state", "directory") else "right", overflow="fold")
+    for title in ("state", "step", "loss", "eval loss", "best", "time"):
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
     for job in jobs:
-        table.add_row(job.name, *_cells(job), str(job.run.root))
+        table.add_row(job.name, *_cells(job))
     console().print(table)
+    typer.echo(f"runs are in {jobs[0].run.root.parent}")
 
 
 def _cells(job: Job) -> list[str]:

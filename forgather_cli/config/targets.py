@@ -69,9 +69,9 @@ def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
         if isinstance(option, Target):
             yield group, option, call
     groups = {} if isinstance(config.optimizer, Target) else config.optimizer.groups
-    for name, group in groups.items():
-        if isinstance(group.optimizer, Target):
-            yield f"optimizer.groups.{name}.optimizer", group.optimizer, _CALLS["optimizer"]
+    for head, each in groups.items():
+        if isinstance(each.optimizer, Target):
+            yield f"optimizer.groups.{head}.optimizer", each.optimizer, _CALLS["optimizer"]
     for name, target in config.callbacks.custom.items():
         yield f"callbacks.{name}", target, _CALLS["callbacks"]
 

@@ -20,7 +20,7 @@ Progress = Callable[[int, int], None]
 """``progress(done, total)`` in bytes of the source."""
 
 _VERSION = 1  # of the files below
-_CHUNK = 4 << 20  # characters encoded at once
+_CHUNK = 1 << 20  # characters encoded at once
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +108,7 @@ def _nothing_to_train(corpus: Corpus, *, has_eval: bool) -> DataError:
 
 
 def _chunks(documents: Iterable[tuple[Split, Document]]) -> Iterator[list[tuple[Split, Document]]]:
-    """Documents in lists of about 4 million characters: enough for the tokenizer's threads, little memory."""
+    """Documents in lists of about a million characters: enough for the tokenizer's threads, little memory."""
     chunk: list[tuple[Split, Document]] = []
     size = 0
     for split, document in documents:
@@ -124,11 +124,12 @@ def _chunks(documents: Iterable[tuple[Split, Document]]) -> Iterator[list[tuple[
 def _reported(
     documents: Iterable[tuple[Split, Document]], total: int, progress: Progress | None
 ) -> Iterator[tuple[Split, Document]]:
-    done = 0
+    done = reported = 0
     for split, document in documents:
         yield split, document
         done = min(done + document.num_bytes, total)
-        if progress is not None:
+        if progress is not None and done - reported >= total // 200:  # a bar needs no more, and documents may be small
+            reported = done
             progress(done, total)
     if progress is not None:
         progress(total, total)

@@ -159,7 +159,7 @@ def _chunks(files: Sequence[ArrayFile]) -> Iterator[NDArray[np.int64]]:
 def _border(borders: NDArray[np.int64], option: TokensSettings) -> int:
     """Where evaluation starts: the document border next to the wanted place, if there is one inside."""
     total = int(borders[-1])
-    wanted = total - max(2, round(total * option.eval_fraction))
+    wanted = total - max(1, round(total * option.eval_fraction))
     if wanted <= 0:
         raise DataError(
             f"data.eval_fraction: {option.eval_fraction} of {total} tokens leaves nothing to train on; lower it"

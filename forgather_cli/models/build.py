@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -127,18 +129,12 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     return found
 
 
-class _opened:  # noqa: N801 - used like a function
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file; damage and absence become ModelError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Any:
-        try:
-            self._file = safe_open(self._path, framework="pt")
-            return self._file.__enter__()
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"model.path: cannot read {self._path}: {error}") from error
-
-    def __exit__(self, *exc: Any) -> None:
-        self._file.__exit__(*exc)
+    try:
+        file = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"model.path: cannot read {path}: {error}") from error
+    with file as tensors:
+        yield tensors

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class Context(NamedTuple):
     """What all layers of one forward share."""
 
-    cos: Tensor  # (T, 1, D/2) or (B, T, 1, D/2), fp32
+    cos: Tensor  # (T, 1, D) or (B, T, 1, D), fp32
     sin: Tensor
     mask: Tensor | None  # (1 or B, 1, T, S) bool, True = attend
     is_causal: bool  # the mask is the plain causal one, and not made
@@ -65,7 +65,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)  # (B, K, S, D)
         y = self._attend(q, k, v, context)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         grouped = self.grouped
@@ -96,7 +97,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(s.intermediate_size, s.hidden_size, bias=s.mlp_bias, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -241,7 +243,7 @@ def _positions(x: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
 def _mask(
     x: Tensor, past: int, window: int | None, document_ids: Tensor | None, attention_mask: Tensor | None
 ) -> tuple[Tensor | None, bool]:
-    """The mask (1 or B, 1, T, S), True = attend, and whether it is the plain causal one, which SDPA need not be given."""
+    """The mask (1 or B, 1, T, S), True = attend; or None and whether SDPA is to be plainly causal, which is faster."""
     T, S = x.shape[1], past + x.shape[1]
     windowed = window is not None and window < S
     if document_ids is None and attention_mask is None and not windowed and (past == 0 or T == 1):

@@ -52,7 +52,7 @@ def init_parameters(module: nn.Module, seed: int, *, device_generator: bool = Fa
         else:
             raise ModelError(
                 f"model: cannot initialise {name or type(module).__name__}.{next(iter(own))}: {type(child).__name__} "
-                f"has no reset_parameters(); add it, or set construct_model_on=cpu to keep the constructor's values"
+                f"has no reset_parameters(), which would say how; add it"
             )
 
 
@@ -116,12 +116,12 @@ def reset_buffers(module: nn.Module) -> None:
     for path, child in module.named_modules():
         buffers = [name for name, b in child._buffers.items() if b is not None]
         if callable(getattr(child, "reset_buffers", None)):
-            child.reset_buffers()  # type: ignore[operator]
+            child.reset_buffers()
             continue
         resets = callable(getattr(child, "reset_parameters", None))
         orphans = [name for name in buffers if not resets or name in child._non_persistent_buffers_set]
         if orphans:
             raise ModelError(
-                f"model: {type(child).__name__} has no reset_buffers() that computes {path or 'its'}.{orphans[0]} after "
-                f"construction on meta; add it, or set construct_model_on=cpu"
+                f"model: {type(child).__name__} has no reset_buffers() that computes {path or 'its'}.{orphans[0]} "
+                f"after construction on meta; add it, or set construct_model_on=cpu"
             )

@@ -141,7 +141,9 @@ def _sliding_window(model_type: str, config: dict[str, Any]) -> int | None:
     if not config.get("use_sliding_window", False) or window is None:
         return None
     first = config.get("max_window_layers", 28)
-    types = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    types = config.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    ]
     if set(types) == {"full_attention"}:
         return None
     if set(types) != {"sliding_attention"}:
@@ -160,7 +162,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 def _rope_scaling(config: dict[str, Any]) -> RopeScaling | None:
     rope = _rope(config)
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    rope_type: Any = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in _ROPE_KEYS:
         raise ModelError(f"rope_type={rope_type!r} is not supported; supported are {', '.join(_ROPE_KEYS)}")
     if rope_type == "default":
@@ -181,8 +183,9 @@ def _hf_rope(s: DecoderSettings) -> dict[str, Any]:
         values["original_max_position_embeddings"] = (
             scaling.original_max_position_embeddings or s.max_position_embeddings
         )
-    given = {key: value for key, value in values.items() if value is not None}
-    return {"rope_type": scaling.rope_type, "rope_theta": s.rope_theta, **given}
+    # truncate=true is the default that transformers 4 knows no name for
+    given = {key: v for key, v in values.items() if v is not None and (key, v) != ("truncate", True)}
+    return {"rope_type": scaling.rope_type, **given}
 
 
 def hf_config(
@@ -202,9 +205,9 @@ def hf_config(
         **{key: getattr(s, key) for key in _COPIED if key != "residual_dropout"},
         "hidden_act": "silu",
         "use_cache": True,
-        "rope_parameters": rope,
+        "rope_parameters": {**rope, "rope_theta": s.rope_theta},
         "rope_theta": s.rope_theta,
-        "rope_scaling": None if rope["rope_type"] == "default" else dict(rope),
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
@@ -265,8 +268,12 @@ def write_model_files(model: nn.Module, processing_class: Any, directory: Path) 
         write_config(directory, model.settings, **{n: getattr(processing_class, n, None) for n in names}, dtype=dtype)
     else:
         for part in (getattr(model, "config", None), getattr(model, "generation_config", None)):
-            if callable(getattr(part, "save_pretrained", None)):
-                part.save_pretrained(directory)
-    save = getattr(processing_class, "save", None) or getattr(processing_class, "save_pretrained", None)
+            _saved(part, "save_pretrained", directory)
+    _saved(processing_class, "save", directory) or _saved(processing_class, "save_pretrained", directory)
+
+
+def _saved(part: Any, method: str, directory: Path) -> bool:
+    save = getattr(part, method, None)
     if callable(save):
         save(directory)
+    return callable(save)

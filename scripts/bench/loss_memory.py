@@ -51,7 +51,7 @@ def measure(args: argparse.Namespace) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
     hidden = torch.randn(1, args.tokens, args.width, device=args.device)
-    weight = (torch.randn(args.vocab, args.width, device=args.device) * 0.02).requires_grad_()
+    weight = torch.empty(args.vocab, args.width, device=args.device).normal_(std=0.02).requires_grad_()
     labels = torch.randint(0, args.vocab, (1, args.tokens), device=args.device)
     losses: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "plain": lambda x: cross_entropy_sum(F.linear(x, weight), labels),
@@ -66,8 +66,9 @@ def measure(args: argparse.Namespace) -> None:
     }
     loss_of = losses[args.run]
     autocast = torch.autocast(args.device, dtype=torch.bfloat16) if args.dtype == "bf16" else nullcontext()
-    torch.randn(64, 64) @ torch.randn(64, 64)  # loads the matrix library before the base is read
-    base, walls, cpus = peak_mb(args.device), [], []
+    # load the matrix library and start autograd before the base is read
+    (torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum().backward()
+    base, walls, cpus = memory_mb(args.device, peak=False), [], []
     for _ in range(args.steps + 1):
         x = hidden.clone().requires_grad_()
         weight.grad = None
@@ -80,18 +81,22 @@ def measure(args: argparse.Namespace) -> None:
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
     print(
-        f"RESULT peak_mb={peak_mb(args.device) - base:.1f} ms={statistics.median(walls[1:]) * 1e3:.1f} "
+        f"RESULT peak_mb={memory_mb(args.device, peak=True) - base:.1f} ms={statistics.median(walls[1:]) * 1e3:.1f} "
         f"cpu_ms={statistics.median(cpus[1:]) * 1e3:.1f} loss={loss.item():.5f}"
     )
 
 
-def peak_mb(device: str) -> float:
-    """Peak so far: resident memory of the process, or allocated on the GPU."""
+def memory_mb(device: str, *, peak: bool) -> float:
+    """Now, or at the peak so far: resident memory of the process, or what is allocated on the GPU."""
     if device == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**20
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(status.read_text().split("VmHWM:" if peak else "VmRSS:")[1].split()[0]) / 1024
+    # elsewhere only the peak is known; it can begin with what the parent process had
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -108,7 +113,10 @@ def compare(args: argparse.Namespace) -> None:
             line = next(text for text in done.stdout.splitlines() if text.startswith("RESULT"))
             results[name].append({k: float(v) for k, v in (pair.split("=") for pair in line.split()[1:])})
     print(f"{args.tokens} tokens, vocabulary {args.vocab}, width {args.width}, {args.dtype}, {args.device}")
-    print(f"{'loss':22}{'runs':>5}{'peak over base MB':>19}{'wall ms':>10}{'cpu ms':>10}{'wall ratio':>12}{'cpu ratio':>11}")
+    print(
+        f"{'loss':22}{'runs':>5}{'peak over base MB':>19}"
+        f"{'wall ms':>10}{'cpu ms':>10}{'wall ratio':>12}{'cpu ratio':>11}"
+    )
     medians = {n: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for n, rs in results.items()}
     base = medians[args.variants[0]]
     for name, m in medians.items():
