@@ -47,7 +47,7 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float | None, m
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros((), device=parameters[0].device if parameters else None)
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     if model_group is not None:
         norm = all_sum(norm.square(), model_group).sqrt()
     if max_norm:

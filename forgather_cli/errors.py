@@ -2,7 +2,7 @@
 
     ForgatherError                 something a user can act on; the message is the whole story
     ├── ConfigError                a setting is wrong: found before torch is imported, exit code 2
-    ├── SetupError                 data, tokenizer, model, checkpoint, memory or disk is wrong: found before step 1, exit code 2
+    ├── SetupError                 data, model, checkpoint, memory or disk is wrong: found before step 1, exit code 2
     │   ├── DataError
     │   ├── ModelError
     │   └── CheckpointError        damaged, foreign, newer or not matching

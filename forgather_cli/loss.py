@@ -12,7 +12,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import CrossEntropySettings, LinearCrossEntropySettings, LossOption, Target
 from forgather_cli.errors import ModelError
+from forgather_cli.targets import import_target
 
 IGNORED = -100
 """The label of a position without a target."""
@@ -351,11 +351,7 @@ def build_loss(
 
 
 def _from_target(target: Target) -> LossFn:
-    module, _, name = target.path.rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(f"loss._target_: cannot import {target.path}: {error}") from error
+    found = import_target(target.path, "loss")
     if isinstance(found, type):
         made: LossFn = found(**target.kwargs)
         return made

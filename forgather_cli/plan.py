@@ -12,17 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import (
-    AdafactorSettings,
-    AdamWSettings,
     Config,
     DecoderSettings,
-    GroupSettings,
     LinearCrossEntropySettings,
-    MuonSettings,
-    OptimizerOption,
-    SGDSettings,
     Target,
 )
+from forgather_cli.optim.groups import ParameterRow, describe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,20 +26,12 @@ _FP32 = 4  # bytes
 
 
 @dataclass(frozen=True)
-class ParameterRow:
-    """One parameter: what it belongs to, how it is optimized, and the bytes of its optimizer state."""
+class PlannedParameter(ParameterRow):
+    """One parameter: how it is trained, and what it belongs to."""
 
-    name: str
-    shape: tuple[int, ...]
     numel: int
     kind: str
     """embedding, attention, mlp, norm, head or other."""
-    group: str
-    """Name of its optimizer group, ``default`` for parameters that no regex matches."""
-    optimizer: str
-    weight_decay: float
-    state_bytes: int | None
-    """None for an optimizer that is not ours."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ class RunPlan:
     model: str
     vocab_size: int
     seq_len: int
-    parameters: list[ParameterRow]
+    parameters: list[PlannedParameter]
     micro_batch: int
     accumulation: int
     global_batch: int
@@ -91,7 +78,7 @@ class RunPlan:
 
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config`` on one device; builds the model without memory. Raises SetupError as training would."""
-    from forgather_cli.trainer.metrics import flops_per_token
+    from forgather_cli.trainer.metrics import Flops
 
     seq_len = _seq_len(config)
     counts = _cached_counts(config)
@@ -113,7 +100,7 @@ def make_plan(config: Config) -> RunPlan:
         tokens_per_step=batch.global_batch * seq_len,
         train_tokens=counts.get("train_tokens"),
         steps=_steps(config, counts.get("train_samples"), batch.global_batch),
-        flops_per_token=flops_per_token(model, seq_len),
+        flops_per_token=Flops.of([model]).of_sequence(seq_len) / seq_len,
         weight_bytes=weights,
         gradient_bytes=max(row.numel for row in rows) * _FP32 if config.fuse_optim_with_backward else weights,
         optimizer_bytes=optimizer,
@@ -170,24 +157,14 @@ def _steps(config: Config, samples: int | None, global_batch: int) -> int | None
 # ------------------------------------------------------------------------------------------------------ parameters
 
 
-def parameter_rows(model: nn.Module, config: Config) -> list[ParameterRow]:
+def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
     """Every parameter, tied ones once, with its optimizer group."""
-    return [_row(name, tuple(parameter.shape), config) for name, parameter in model.named_parameters()]
-
-
-def _row(name: str, shape: tuple[int, ...], config: Config) -> ParameterRow:
-    option, group, settings = _group_of(name, config.optimizer)
-    optimizer, state_bytes = _optimizer_of(name, shape, option)
-    return ParameterRow(
-        name=name,
-        shape=shape,
-        numel=math.prod(shape),
-        kind=_kind(name),
-        group=group,
-        optimizer=optimizer,
-        weight_decay=float(settings.get("weight_decay", config.weight_decay)),
-        state_bytes=state_bytes,
+    described = describe(
+        config.optimizer, model.named_parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
+    return [
+        PlannedParameter(**vars(row), numel=math.prod(row.shape), kind=_kind(row.name)) for row in described.parameters
+    ]
 
 
 _KINDS = (
@@ -201,31 +178,6 @@ _KINDS = (
 
 def _kind(name: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), "other")
-
-
-def _group_of(name: str, option: OptimizerOption) -> tuple[OptimizerOption, str, dict[str, Any]]:
-    """The optimizer that trains a parameter, its group's name and the group's settings; the first match wins."""
-    groups: dict[str, GroupSettings] = {} if isinstance(option, Target) else option.groups
-    for key, group in groups.items():
-        if re.search(group.regex, name):
-            return group.optimizer or option, key, group.settings
-    return option, "default", {}
-
-
-def _optimizer_of(name: str, shape: tuple[int, ...], option: OptimizerOption) -> tuple[str, int | None]:
-    """Optimizer of a parameter and the bytes of its state, in fp32 with a step counter."""
-    numel = math.prod(shape)
-    if isinstance(option, MuonSettings):
-        hidden = len(shape) == 2 and _kind(name) not in ("embedding", "head")
-        return ("muon", numel * _FP32) if hidden else ("adamw", 2 * numel * _FP32 + _FP32)
-    if isinstance(option, AdamWSettings):
-        return "adamw", 2 * numel * _FP32 + _FP32
-    if isinstance(option, AdafactorSettings):
-        factored = numel // shape[-1] + numel // shape[-2] if len(shape) >= 2 else numel
-        return "adafactor", factored * _FP32 + _FP32
-    if isinstance(option, SGDSettings):
-        return "sgd", numel * _FP32 if option.momentum else 0
-    return option.path.rpartition(".")[2], None
 
 
 # ------------------------------------------------------------------------------------------------------ activations

@@ -39,7 +39,7 @@ class Source:
 
 
 def load_source(source: Path, *, device: str = "auto") -> Source:
-    """Load a run's newest valid checkpoint, a checkpoint, or a model directory. Raises ModelError and CheckpointError."""
+    """Load a run's newest valid checkpoint, a checkpoint, or a model directory. Raises SetupError."""
     where = pick_device(device)
     reader = _reader(source)
     directory = source if reader is None else reader.path / "model"
@@ -92,7 +92,9 @@ def evaluate_source(source: Source, config: Config) -> dict[str, float]:
             "evaluate with the tokenizer the model was trained with"
         )
     if data.eval is None:
-        raise DataError("data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction")
+        raise DataError(
+            "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
+        )
     strategy = SingleDevice(source.device, build_loss(config.loss), autocast_for(config.precision, source.device))
     strategy.materialize(lambda: source.model, None)
     loader = EvalLoader(

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def run(config: Config, run: RunDir, *, should_stop: Callable[[], int | None] = 
         data = load_data(config.data, seed=max(config.seed, 0), progress=bar)
     trainer = Trainer(
         model_init=lambda: construct(config, data, device),
-        init_weights=lambda module, seed: fill(config, module, device, seed),
+        init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
         args=config,
         train_dataset=data.train,
         eval_dataset=data.eval,
@@ -60,8 +61,11 @@ def construct(config: Config, data: DataSplits, device: torch.device) -> torch.n
         return build_model(config.model, vocab_size=data.tokenizer.vocab_size, seq_len=data.seq_len)
 
 
-def fill(config: Config, module: torch.nn.Module, device: torch.device, seed: int) -> None:
-    """Give the parameters their first values: from the pretrained directory, or drawn by (seed, name)."""
+def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: int) -> None:
+    """Give the parameters their first values: from the pretrained directory, or drawn by (seed, name).
+
+    A model of the user's keeps those of its constructor.
+    """
     if isinstance(config.model, PretrainedSettings):
         load_pretrained(module, Path(config.model.path))
         return

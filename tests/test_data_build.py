@@ -20,7 +20,7 @@ from forgather_cli.data.build import DataSplits, cached_token_counts, load_data
 from forgather_cli.data.cache import build_once, find
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.data.tokenize import train_bpe
-from forgather_cli.errors import DataError
+from forgather_cli.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -408,5 +408,5 @@ def test_data_of_the_user() -> None:
     assert (len(pair.train), len(pair.eval), pair.tokenizer.vocab_size) == (5, 2, 257)
     with pytest.raises(DataError, match="returned a mapping without 'train'"):
         target("none")
-    with pytest.raises(DataError, match=r"data\._target_: cannot import 'no\.such\.thing'"):
+    with pytest.raises(ConfigError, match=r"data\._target_: cannot import no\.such\.thing"):
         load(Target(path="no.such.thing"))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import CrossEntropySettings, DecoderSettings, LinearCrossEntropySettings, Target
-from forgather_cli.errors import ModelError
+from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.loss import (
     Loss,
     ModelWithLoss,
@@ -249,7 +249,7 @@ def test_targets_are_functions_with_arguments_or_classes() -> None:
         )
     doubled = build_loss(Target(path=f"{__name__}.counted_loss", kwargs={"factor": 2.0}))
     torch.testing.assert_close(total_of(doubled, batch()), 2 * plain)
-    with pytest.raises(ModelError, match=r"loss\._target_: cannot import nowhere\.loss"):
+    with pytest.raises(ConfigError, match=r"loss\._target_: cannot import nowhere\.loss"):
         build_loss(Target(path="nowhere.loss"))
 
 

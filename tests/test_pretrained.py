@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from forgather_cli.config.schema import DecoderSettings, PretrainedSettings, RopeScaling, Target
-from forgather_cli.errors import ModelError
+from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.models.build import build_model, load_pretrained
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.init import allocate
@@ -306,7 +306,7 @@ def test_targets_get_the_sizes_they_name() -> None:
     assert model.weight.shape == (9, 5)
     given = build_model(Target(path=f"{__name__}.Custom", kwargs={"vocab_size": 2}), vocab_size=9, seq_len=4)
     assert given.weight.shape == (2, 3), "given arguments win"
-    with pytest.raises(ModelError, match=r"model\._target_: cannot import nowhere\.Model"):
+    with pytest.raises(ConfigError, match=r"model\._target_: cannot import nowhere\.Model"):
         build_model(Target(path="nowhere.Model"), vocab_size=9, seq_len=4)
     with pytest.raises(
         ModelError, match=r"model\._target_: fractions\.Fraction must return an nn\.Module, got Fraction"

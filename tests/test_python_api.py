@@ -21,7 +21,12 @@ def llama() -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
         )
     )
 
@@ -51,7 +56,10 @@ def script(trainer_class: type, arguments_class: type, path: Path, data: Any) ->
     """A Hugging Face script; only the two imports change."""
     model, losses = llama(), Losses()
     trainer = trainer_class(
-        model=model, args=arguments_class(output_dir=str(path), **SCRIPT_SETTINGS), train_dataset=data, callbacks=[losses]
+        model=model,
+        args=arguments_class(output_dir=str(path), **SCRIPT_SETTINGS),
+        train_dataset=data,
+        callbacks=[losses],
     )
     trainer.train()
     return losses, model
@@ -111,7 +119,9 @@ def test_optimizers_and_schedulers_of_the_users(tmp_path: Path) -> None:
     trainer = Trainer(model, args, None, tiny.RandomTokens(), optimizers=(optimizer, scheduler))
     trainer.train()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
-    trainer = Trainer(llama(), args, None, tiny.RandomTokens(), optimizer_cls_and_kwargs=(torch.optim.SGD, {"momentum": 0.5}))
+    trainer = Trainer(
+        llama(), args, None, tiny.RandomTokens(), optimizer_cls_and_kwargs=(torch.optim.SGD, {"momentum": 0.5})
+    )
     trainer.train()
     assert trainer.optimizer.param_groups[0]["momentum"] == 0.5
 

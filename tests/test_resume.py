@@ -60,7 +60,9 @@ def train(path: Path, cut: Cut, resume: bool = False, **changes: Any) -> Trainer
         "warmup_steps": 3, "deterministic": True, **changes,
     }  # fmt: skip
     model = tiny.decoder(attention_dropout=0.1, residual_dropout=0.1)
-    trainer = Trainer(model, TrainingArguments(str(path), **settings), None, tiny.RandomTokens(40, ragged=True), callbacks=[cut])
+    trainer = Trainer(
+        model, TrainingArguments(str(path), **settings), None, tiny.RandomTokens(40, ragged=True), callbacks=[cut]
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -119,7 +121,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     train(tmp_path, Cut(at=8))
     args = TrainingArguments(str(tmp_path), max_steps=12)
     trainer = Trainer(tiny.decoder(intermediate_size=96), args, None, tiny.RandomTokens())
-    with pytest.raises(CheckpointError, match=r"holds another model: .*the checkpoint has \(64, 32\), this model \(96, 32\)"):
+    with pytest.raises(
+        CheckpointError, match=r"holds another model: .*the checkpoint has \(64, 32\), this model \(96, 32\)"
+    ):
         trainer.train(resume_from_checkpoint=True)
 
 

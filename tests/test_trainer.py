@@ -76,8 +76,18 @@ def arguments(path: Path, **changes: Any) -> TrainingArguments:
 
 def test_events_of_a_step_come_in_the_order_of_the_contract(tmp_path: Path) -> None:
     recorder = Recorder()
-    args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1, save_steps=1)
-    Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(), tiny.RandomTokens(4), callbacks=[recorder], strategy=FakeStrategy()).train()
+    args = arguments(
+        tmp_path, max_steps=1, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1, save_steps=1
+    )
+    Trainer(
+        nn.Linear(1, 1),
+        args,
+        None,
+        tiny.RandomTokens(),
+        tiny.RandomTokens(4),
+        callbacks=[recorder],
+        strategy=FakeStrategy(),
+    ).train()
     micro = ["on_forward_backward_begin", "on_forward_backward_end", "on_substep_end"]
     assert [name for name, _ in recorder.events] == [
         "on_train_begin", "on_epoch_begin", "on_step_begin", *micro, *micro, "on_pre_optimizer_step", "on_optimizer_step",
@@ -88,8 +98,24 @@ def test_events_of_a_step_come_in_the_order_of_the_contract(tmp_path: Path) -> N
 
 def test_cadence_counts_absolute_steps(tmp_path: Path) -> None:
     recorder = Recorder()
-    args = arguments(tmp_path, max_steps=7, logging_steps=3, logging_first_step=True, eval_strategy="steps", eval_steps=2, save_steps=5)
-    Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(), tiny.RandomTokens(4), callbacks=[recorder], strategy=FakeStrategy()).train()
+    args = arguments(
+        tmp_path,
+        max_steps=7,
+        logging_steps=3,
+        logging_first_step=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=5,
+    )
+    Trainer(
+        nn.Linear(1, 1),
+        args,
+        None,
+        tiny.RandomTokens(),
+        tiny.RandomTokens(4),
+        callbacks=[recorder],
+        strategy=FakeStrategy(),
+    ).train()
     steps = lambda event: [step for name, step in recorder.events if name == event]  # noqa: E731
     assert steps("on_log_step") == [1, 3, 6, 7, 7]  # 7: what was left, and the run's metrics
     assert steps("on_evaluate") == [2, 4, 6]
@@ -103,7 +129,9 @@ def test_each_step_gets_all_its_micro_batches_and_the_count_of_its_targets(tmp_p
     assert strategy.calls == [(4, 8 * 15.0)] * 4  # micro-batches of 2: the largest even split below 3
 
 
-def plain_training(model: nn.Module, batches: list[list[Batch]], lr: float, max_norm: float) -> list[tuple[float, float]]:
+def plain_training(
+    model: nn.Module, batches: list[list[Batch]], lr: float, max_norm: float
+) -> list[tuple[float, float]]:
     """The same run in plain PyTorch: (loss, gradient norm) of every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     curve = []
@@ -151,7 +179,9 @@ def test_accumulation_equals_plain_pytorch_with_ragged_labels(tmp_path: Path, ac
     trainer.train()
     whole = [[{k: torch.cat([b[k] for b in step]) for k in step[0]}] for step in seen]
     reference = tiny.decoder()
-    for (loss, norm), (expected_loss, expected_norm) in zip(curve.points, plain_training(reference, whole, 0.5, 0.5), strict=True):
+    for (loss, norm), (expected_loss, expected_norm) in zip(
+        curve.points, plain_training(reference, whole, 0.5, 0.5), strict=True
+    ):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -187,7 +217,9 @@ def test_optimizer_in_backward_equals_the_plain_optimizer(tmp_path: Path) -> Non
     models = []
     for fused in (False, True):
         model = tiny.decoder()
-        args = arguments(tmp_path / str(fused), max_steps=6, max_grad_norm=None, fuse_optim_with_backward=fused, save_strategy="no")
+        args = arguments(
+            tmp_path / str(fused), max_steps=6, max_grad_norm=None, fuse_optim_with_backward=fused, save_strategy="no"
+        )
         Trainer(model, args, None, tiny.RandomTokens()).train()
         models.append(model)
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -207,7 +239,7 @@ def test_gradient_checkpointing_changes_no_number(tmp_path: Path) -> None:
 def test_a_gradient_that_is_not_finite_ends_the_run_and_is_never_saved(tmp_path: Path) -> None:
     strategy = FakeStrategy(gradient=math.nan)
     trainer = Trainer(nn.Linear(1, 1), arguments(tmp_path, save_steps=1), None, tiny.RandomTokens(), strategy=strategy)
-    with pytest.raises(DivergenceError, match="gradient norm became nan at step 1"):
+    with pytest.raises(DivergenceError, match="gradient norm became nan by step"):
         trainer.train()
     assert trainer.state.global_step <= 3
     assert trainer.run_dir.checkpoint_steps() == []
@@ -224,21 +256,26 @@ def test_a_stop_saves_and_an_abort_does_not(tmp_path: Path) -> None:
 
     for flag, saved in (("should_training_stop", [2]), ("should_abort_without_save", [])):
         trainer = Trainer(
-            nn.Linear(1, 1), arguments(tmp_path / flag), None, tiny.RandomTokens(), callbacks=[Asks(flag)], strategy=FakeStrategy()
+            nn.Linear(1, 1),
+            arguments(tmp_path / flag),
+            None,
+            tiny.RandomTokens(),
+            callbacks=[Asks(flag)],
+            strategy=FakeStrategy(),
         )
         assert trainer.train().global_step == 2
         assert trainer.run_dir.checkpoint_steps() == saved
 
 
 def test_a_signal_saves_whatever_the_save_strategy_says(tmp_path: Path) -> None:
-    polls = iter([None, None, 15])
+    polls = iter([None, None, 15])  # the first before step 1
     trainer = Trainer(
         nn.Linear(1, 1), arguments(tmp_path, save_strategy="no"), None, tiny.RandomTokens(), strategy=FakeStrategy(),
         should_stop=lambda: next(polls, 15),
     )  # fmt: skip
     trainer.train()
     assert trainer.stopped_by == 15
-    assert trainer.run_dir.checkpoint_steps() == [3]
+    assert trainer.run_dir.checkpoint_steps() == [2]
 
 
 def test_a_signal_discards_the_evaluation_in_progress(tmp_path: Path) -> None:
@@ -262,10 +299,21 @@ def test_a_signal_discards_the_evaluation_in_progress(tmp_path: Path) -> None:
 def test_epochs(tmp_path: Path) -> None:
     recorder = Recorder()
     args = arguments(
-        tmp_path, max_steps=-1, num_train_epochs=2, logging_strategy="epoch", eval_strategy="epoch", save_strategy="epoch"
+        tmp_path,
+        max_steps=-1,
+        num_train_epochs=2,
+        logging_strategy="epoch",
+        eval_strategy="epoch",
+        save_strategy="epoch",
     )
     trainer = Trainer(
-        nn.Linear(1, 1), args, None, tiny.RandomTokens(10), tiny.RandomTokens(4), callbacks=[recorder], strategy=FakeStrategy()
+        nn.Linear(1, 1),
+        args,
+        None,
+        tiny.RandomTokens(10),
+        tiny.RandomTokens(4),
+        callbacks=[recorder],
+        strategy=FakeStrategy(),
     )
     assert trainer.train().global_step == 6  # 10 samples in batches of 4, the last one smaller
     for event in ("on_epoch_end", "on_evaluate", "on_save"):
@@ -297,7 +345,9 @@ def test_the_best_model_is_kept_loaded_and_named(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             snapshots[state.global_step] = kwargs["model"].weight.item()
 
-    trainer = Trainer(model, args, None, tiny.RandomTokens(), tiny.RandomTokens(4), strategy=Worse(), callbacks=[Snapshot])
+    trainer = Trainer(
+        model, args, None, tiny.RandomTokens(), tiny.RandomTokens(4), strategy=Worse(), callbacks=[Snapshot]
+    )
     trainer.train()
     assert trainer.state.best_global_step == 2
     assert trainer.run_dir.checkpoint_steps() == [2, 4]
@@ -310,7 +360,14 @@ def test_a_callback_that_raises_is_named_with_its_event(tmp_path: Path) -> None:
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             raise ValueError("no such column")
 
-    trainer = Trainer(nn.Linear(1, 1), arguments(tmp_path, save_steps=1), None, tiny.RandomTokens(), callbacks=[Broken], strategy=FakeStrategy())
+    trainer = Trainer(
+        nn.Linear(1, 1),
+        arguments(tmp_path, save_steps=1),
+        None,
+        tiny.RandomTokens(),
+        callbacks=[Broken],
+        strategy=FakeStrategy(),
+    )
     with pytest.raises(CallbackError, match="callback Broken failed in on_log: ValueError: no such column"):
         trainer.train()
     assert trainer.run_dir.checkpoint_steps() == [1]

@@ -20,7 +20,14 @@ SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 def decoder(seed: int = 0, **changes: Any) -> Decoder:
     """A 2-layer decoder with a vocabulary of 64 and weights drawn by (seed, name)."""
-    shape = {**SHAPE, "vocab_size": 64, "max_position_embeddings": 64, "num_key_value_heads": 2, "head_dim": 16, **changes}
+    shape = {
+        **SHAPE,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        **changes,
+    }
     model = Decoder(DecoderSettings(**shape))
     init_parameters(model, seed)
     return model

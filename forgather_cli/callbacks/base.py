@@ -1,7 +1,7 @@
 """The event protocol: what a callback sees, what it may ask for, and how events reach it.
 
-Events, arguments and names are those of Hugging Face's ``TrainerCallback`` (transformers 5.23, ``trainer_callback.py``),
-so a class written for that library works here unchanged. Forgather adds ``on_forward_backward_begin/_end``,
+Events, arguments and names are those of Hugging Face's ``TrainerCallback`` (transformers 5.23), so a
+class written for that library works here unchanged. Forgather adds ``on_forward_backward_begin/_end``,
 ``on_train_metrics``, ``on_log_step`` and ``on_exception``.
 """
 
@@ -149,7 +149,7 @@ class CallbackList:
                 log.info("callback %s stopped training in %s at step %d", name, event, state.global_step)
 
     def emit_quietly(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """``emit`` for a run that is failing already: what a handler raises is logged, so that the first cause stands."""
+        """``emit`` for a run that is failing already: what a handler raises is logged, the first cause stands."""
         try:
             self.emit(event, args, state, control, **kwargs)
         except ForgatherError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from forgather_cli.callbacks.console import StreamName
@@ -14,8 +13,8 @@ from forgather_cli.callbacks.progress import ProgressCallback
 from forgather_cli.callbacks.tensorboard import TBLogger
 from forgather_cli.callbacks.textgen import TextgenCallback
 from forgather_cli.config.schema import CallbackSettings, Target
-from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
+from forgather_cli.targets import call, import_target
 
 
 def build_callbacks(
@@ -50,13 +49,5 @@ def build_callbacks(
 
 
 def _custom(name: str, target: Target) -> Any:
-    module, _, attribute = target.path.rpartition(".")
-    where = f"callbacks.{name}._target_"
-    try:
-        factory = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where}: cannot import {target.path!r}: {error}; give package.module.Class") from error
-    try:
-        return factory(**target.kwargs)
-    except Exception as error:  # the user's code
-        raise ConfigError(f"{where}: {target.path}(...) failed: {type(error).__name__}: {error}") from error
+    where = f"callbacks.{name}"
+    return call(import_target(target.path, where), where, **target.kwargs)

@@ -111,5 +111,6 @@ def _print_parameters(made: RunPlan) -> None:
         table.add_column(title, justify="right" if title in ("numbers", "weight decay") else "left")
     for row in made.parameters:
         shape = " x ".join(map(str, row.shape))
-        table.add_row(row.name, shape, f"{row.numel:,}", row.kind, row.group, row.optimizer, f"{row.weight_decay:g}")
+        decay = "-" if row.weight_decay is None else f"{row.weight_decay:g}"
+        table.add_row(row.name, shape, f"{row.numel:,}", row.kind, row.group, row.optimizer, decay)
     console().print(table)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.options import did_you_mean
 from forgather_cli.config.schema import Config, Target
+from forgather_cli.errors import ConfigError
+from forgather_cli.targets import import_target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,25 +43,6 @@ def target_problems(config: Config) -> list[str]:
     return [problem for where, target, call in _targets(config) if (problem := _problem(where, target, call))]
 
 
-def locate(path: str) -> Callable[..., Any]:
-    """The class or function at ``package.module.name``; modules in the working directory are found too.
-
-    Raises ImportError with the reason.
-    """
-    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise ImportError(f"{path!r} names no module; write module.{path}")
-    try:
-        found: Any = getattr(import_module(module), name)
-    except AttributeError as error:
-        raise ImportError(str(error)) from error
-    if not callable(found):
-        raise ImportError(f"{path} is no class or function but {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
-
-
 def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
     for group, call in _CALLS.items():
         option = getattr(config, group)
@@ -78,10 +58,9 @@ def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
 
 def _problem(where: str, target: Target, call: _Call) -> str | None:
     try:
-        factory = locate(target.path)
-    except Exception as error:  # a user's module may raise anything
-        reason = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else str(error)
-        return f"{where}._target_: cannot import {target.path} ({reason}); mend the path or install what it needs"
+        factory = import_target(target.path, where)
+    except ConfigError as error:
+        return str(error)
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # some C functions have none

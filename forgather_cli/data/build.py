@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from forgather_cli.data.token_files import cached_token_files, open_token_files
 from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
+from forgather_cli.targets import import_target
 
 if TYPE_CHECKING:
     from forgather_cli.data.packing import Batched
@@ -172,11 +172,7 @@ def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:
 def _target(option: Target) -> DataSplits:
     """Data of the user's: a DataSplits, a mapping with ``train`` and, if any, ``eval``, ``tokenizer`` (a name or an
     object; bytes) and ``seq_len``, a (train, eval) pair, or a training dataset alone."""
-    try:
-        make = pkgutil.resolve_name(option.path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(f"data._target_: cannot import {option.path!r} ({error})") from error
-    made = make(**option.kwargs)
+    made = import_target(option.path, "data")(**option.kwargs)
     if isinstance(made, DataSplits):
         return made
     parts: dict[str, Any] = {"train": made}

@@ -6,7 +6,6 @@ import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from forgather_cli.config.schema import DecoderSettings, ModelOption, Pretrained
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.pretrained import read_settings
+from forgather_cli.targets import import_target
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -36,11 +36,7 @@ def build_model(option: ModelOption, *, vocab_size: int, seq_len: int) -> nn.Mod
 
 
 def _from_target(target: Target, **sizes: int) -> nn.Module:
-    module, _, name = target.path.rpartition(".")
-    try:
-        factory = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(f"model._target_: cannot import {target.path}: {error}") from error
+    factory = import_target(target.path, "model")
     wanted = inspect.signature(factory).parameters
     sizes = {key: value for key, value in sizes.items() if key in wanted and key not in target.kwargs}
     model = factory(**sizes, **target.kwargs)

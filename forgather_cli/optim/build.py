@@ -14,7 +14,7 @@ from forgather_cli.config.schema import AdamWSettings, MuonSettings, OptimizerOp
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.groups import Assignment, assign, empty_groups, groups_of, label
 from forgather_cli.optim.state import ParameterOptimizer
-from forgather_cli.optim.target import call, import_target
+from forgather_cli.targets import call, import_target
 
 log = logging.getLogger(__name__)
 

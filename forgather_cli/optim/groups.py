@@ -23,7 +23,7 @@ from forgather_cli.config.schema import (
     Target,
 )
 from forgather_cli.errors import ConfigError
-from forgather_cli.optim.target import accepts, import_target
+from forgather_cli.targets import accepts, import_target
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,8 +22,8 @@ from forgather_cli.config.schema import (
     WSDSettings,
 )
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.optim.target import call, import_target
 from forgather_cli.optim.torch_schedule import TorchSchedule
+from forgather_cli.targets import call, import_target
 
 Factor = Callable[[int], float]
 """Optimizer steps done -> multiple of the initial learning rate."""

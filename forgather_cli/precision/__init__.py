@@ -12,8 +12,8 @@ from forgather_cli.config.schema import BF16Settings, PrecisionOption
 Autocast = Callable[[], AbstractContextManager[object]]
 
 
-def autocast_for(option: PrecisionOption, device: torch.device) -> Autocast:
-    """A maker of contexts for forward and loss: bf16 autocast, or nothing for fp32.
+def autocast_for(option: PrecisionOption | None, device: torch.device) -> Autocast:
+    """A maker of contexts for forward and loss: bf16 autocast, or nothing for fp32 and None.
 
     Enter it once per micro-batch: autocast keeps the bf16 copies of the weights until its outermost context ends, and
     one that spanned an optimizer step would go on with the old ones.

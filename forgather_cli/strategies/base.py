@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
-"""``input_ids`` (B, T) int64, ``labels`` (B, T) int64 aligned with them (-100 = no target), and what else the model takes."""
+"""``input_ids`` and ``labels`` (B, T) int64, aligned (-100 = no target), and what else the model takes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss of one evaluation batch without gradient: (sum over targets fp32, number of targets), 0-dim, on ``device``."""
+        """Loss of one evaluation batch, no gradient: (sum over targets fp32, number of targets), both 0-dim."""
 
     @abstractmethod
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

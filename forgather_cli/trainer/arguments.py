@@ -44,7 +44,7 @@ _HF_GROUPS = {"no_decay": GroupSettings(regex=r"norm\w*\.weight$|bias$", setting
 _ACCEPTED = {
     "report_to", "disable_tqdm", "run_name", "remove_unused_columns", "label_names", "log_level", "save_safetensors",
     "data_seed", "do_train", "do_eval", "do_predict", "include_num_input_tokens_seen", "logging_nan_inf_filter",
-    "ddp_find_unused_parameters", "dataloader_pin_memory", "group_by_length", "save_only_model", "eval_do_concat_batches",
+    "ddp_find_unused_parameters", "group_by_length", "save_only_model", "eval_do_concat_batches",
 }  # fmt: skip
 _RENAMED = {"evaluation_strategy": "eval_strategy", "include_tokens_per_second": None, "no_cuda": "use_cpu"}
 _FALSE_ONLY = {"fp16", "push_to_hub", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"}
@@ -90,7 +90,7 @@ class TrainingArguments(HFSettings):
         if self.optim in ("adafactor", "sgd"):
             return AdafactorSettings(groups=_HF_GROUPS) if self.optim == "adafactor" else SGDSettings(groups=_HF_GROUPS)
         raise ConfigError(
-            f"optim: got {self.optim!r}; use adamw_torch, adamw_torch_fused, adafactor or sgd, or give optimizer_factory"
+            f"optim: got {self.optim!r}; use adamw_torch_fused, adamw_torch, adafactor, sgd, or give optimizer_factory"
         )
 
     @property
@@ -104,8 +104,9 @@ class TrainingArguments(HFSettings):
             "inverse_sqrt": InverseSqrtSettings(warmup_steps=self.warmup_steps),
         }
         if self.lr_scheduler_type not in options:
+            names = ", ".join(options)
             raise ConfigError(
-                f"lr_scheduler_type: got {self.lr_scheduler_type!r}; use {', '.join(options)}, or give lr_scheduler_factory"
+                f"lr_scheduler_type: got {self.lr_scheduler_type!r}; use {names}, or give lr_scheduler_factory"
             )
         return options[self.lr_scheduler_type]
 

@@ -28,8 +28,8 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any], wanted: set[str]
         name = path.removeprefix("config.")
         if component and component in wanted:
             refused.append(
-                f"{name}: the checkpoint has {before!r}, this run {after!r}; change it back, or leave {component} out of "
-                f"resume_components"
+                f"{name}: the checkpoint has {before!r}, this run {after!r}; change it back, or leave {component} "
+                "out of resume_components"
             )
         elif any(name == p or name.startswith(p + ".") for p in _LOGGED):
             logged.append(f"{name}: {before!r} in the checkpoint, {after!r} from here on")

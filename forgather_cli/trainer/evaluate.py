@@ -18,7 +18,9 @@ class EvaluationStopped(Exception):
     """A stop was asked for; the unfinished evaluation is discarded."""
 
 
-def evaluate(strategy: Strategy, batches: Iterable[Batch], *, prefix: str, after_batch: Callable[[], bool]) -> dict[str, float]:
+def evaluate(
+    strategy: Strategy, batches: Iterable[Batch], *, prefix: str, after_batch: Callable[[], bool]
+) -> dict[str, float]:
     """Collective. Sum of losses over the split divided by its number of targets.
 
     ``after_batch`` is called after each batch; True raises EvaluationStopped. The metrics carry ``prefix``: loss,
@@ -82,7 +84,7 @@ class PredictionOutput:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def predict(strategy: Strategy, batches: Iterable[Batch], after_batch: Callable[[], None]) -> tuple[Any, Any]:
+def predict(strategy: Strategy, batches: Iterable[Batch], after_batch: Callable[[], object]) -> tuple[Any, Any]:
     """Collective. (logits, labels) as numpy arrays over the whole split; None for labels the data lacks."""
     logits: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
@@ -98,4 +100,17 @@ def predict(strategy: Strategy, batches: Iterable[Batch], after_batch: Callable[
 
 
 def _stack(chunks: list[torch.Tensor]) -> Any:
-    return torch.cat(chunks).numpy() if chunks else None
+    """One array; batches of other lengths are padded with -100 on the right, as Hugging Face does."""
+    if not chunks:
+        return None
+    longest = max(chunk.shape[1] for chunk in chunks)
+    padded = [_padded(chunk, longest) for chunk in chunks]
+    return torch.cat(padded).numpy()
+
+
+def _padded(chunk: torch.Tensor, length: int) -> torch.Tensor:
+    if chunk.shape[1] == length:
+        return chunk
+    filled = chunk.new_full((chunk.shape[0], length, *chunk.shape[2:]), -100)
+    filled[:, : chunk.shape[1]] = chunk
+    return filled

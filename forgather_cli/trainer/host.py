@@ -77,9 +77,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in text or "can't allocate memory" in text
 
 
-def out_of_memory_explained(
-    step: Callable[Concatenate[Any, P], R],
-) -> Callable[Concatenate[Any, P], R]:
+def out_of_memory_explained(step: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Turn a step's out-of-memory error into one that names the step, the shapes, memory by kind and what helps."""
 
     @functools.wraps(step)
@@ -91,7 +89,7 @@ def out_of_memory_explained(
                 raise
             raise OutOfMemoryError(_memory_report(trainer, args[0], error)) from error
 
-    return explained
+    return explained  # type: ignore[return-value]  # positional self against a named one
 
 
 def _memory_report(trainer: Any, step: Any, error: RuntimeError) -> str:
@@ -101,7 +99,10 @@ def _memory_report(trainer: Any, step: Any, error: RuntimeError) -> str:
     state = sum(t.numel() * t.element_size() for t in trainer.optimizer.state_tensors().values())
     a = trainer.args
     helps = [
-        (a.per_device_train_batch_size > 1, f"a smaller per_device_train_batch_size (now {a.per_device_train_batch_size})"),
+        (
+            a.per_device_train_batch_size > 1,
+            f"a smaller per_device_train_batch_size (now {a.per_device_train_batch_size})",
+        ),
         (not a.gradient_checkpointing, "gradient_checkpointing=true"),
         (getattr(getattr(a, "loss", None), "type", "") != "linear_cross_entropy", "loss=linear_cross_entropy"),
         (a.precision.type == "fp32", "precision=bf16"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,8 @@ class TrainMetrics:
     times and speeds are of this process alone.
     """
 
-    def __init__(self, device: torch.device, data_group: Any, flops_per_token: float, skip_steps: int) -> None:
+    def __init__(self, device: torch.device, data_group: Any, skip_steps: int) -> None:
         self._group = data_group
-        self._flops_per_token = flops_per_token
         self._skip_steps = skip_steps  # steps of this process whose times are not counted (compilation, warm-up)
         # float64: a sum of 1000 losses weighted by tokens keeps more digits than one fp32 loss has
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -47,15 +47,17 @@ class TrainMetrics:
         self._norm_max = torch.zeros((), device=device)
         self._steps = self._targets = self._tokens = self._interval_tokens = 0
         self.total_tokens = self.total_samples = 0
+        self.total_flops = 0.0
         self._run_loss = 0.0
         self._run_targets = 0
         self._process_steps = 0
         self._paused = 0.0
         self._data_seconds = 0.0
         self._timed_steps = self._timed_tokens = 0
+        self._timed_flops = 0.0
         self._mark = time.perf_counter()
 
-    def add(self, loss: Tensor, norm: Tensor, *, targets: int, tokens: int, samples: int) -> None:
+    def add(self, loss: Tensor, norm: Tensor, *, targets: int, tokens: int, samples: int, flops: float) -> None:
         """Count one optimizer step: this rank's share of its loss, its global gradient norm, and world-wide counts."""
         self._loss_sum.add_(loss, alpha=targets)
         self._norm_square_sum.addcmul_(norm, norm)
@@ -65,18 +67,21 @@ class TrainMetrics:
         self._tokens += tokens
         self.total_tokens += tokens
         self.total_samples += samples
+        self.total_flops += flops
         self._process_steps += 1
         if self._process_steps <= self._skip_steps:
             self.restart_clock()
         else:
             self._timed_steps += 1
             self._timed_tokens += tokens
+            self._timed_flops += flops
 
     def restart_clock(self) -> None:
         """Begin a new timed interval now."""
         self._mark = time.perf_counter()
         self._paused = self._data_seconds = 0.0
         self._timed_steps = self._timed_tokens = 0
+        self._timed_flops = 0.0
 
     def pause(self, seconds: float) -> None:
         """Take ``seconds`` of evaluation or saving out of the active time."""
@@ -90,10 +95,6 @@ class TrainMetrics:
     def pending(self) -> bool:
         """True if steps have been counted since the last read."""
         return self._steps > 0
-
-    @property
-    def total_flops(self) -> float:
-        return self.total_tokens * self._flops_per_token
 
     def read(self) -> tuple[dict[str, float], Interval]:
         """Collective. Close the interval: the one point where metrics reach the host. Returns (logs, interval)."""
@@ -127,7 +128,7 @@ class TrainMetrics:
             active_seconds=max(seconds - self._paused, 1e-9),
             data_seconds=self._data_seconds,
             tokens=self._timed_tokens,
-            flops=self._timed_tokens * self._flops_per_token,
+            flops=self._timed_flops,
         )
 
     def _reset(self) -> None:
@@ -147,7 +148,7 @@ class TrainMetrics:
             "norm_square_sum": self._norm_square_sum.cpu(),
             "norm_max": self._norm_max.cpu(),
             "counts": [self._steps, self._targets, self._tokens],
-            "totals": [self.total_tokens, self.total_samples, self._run_loss, self._run_targets],
+            "totals": [self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,7 +156,7 @@ class TrainMetrics:
         self._norm_square_sum.copy_(state["norm_square_sum"])
         self._norm_max.copy_(state["norm_max"])
         self._steps, self._targets, self._tokens = state["counts"]
-        self.total_tokens, self.total_samples, self._run_loss, self._run_targets = state["totals"]
+        self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets = state["totals"]
 
 
 class LateReader:
@@ -173,7 +174,7 @@ class LateReader:
         if self._cuda:
             host = torch.empty((), dtype=value.dtype, pin_memory=True)
             host.copy_(value, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             value = host
         self._queue.append((value, event))
@@ -195,19 +196,38 @@ def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def flops_per_token(model: nn.Module, seq_len: int) -> float:
+@dataclass(frozen=True)
+class Flops:
     """Floating-point operations of forward and backward per token: 6 (N - input embedding) + 12 L H T.
 
     Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311), appendix B, with H = heads x head size. The look-up in the
     input embedding costs nothing; a tied one is counted, since it is the head's matrix too. A model whose settings
     tell no layers or width counts 6 N alone.
     """
+
+    weights: float
+    """6 (N - input embedding)."""
+    attention: float
+    """12 L H, to be multiplied by T."""
+
+    @classmethod
+    def of(cls, parts: Iterable[nn.Module]) -> Flops:
+        """Of the parts of one model together."""
+        parts = list(parts)
+        used = sum(count_parameters(part) - _lookup_only_parameters(part) for part in parts)
+        return cls(6.0 * used, max((_attention(part) for part in parts), default=0.0))
+
+    def of_sequence(self, seq_len: int) -> float:
+        """Of one sequence of ``seq_len`` tokens."""
+        return seq_len * (self.weights + self.attention * seq_len)
+
+
+def _attention(model: nn.Module) -> float:
     shape: Any = getattr(model, "settings", None) or getattr(model, "config", None)
     layers = getattr(shape, "num_hidden_layers", 0) or 0
     heads = getattr(shape, "num_attention_heads", 0) or 0
     head_dim = getattr(shape, "head_dim", None) or (getattr(shape, "hidden_size", 0) or 0) // max(heads, 1)
-    used = count_parameters(model) - _lookup_only_parameters(model)
-    return 6.0 * used + 12.0 * layers * heads * head_dim * seq_len
+    return 12.0 * layers * heads * head_dim
 
 
 def _lookup_only_parameters(model: nn.Module) -> int:

@@ -79,7 +79,9 @@ class _CallbackStates:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        stateful = {n: c for n, c in self._trainer.callbacks.by_name.items() if callable(getattr(c, "state_dict", None))}
+        stateful = {
+            n: c for n, c in self._trainer.callbacks.by_name.items() if callable(getattr(c, "state_dict", None))
+        }
         return {name: callback.state_dict() for name, callback in stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,11 +118,12 @@ class Persistence:
         self._checkpointer.close()
 
     def _restorable(self) -> list[Component]:
-        t = self._trainer
+        t, loader = self._trainer, self._trainer.train_loader
+        assert loader is not None
         return [
             Component("trainer", _TrainerState(t), Sharing.GLOBAL),
             Component("scheduler", t.lr_scheduler, Sharing.GLOBAL),
-            Component("data", t.train_loader, Sharing.GLOBAL),
+            Component("data", loader, Sharing.GLOBAL),
             Component("callbacks", _CallbackStates(t), Sharing.GLOBAL),
             Component("rng", _RandomState(), Sharing.PER_RANK),
         ]
@@ -138,7 +141,7 @@ class Persistence:
         return {"config": self._trainer.config_tree, "data": self._trainer.data_description}
 
     def trial(self) -> None:
-        """Before the first step: can every state be stored, the directory be written, one checkpoint fit? Raises SetupError."""
+        """Try, before the first step, to store every state and to write; and look for room. Raises SetupError."""
         if self._trainer.args.save_strategy == "no":
             return
         model, optimizer = self._model_rows(), self._optimizer_rows()
@@ -146,7 +149,7 @@ class Persistence:
         self._checkpointer.trial(self._components(), rows={**model, **optimizer}, num_bytes=expected)
 
     def save(self, metrics: dict[str, float], *, final: bool) -> bool:
-        """Collective. Begin a checkpoint of this step; returns once the state is copied. False if refused: not finite."""
+        """Collective. Begin a checkpoint of this step; returns once the state is copied. False: it failed."""
         t = self._trainer
         return self._checkpointer.save(
             t.state.global_step,
@@ -180,7 +183,7 @@ class Persistence:
     # ------------------------------------------------------------------------------------------------------ restoring
 
     def find(self, resume: bool | str) -> Reader | None:
-        """The checkpoint to resume from: the newest valid one of the run, or the one at a path. Raises CheckpointError."""
+        """The checkpoint to resume from: the run's newest valid one, or that at a path. Raises CheckpointError."""
         verify = self._trainer.args.verify_checkpoint
         if resume is not True:
             reader = Reader(Path(str(resume)))
@@ -203,7 +206,7 @@ class Persistence:
             wanted.discard("data")
         restore_components(reader, self._restorable(), only=wanted)
         self._checkpointer.protected = {reader.step}
-        t.state.resumed_step = t._saved_step = t.state.global_step
+        t.state.resumed_step = t.state.global_step
         log.info("resumed from %s at step %d", reader.path, reader.step)
 
     def _wanted(self) -> set[str]:
@@ -240,7 +243,9 @@ class Persistence:
         load_model(Reader(best.path), named_tensors(t.strategy.parts))
         t.state.best_model_checkpoint = str(best.path)
         value = self._checkpointer.best_by.value(best.metrics)
-        log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, t.args.metric_for_best_model, value, best.path)
+        log.info(
+            "the best model is loaded: step %d, %s %.6g, %s", best.step, t.args.metric_for_best_model, value, best.path
+        )
 
 
 def _fingerprint(identity: dict[str, Any]) -> str:
@@ -268,4 +273,6 @@ def load_model(reader: Reader, tensors: dict[str, Tensor]) -> None:
                 tensor.copy_(value)
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"{reader.path} holds another model: {'; '.join(problems[:5])}{more}; use the model it was made with")
+        raise CheckpointError(
+            f"{reader.path} holds another model: {'; '.join(problems[:5])}{more}; use the model it was made with"
+        )

@@ -72,7 +72,7 @@ def compile_parts(strategy: Strategy, args: RunSettings) -> None:
 def train_loader(trainer: Trainer) -> TrainLoader:
     args, strategy, plan = trainer.args, trainer.strategy, trainer.batch_plan
     return TrainLoader(
-        trainer._train_dataset,
+        trainer.train_dataset,
         global_batch_size=plan.global_batch,
         micro_batch_size=plan.micro_batch,
         seed=trainer.seed,
@@ -80,7 +80,7 @@ def train_loader(trainer: Trainer) -> TrainLoader:
         size=strategy.data_size,
         drop_last=args.dataloader_drop_last,
         set_dataset_epoch=args.set_dataset_epoch,
-        collate_fn=trainer._data_collator,
+        collate_fn=trainer.data_collator,
         **_loader_settings(args, strategy.device),
     )
 
@@ -94,17 +94,9 @@ def eval_loader(trainer: Trainer, dataset: Any) -> EvalLoader:
         size=strategy.data_size,
         max_samples=args.max_eval_samples,
         max_steps=args.max_eval_steps,
-        collate_fn=trainer._data_collator,
+        collate_fn=trainer.data_collator,
         **_loader_settings(args, strategy.device),
     )
-
-
-def length(loader: TrainLoader | EvalLoader) -> int | None:
-    """Steps or batches of a loader; None where the data has no length."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
@@ -191,13 +183,14 @@ def describe(trainer: Trainer) -> dict[str, Any]:
     parameters = sum(count_parameters(part) for part in strategy.parts)
     trainable = sum(p.numel() for _, p in trainable_parameters(strategy.parts))
     seq_len = trainer.data_description.get("seq_len")
+    batch = f"{plan.micro_batch} x {plan.accumulation} x {strategy.data_size}"
     rows = {
         "model": type(trainer.model).__name__,
         "parameters": f"{parameters:,}",
         "trainable parameters": f"{trainable:,}",
         **{k: v for k, v in trainer.data_description.items() if k != "seq_len"},
         "sequence length": seq_len,
-        "effective batch size": f"{plan.global_batch} = {plan.micro_batch} x {plan.accumulation} x {strategy.data_size}",
+        "effective batch size": f"{plan.global_batch} = {batch}",
         "tokens per step": f"{plan.global_batch * seq_len:,}" if seq_len else None,
         "max steps": trainer.state.max_steps or "until the data ends",
         "epochs": args.num_train_epochs if args.max_steps < 0 else None,

@@ -30,7 +30,13 @@ from typing import Any
 SHAPE = {"layers": 2, "width": 64, "heads": 2, "mlp": 172, "seq": 64, "batch": 4, "vocab": 257}
 WARM_UP = 50  # steps left out
 RUNNERS = ("bare", "forgather", "forgather-cli", "bare-hf", "accelerate", "hf-trainer", "lightning")
-BARE_OF = {"forgather": "bare", "forgather-cli": "bare", "accelerate": "bare-hf", "hf-trainer": "bare-hf", "lightning": "bare-hf"}
+BARE_OF = {
+    "forgather": "bare",
+    "forgather-cli": "bare",
+    "accelerate": "bare-hf",
+    "hf-trainer": "bare-hf",
+    "lightning": "bare-hf",
+}
 
 
 def process_age() -> float:
@@ -88,7 +94,10 @@ def own_model() -> Any:
     from forgather_cli.models.init import init_parameters
 
     settings = DecoderSettings(
-        hidden_size=SHAPE["width"], intermediate_size=SHAPE["mlp"], num_hidden_layers=SHAPE["layers"], num_attention_heads=SHAPE["heads"]
+        hidden_size=SHAPE["width"],
+        intermediate_size=SHAPE["mlp"],
+        num_hidden_layers=SHAPE["layers"],
+        num_attention_heads=SHAPE["heads"],
     )
     model = build_model(settings, vocab_size=SHAPE["vocab"], seq_len=SHAPE["seq"])
     init_parameters(model, 0)
@@ -282,7 +291,13 @@ def run_one(name: str, steps: int) -> None:
 
 
 def measure(name: str, steps: int) -> dict[str, float] | None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = [sys.executable, __file__, "--run", name, "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -297,14 +312,21 @@ def table(results: dict[str, list[dict[str, float]]]) -> None:
     def median(name: str, key: str) -> float:
         return statistics.median(r[key] for r in results[name])
 
-    print("| runner | step, us | over its bare loop, us | first step, s | over bare, s | peak RSS, MB | over bare, MB |")
+    print(
+        "| runner | step, us | over its bare loop, us | first step, s | over bare, s | peak RSS, MB | over bare, MB |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, runs in results.items():
         if not runs:
             continue
         bare = BARE_OF.get(name, name)
-        over = [f"{median(name, k) - median(bare, k):+.{d}f}" if bare != name and results.get(bare) else "" for k, d in (("step_us", 0), ("first_step_s", 2), ("rss_mb", 0))]
-        print(f"| {name} | {median(name, 'step_us'):.0f} | {over[0]} | {median(name, 'first_step_s'):.2f} | {over[1]} | {median(name, 'rss_mb'):.0f} | {over[2]} |")
+        over = [
+            f"{median(name, k) - median(bare, k):+.{d}f}" if bare != name and results.get(bare) else ""
+            for k, d in (("step_us", 0), ("first_step_s", 2), ("rss_mb", 0))
+        ]
+        print(
+            f"| {name} | {median(name, 'step_us'):.0f} | {over[0]} | {median(name, 'first_step_s'):.2f} | {over[1]} | {median(name, 'rss_mb'):.0f} | {over[2]} |"
+        )
 
 
 def main() -> None:
@@ -317,7 +339,12 @@ def main() -> None:
     if a.run:
         run_one(a.run, a.steps)
         return
-    needs = {"accelerate": "accelerate", "lightning": "lightning", "hf-trainer": "transformers", "bare-hf": "transformers"}
+    needs = {
+        "accelerate": "accelerate",
+        "lightning": "lightning",
+        "hf-trainer": "transformers",
+        "bare-hf": "transformers",
+    }
     names = [n for n in a.only.split(",") if n not in needs or importlib.util.find_spec(needs[n])]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for rep in range(a.reps):

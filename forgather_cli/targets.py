@@ -1,0 +1,62 @@
+"""What a config names by ``_target_``, a class or function of the user's: imported and called with clear errors.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.errors import ConfigError
+
+
+def import_target(path: str, where: str) -> Callable[..., Any]:
+    """The class or function at ``package.module.name``; modules in the working directory are found too.
+
+    Raises ConfigError naming ``<where>._target_``, whatever the user's module raises.
+    """
+    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        return _locate(path)
+    except Exception as error:
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{where}._target_: cannot import {path} ({reason}); mend the path or install what it needs"
+        ) from error
+
+
+def _locate(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    if not module or module.startswith("."):
+        raise ImportError(f"it names no module; write package.module.{name}")
+    found = import_module(module)
+    if not hasattr(found, name):
+        raise ImportError(f"module {module} has no {name}")
+    factory = getattr(found, name)
+    if not callable(factory):
+        raise ImportError(f"it is a {type(factory).__name__}, no class or function")
+    return factory  # type: ignore[no-any-return]
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """True if ``function`` takes a keyword argument ``name``; also where it has no readable signature."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def call(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``; its complaints about arguments become a ConfigError naming ``where``."""
+    try:
+        return function(*args, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(f"{where}: {name} refused its settings: {error}") from error

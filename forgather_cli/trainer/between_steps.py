@@ -1,0 +1,168 @@
+"""What happens between steps, in this order and by absolute step numbers: log, evaluate, save; and the end of a run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from forgather_cli.trainer import schedule
+from forgather_cli.trainer.evaluate import EvaluationStopped
+from forgather_cli.trainer.metrics import Interval
+
+if TYPE_CHECKING:
+    from forgather_cli.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class BetweenSteps:
+    """Does what is due, or what a callback asked for through ``control``, while one ``Trainer.train`` runs."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._args, self._state, self._control = trainer.args, trainer.state, trainer.control
+        self._can_evaluate = trainer.eval_dataset is not None
+        self._evaluated_step: int | None = None
+        self._eval_metrics: dict[str, float] = {}
+        self._saved_step: int | None = trainer.state.resumed_step or None
+        self._newest: tuple[Tensor, Tensor] | None = None  # loss and gradient norm of the last step
+        self._started = time.perf_counter()
+        self._samples_before, self._tokens_before = trainer.metrics.total_samples, trainer.metrics.total_tokens
+        self._flops_before = trainer.metrics.total_flops
+
+    def at_start(self) -> None:
+        """Before the first step: a signal that came during set-up, and the first evaluation."""
+        self._poll()
+        if self._args.eval_on_start and self._state.global_step == 0 and self._can_evaluate:
+            self._evaluate()
+        self._trainer.metrics.restart_clock()
+
+    def after_step(self, loss: Tensor, norm: Tensor) -> None:
+        """Emit on_step_end with what is due already asked for, so that callbacks may add to it or take it back."""
+        self._newest = (loss, norm)
+        args, control, step = self._args, self._control, self._state.global_step
+        control.should_log |= schedule.log_due(args, step)
+        control.should_evaluate |= schedule.eval_due(args, step) and self._can_evaluate
+        control.should_save |= schedule.save_due(args, step)
+        self._trainer.emit("on_step_end")
+        self._do()
+
+    def after_epoch(self) -> None:
+        """The same at the end of an epoch, around on_epoch_end."""
+        args, control = self._args, self._control
+        control.should_log |= args.logging_strategy == "epoch"
+        control.should_evaluate |= schedule.eval_due_at_epoch(args, self._state.epoch) and self._can_evaluate
+        control.should_save |= args.save_strategy == "epoch"
+        self._trainer.emit("on_epoch_end")
+        self._do()
+
+    def finish(self) -> dict[str, float]:
+        """The end of training: last log, final checkpoint, best model. Returns the run's metrics, logged too."""
+        persistence = self._trainer.persistence
+        aborted = self._control.should_abort_without_save
+        stopped = self._trainer.stopped_by is not None
+        if not (aborted or stopped):  # a run stopped by a signal goes on later: its interval stays open
+            self._log()
+        if not aborted and (stopped or self._args.save_strategy != "no"):
+            self._save()
+        persistence.wait()
+        self._deliver_saves()
+        if self._args.load_best_model_at_end and not (aborted or stopped):
+            persistence.load_best()
+        metrics = self._run_metrics()
+        self._emit_log(metrics, None)
+        return metrics
+
+    def _do(self) -> None:
+        control = self._control
+        if control.should_abort_without_save:
+            control.should_training_stop = True
+            return
+        if control.should_log:
+            self._log()
+        if control.should_evaluate:
+            self._evaluate()
+        if control.should_save:
+            self._save()
+        self._deliver_saves()
+        self._poll()
+
+    def _poll(self) -> None:
+        self._trainer.poll_stop()
+
+    def _deliver_saves(self) -> None:
+        for path in self._trainer.persistence.published():
+            self._trainer.emit("on_save", checkpoint=path)
+
+    # ------------------------------------------------------------------------------------------------------------ log
+
+    def _log(self) -> None:
+        self._control.should_log = False
+        trainer = self._trainer
+        if not trainer.metrics.pending:
+            return
+        logs, interval = trainer.metrics.read()
+        logs["learning_rate"] = trainer.lr_scheduler.get_last_lr()[0]
+        logs["epoch"] = self._state.epoch
+        self._emit_log(logs, interval)
+
+    def _emit_log(self, logs: dict[str, float], interval: Interval | None) -> None:
+        self._state.total_flos = self._trainer.metrics.total_flops
+        self._trainer.emit("on_log_step", logs=logs, interval=interval)
+        self._state.log_history.append({**logs, "step": self._state.global_step})
+        self._trainer.emit("on_log", logs=logs)
+
+    # ----------------------------------------------------------------------------------------------- evaluate and save
+
+    def _evaluate(self) -> None:
+        self._control.should_evaluate = False
+        start = time.perf_counter()
+        try:
+            self._eval_metrics = self._trainer.evaluate()
+            self._evaluated_step = self._state.global_step
+        except EvaluationStopped:
+            log.info("the evaluation at step %d was stopped and discarded", self._state.global_step)
+        self._trainer.metrics.pause(time.perf_counter() - start)
+
+    def _save(self) -> None:
+        """Start a checkpoint of this step, unless it has one; evaluate first where the best one is to be known."""
+        self._control.should_save = False
+        step = self._state.global_step
+        if step == self._saved_step:
+            return
+        needs_metric = self._args.load_best_model_at_end or self._args.eval_on_save
+        if needs_metric and self._can_evaluate and self._evaluated_step != step and self._trainer.stopped_by is None:
+            self._evaluate()
+        start = time.perf_counter()
+        if self._trainer.persistence.save(self._metrics_of_step(), final=step == self._state.max_steps):
+            self._saved_step = step
+        self._trainer.metrics.pause(time.perf_counter() - start)
+
+    def _metrics_of_step(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self._newest is not None:
+            metrics = {"loss": float(self._newest[0]), "grad_norm": float(self._newest[1])}
+        if self._evaluated_step == self._state.global_step:
+            metrics |= self._eval_metrics
+        return metrics
+
+    def _run_metrics(self) -> dict[str, Any]:
+        """Speeds are of this process; totals of the whole run."""
+        metrics, state = self._trainer.metrics, self._state
+        seconds = time.perf_counter() - self._started
+        return {
+            "train_runtime": seconds,
+            "train_samples": metrics.total_samples,
+            "train_samples_per_second": (metrics.total_samples - self._samples_before) / seconds,
+            "train_steps_per_second": (state.global_step - state.resumed_step) / seconds,
+            "train_loss": metrics.mean_loss(),
+            "effective_batch_size": self._trainer.batch_plan.global_batch,
+            "total_tokens": metrics.total_tokens,
+            "tokens_per_second": (metrics.total_tokens - self._tokens_before) / seconds,
+            "total_flops": metrics.total_flops,
+            "flops_per_second": (metrics.total_flops - self._flops_before) / seconds,
+            "epoch": state.epoch,
+        }
