@@ -31,20 +31,40 @@ class Claim:
         self._before: dict[Path, bytes | None] = {}
         self._made = _make_directory(root)
         self._lock = _take_lock(self.run)
+        with _writing(self.run):
+            _settle_overwritten(self.run)
         self._traces = self._training_traces()
 
     def write(self, path: Path, text: str) -> None:
         """Write a file of the run that ``undo`` takes back."""
         self.remember(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with _writing(self.run):
             path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise SetupError(f"output_dir: {path} cannot be written: {error.strerror}") from error
 
     def remember(self, path: Path) -> None:
         """Note what is at ``path`` now, for ``undo``."""
         self._before.setdefault(path, path.read_bytes() if path.is_file() else None)
+
+    def set_aside(self) -> None:
+        """Move away what a run left here, until training begins: a mistake in the settings must not cost a run."""
+        moving = _moving(self.run)
+        moving.mkdir()
+        try:
+            for path in _files_of(self.run):
+                path.rename(moving / path.name)
+            moving.rename(_aside(self.run))
+        finally:
+            if moving.is_dir():
+                _settle_overwritten(self.run)
+        self._traces = self._training_traces()
+
+    def begin_training(self) -> None:
+        """Delete what was set aside."""
+        _remove_tree(_aside(self.run))
+
+    def has_set_aside(self) -> bool:
+        """True if a run that is to be overwritten is still there."""
+        return _aside(self.run).is_dir()
 
     def _training_traces(self) -> tuple[object, ...]:
         metrics = self.run.metrics
@@ -64,8 +84,10 @@ class Claim:
         if self._made:
             shutil.rmtree(self.run.root, ignore_errors=True)
             _remove_empty(self._made[1:])
-        else:
-            _remove_empty([self.run.logs])
+            return
+        for directory in (self.run.logs, self.run.checkpoints):
+            _remove_empty([directory])
+        _settle_overwritten(self.run)
 
     def release(self) -> None:
         """Let another job have the directory."""
@@ -78,8 +100,54 @@ def _make_directory(root: Path) -> list[Path]:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SetupError(f"output_dir: {root} cannot be created: {error.strerror}; choose another one") from error
+        raise SetupError(f"output_dir: {root} cannot be created: {error.strerror}; make it writable or choose another one") from error
     return missing
+
+
+def _aside(run: RunDir) -> Path:
+    """Where a run that is to be overwritten waits for the first step of the new one."""
+    return run.root / ".overwritten"
+
+
+def _moving(run: RunDir) -> Path:
+    """Where it is while it moves there or back: its files are here or in the run directory, never in both."""
+    return run.root / ".overwriting"
+
+
+def _files_of(run: RunDir) -> list[Path]:
+    """What a run of ours leaves directly in its directory; other files are not touched."""
+    starts = [run.later_config(n) for n in run.later_starts()]
+    files = [run.metrics, run.samples, run.exit, run.config, run.origin, *starts]
+    return [path for path in (*files, run.logs, run.tensorboard, run.checkpoints) if path.exists()]
+
+
+def _settle_overwritten(run: RunDir) -> None:
+    """Put back a run that was set aside by a job that never trained; delete it if the job did.
+
+    Whenever this is cut off, the next job does the rest.
+    """
+    aside, moving = _aside(run), _moving(run)
+    if aside.is_dir() and run.is_used():
+        _remove_tree(aside)
+    elif aside.is_dir():
+        for path in _files_of(run):
+            _remove_tree(path) if path.is_dir() else path.unlink()
+        aside.rename(moving)
+    if moving.is_dir():
+        for path in moving.iterdir():
+            path.rename(run.root / path.name)
+        moving.rmdir()
+
+
+@contextmanager
+def _writing(run: RunDir) -> Iterator[None]:
+    """Turn an OSError into a SetupError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(
+            f"output_dir: {error.filename or run.root} cannot be written: {error.strerror}; make it writable or choose another one"
+        ) from error
 
 
 def _remove_empty(paths: list[Path]) -> None:
@@ -99,7 +167,7 @@ def _take_lock(run: RunDir) -> int:
     try:
         lock = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise SetupError(f"output_dir: {run.root} cannot be written: {error.strerror}; choose another one") from error
+        raise SetupError(f"output_dir: {run.root} cannot be written: {error.strerror}; make it writable or choose another one") from error
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -128,19 +196,26 @@ def claim(root: Path) -> Iterator[Claim]:
 
 
 def prepare(held: Claim, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool) -> Path:
-    """Refuse or empty a used directory and write what is started; returns the config file of this start."""
+    """Refuse or empty a used directory and write what is started; returns the config file of this start.
+
+    Raises SetupError for a used directory that is neither to be overwritten nor gone on with, and for one that cannot
+    be written.
+    """
     run = held.run
-    if run.is_used() and not resume:
-        if not overwrite:
-            raise SetupError(
-                f"output_dir: {run.root} already holds a run; go on with it by resume_from_checkpoint=true, "
-                "or delete it by overwrite_output_dir=true"
-            )
-        remove_run(run)
-    held.remember(run.exit)
-    run.exit.unlink(missing_ok=True)
-    held.remember(run.rank_log(0))
-    return _write_start(held, tree_text, origin, later=resume and run.config.exists())
+    if run.is_used() and not (resume or overwrite):
+        raise SetupError(
+            f"output_dir: {run.root} already holds a run; go on with it by resume_from_checkpoint=true, "
+            "or delete it by overwrite_output_dir=true"
+        )
+    with _writing(run):
+        if run.is_used() and overwrite:
+            held.set_aside()
+        held.remember(run.exit)
+        run.exit.unlink(missing_ok=True)
+        held.remember(run.rank_log(0))
+        run.logs.mkdir(exist_ok=True)
+        run.rank_log(0).touch()
+        return _write_start(held, tree_text, origin, later=resume and run.config.exists())
 
 
 def _write_start(held: Claim, tree_text: str, origin: dict[str, Any], *, later: bool) -> Path:
@@ -152,24 +227,13 @@ def _write_start(held: Claim, tree_text: str, origin: dict[str, Any], *, later: 
             held.remember(run.later_config(n))
             run.later_config(n).unlink()
         held.write(run.origin, _yaml({**origin, "versions": versions()}))
-    run.logs.mkdir(exist_ok=True)
     return path
-
-
-def remove_run(run: RunDir) -> None:
-    """Delete what a run of ours left in its directory; other files stay."""
-    starts = [run.later_config(n) for n in run.later_starts()]
-    logs = list(run.logs.glob("rank-*.log")) if run.logs.is_dir() else []
-    for path in (run.metrics, run.samples, run.exit, run.config, run.origin, *starts, *logs):
-        path.unlink(missing_ok=True)
-    for directory in (run.tensorboard, run.checkpoints):
-        _remove_tree(directory)
 
 
 def _remove_tree(directory: Path) -> None:
     """Delete a directory; renamed first, so that a kill in between leaves nothing that looks whole."""
     if directory.is_dir():
-        doomed = directory.with_name(f".{directory.name}.deleted")
+        doomed = directory.with_name(f".{directory.name.lstrip('.')}.deleted")
         shutil.rmtree(doomed, ignore_errors=True)
         directory.rename(doomed)
         shutil.rmtree(doomed)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import replace
 from datetime import datetime
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli import outcome, signals
 from forgather_cli.claim import Claim, claim, prepare
 from forgather_cli.config.schema import Config, Target
-from forgather_cli.errors import ConfigError, ForgatherError
+from forgather_cli.errors import ConfigError, ForgatherError, TrainingError
 from forgather_cli.rank_log import rank_log
 from forgather_cli.report import report_error
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from forgather_cli.checkpoint.retention import CheckpointInfo
     from forgather_cli.config.load import Loaded
 
 AVAILABLE_TRAINERS = ("single",)
@@ -57,12 +58,12 @@ def launch(loaded: Loaded) -> int:
             held,
             _config_text({**loaded.tree, "output_dir": str(root)}),
             _origin(loaded),
-            overwrite=config.overwrite_output_dir,
+            overwrite=config.overwrite_output_dir and config.resume_from_checkpoint is not True,
             resume=config.resume_from_checkpoint is not False,
         )
         code = _run_logged(config, held)
     if code == outcome.STOPPED:
-        print(resume_command(root), flush=True)
+        print(f"\nto go on:\n{resume_command(root)}", flush=True)
     return code
 
 
@@ -93,39 +94,105 @@ def _run_logged(config: Config, held: Claim) -> int:
     run = held.run
     with rank_log(run.rank_log(0)):
         try:
-            return _run_worker(config, run)
+            return _run_worker(config, held)
         except ForgatherError as error:
             report_error(error)
             code, reason = error.exit_code, str(error)
         except Exception as error:
             traceback.print_exc()
             code, reason = outcome.FAILED, f"{type(error).__name__}: {error}"
-    if code == outcome.MISTAKE and not held.has_trained():
+    if (code == outcome.MISTAKE or held.has_set_aside()) and not held.has_trained():
         held.undo()
     else:
         outcome.write_outcome(run, code, reason)
     return code
 
 
-def _run_worker(config: Config, run: RunDir) -> int:
-    """Train and write ``exit.json``; returns 0, or 75 when a signal ended it."""
+def _run_worker(config: Config, held: Claim) -> int:
+    """Train and write ``exit.json``; returns 0, or 75 when a signal ended it.
+
+    Raises TrainingError when a signal ended it and its checkpoint could not be written.
+    """
+    run = held.run
     with signals.watching() as stop:
         stop.at_once = lambda signum, early: _end_at_once(run, signum, early)
+        stop.hung = lambda signum, where: _end_hung(run, signum, where)
         from forgather_cli import worker
 
-        trainer = worker.run(config, run, should_stop=lambda: stop.signum)
+        trainer = worker.run(config, run, should_stop=lambda: stop.signum, on_begin=held.begin_training)
+    step = trainer.state.global_step
     code, reason = outcome.DONE, "done"
     if trainer.stopped_by is not None:
         code, reason = outcome.STOPPED, f"stopped by {signal.Signals(trainer.stopped_by).name}"
-    return outcome.write_outcome(run, code, reason, trainer.state.global_step).code
+        if step not in run.checkpoint_steps():
+            raise TrainingError(_not_saved(run, reason, step))
+    outcome.write_outcome(run, code, reason, step)
+    _print_places(run)
+    return code
+
+
+def _not_saved(run: RunDir, reason: str, step: int) -> str:
+    """Why a stop is a failure: the log above says what kept the checkpoint from being written."""
+    kept = run.checkpoint_steps()
+    remedy = f"{resume_command(run.root)} goes on from step {kept[-1]}" if kept else "the run has no checkpoint"
+    return f"{reason} at step {step}, which could not be saved (see above); {remedy}"
+
+
+def _print_places(run: RunDir) -> None:
+    """Where the run and its checkpoints are, as paths to copy."""
+    from forgather_cli.checkpoint.retention import list_checkpoints
+
+    found = list_checkpoints(run)
+    best = next((info for info in found if info.best), None)
+    newest = found[-1] if found else None
+    print(f"\nrun      {run.root}")
+    if newest is not None:
+        print(f"newest   {_place(newest, ' (best)' if newest is best else '')}")
+    if best is not None and best is not newest:
+        print(f"best     {_place(best)}")
+    sys.stdout.flush()
+
+
+def _place(info: CheckpointInfo, note: str = "") -> str:
+    """``RUN/checkpoints/step-00000060  eval_loss 2.7729``; the training loss where that was not measured."""
+    rule = info.best_by
+    name, value = (rule.metric, rule.value(info.metrics)) if rule else ("loss", None)
+    if value is None:
+        name, value = "loss", info.metrics.get("loss")
+    return f"{info.path}  {name} {value:.4f}{note}" if value is not None else f"{info.path}{note}"
 
 
 def _end_at_once(run: RunDir, signum: int, early: bool) -> int:
     """A second signal, or one before the first step: note the end; a run with a checkpoint of its own can go on."""
+    _close_bars()
     name = signal.Signals(signum).name
-    resumable = early and bool(run.checkpoint_steps())
+    kept = run.checkpoint_steps()
+    resumable = early and bool(kept)
     code = outcome.STOPPED if resumable else 128 + signum
-    outcome.write_outcome(run, code, f"ended at once by {name}{' before the first step' if early else ''}")
+    reason = f"ended at once by {name}{' before the first step' if early else ''}"
+    outcome.write_outcome(run, code, reason)
+    _last_line(f"{reason}; {f'the newest checkpoint is step {kept[-1]}' if kept else 'there is no checkpoint'}")
     if resumable:
-        os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, f"{resume_command(run.root)}\n".encode())
+        _last_line(resume_command(run.root), out=True)
     return code
+
+
+def _end_hung(run: RunDir, signum: int, where: str) -> int:
+    """A signal that training did not get to: what it stands in, with the stack printed before."""
+    _close_bars()
+    reason = f"{signal.Signals(signum).name} was not acted on within {signals.GRACE:g} s: rank 0 stands at {where}"
+    _last_line(f"error: {reason}")
+    return outcome.write_outcome(run, outcome.FAILED, reason).code
+
+
+def _close_bars() -> None:
+    """Take a progress bar off the terminal; given up where the main thread holds the terminal."""
+    display = sys.modules.get("forgather_cli.callbacks.display")
+    if display is not None:
+        thread = threading.Thread(target=display.close_bars, daemon=True)
+        thread.start()
+        thread.join(0.5)
+
+
+def _last_line(text: str, *, out: bool = False) -> None:
+    print(text, file=sys.stdout if out else sys.stderr, flush=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from forgather_cli.run_dir import RunDir
+
+log = logging.getLogger(__name__)
 
 DONE = 0
 FAILED = 1
@@ -30,12 +33,19 @@ class Outcome:
 
 
 def write_outcome(run: RunDir, code: int, reason: str, step: int | None = None) -> Outcome:
-    """Publish ``RUN/exit.json``; without ``step`` the newest one that checkpoints and metrics tell."""
+    """Publish ``RUN/exit.json``; without ``step`` the newest one that checkpoints and metrics tell.
+
+    A disk that is full is an error in the log: the caller knows the outcome all the same.
+    """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     outcome = Outcome(code, reason, newest_step(run) if step is None else step, now)
     temporary = run.exit.with_name(f".{run.exit.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
-    temporary.replace(run.exit)
+    try:
+        temporary.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
+        temporary.replace(run.exit)
+    except OSError as error:
+        log.error("%s cannot be written: %s", run.exit, error.strerror)
+        temporary.unlink(missing_ok=True)
     return outcome
 
 

@@ -16,6 +16,35 @@ from typing import IO, Any, TextIO, cast
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
 
+class LogFile:
+    """A rank's log, appended to. A full disk loses lines of it, and not the run.
+
+    Unbuffered: what a buffer could not write would be tried again, and fail again, with every later line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._failing = False
+
+    def write(self, text: str) -> None:
+        try:
+            self._file.write(text.encode("utf-8", errors="replace"))
+            self._failing = False
+        except OSError as error:
+            if not self._failing and sys.__stderr__ is not None:
+                print(f"error: {self._path} cannot be written: {error.strerror}", file=sys.__stderr__)
+            self._failing = True
+
+    def flush(self) -> None: ...
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Tee(io.TextIOBase):
     """A text stream that also writes whole lines to a log.
 
@@ -23,7 +52,7 @@ class Tee(io.TextIOBase):
     what stood there at its end.
     """
 
-    def __init__(self, terminal: TextIO, log: IO[str]) -> None:
+    def __init__(self, terminal: TextIO, log: LogFile | IO[str]) -> None:
         self.terminal = terminal
         self.log = log
         self._line = ""
@@ -92,9 +121,9 @@ def configure_logging() -> logging.Handler:
 
 
 @contextlib.contextmanager
-def rank_log(path: Path) -> Iterator[IO[str]]:
+def rank_log(path: Path) -> Iterator[LogFile]:
     """Copy standard output, standard error and the log to ``path`` (appended); SIGUSR2 prints stacks to it."""
-    with path.open("a", encoding="utf-8", buffering=1) as log:
+    with contextlib.closing(LogFile(path)) as log:
         out, err = Tee(sys.stdout, log), Tee(sys.stderr, log)
         handler = configure_logging()
         faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)

@@ -15,6 +15,8 @@ class RunDir:
     """Paths of one run. Nothing here touches the disk unless its docstring says so."""
 
     root: Path
+    logging_dir: Path | None = None
+    """Where metrics, samples and TensorBoard go; None: ``root``."""
 
     @property
     def config(self) -> Path:
@@ -62,16 +64,20 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         """JsonLogger's file."""
-        return self.root / "metrics.jsonl"
+        return self._logging / "metrics.jsonl"
 
     @property
     def samples(self) -> Path:
         """TextgenCallback's file."""
-        return self.root / "samples.txt"
+        return self._logging / "samples.txt"
 
     @property
     def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
+        return self._logging / "tensorboard"
+
+    @property
+    def _logging(self) -> Path:
+        return self.logging_dir or self.root
 
     @property
     def checkpoints(self) -> Path:

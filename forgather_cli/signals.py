@@ -1,7 +1,8 @@
 """Signals of a run: the first asks for a save and an end, the second ends the process at once.
 
-Python runs its handlers between bytecodes of the main thread only, so a process that waits in a collective or in a
-long kernel would not notice. The C handler itself writes to the interpreter's wake-up descriptor; a thread reads it.
+A first signal that nobody acts on within ``GRACE`` seconds ends it too, and says where it stands. Python runs its
+handlers between bytecodes of the main thread only, so a process that waits in a collective or in a long kernel would
+not notice. The C handler itself writes to the interpreter's wake-up descriptor; a thread reads it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+GRACE = 25.0
+"""Seconds from the first signal to a point where training can stop; schedulers kill after 30."""
+_OURS = f"{os.sep}forgather_cli{os.sep}"
+_SAVING = f"{_OURS}checkpoint{os.sep}"
+_LAST_WORDS = 5.0  # seconds
 _LINGER = 30.0  # seconds that a forked worker outlives SIGTERM
 
 
@@ -30,13 +38,18 @@ class StopSignal:
     def __init__(self) -> None:
         self._signum: int | None = None
         self._polled = False
+        self._honoured = threading.Event()
         self.at_once: Callable[[int, bool], int] | None = None
         """Called as (signum, before the first step) when the process ends at once; returns the exit code."""
+        self.hung: Callable[[int, str], int] | None = None
+        """Called as (signum, where the main thread stands) when nobody acts on a signal; returns the exit code."""
 
     @property
     def signum(self) -> int | None:
         """Number of the first signal that arrived, None before. Reading it says that somebody listens."""
         self._polled = True
+        if self._signum is not None:
+            self._honoured.set()
         return self._signum
 
     @property
@@ -51,14 +64,48 @@ class StopSignal:
             self._signum = signum
         if first and self._polled:
             _say(f"{self.name}: saving after this step; a second signal ends at once")
+            threading.Thread(target=self._watch_main_thread, name="forgather-grace", daemon=True).start()
         else:
             self._end(signum, early=not self._polled)
 
+    def leave(self) -> None:
+        """Nothing is left to stop: a signal that nobody has acted on no longer ends the process."""
+        self._honoured.set()
+
+    def _watch_main_thread(self) -> None:
+        while not self._honoured.wait(GRACE):
+            stack = main_thread_stack()
+            if not any(_SAVING in entry.filename for entry in stack):  # a save is what was asked for: save_timeout
+                _say("".join(traceback.format_list(stack)).rstrip())
+                self._exit(1, self.hung, self._signum, standing_at(stack))
+
     def _end(self, signum: int, *, early: bool) -> None:
-        code = 128 + signum
-        with contextlib.suppress(Exception):
-            code = self.at_once(signum, early) if self.at_once is not None else code
-        os._exit(code)
+        self._exit(128 + signum, self.at_once, signum, early)
+
+    def _exit(self, code: int, last_words: Callable[..., int] | None, *about: Any) -> None:
+        """End the process; what it has to say or write may be stuck too, and gets a few seconds."""
+        told = [code]
+
+        def speak() -> None:
+            with contextlib.suppress(Exception):
+                told.append(last_words(*about) if last_words is not None else code)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        thread.join(_LAST_WORDS)
+        os._exit(told[-1])
+
+
+def main_thread_stack() -> traceback.StackSummary:
+    """Where the main thread stands, outermost call first."""
+    return traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def standing_at(stack: traceback.StackSummary) -> str:
+    """The innermost line of ours in a stack, and the innermost of all."""
+    ours = [entry for entry in stack if _OURS in entry.filename]
+    lines = dict.fromkeys(f"{e.filename}:{e.lineno} in {e.name}" for e in [*ours[-1:], *stack[-1:]])
+    return ", inside it ".join(lines)
 
 
 def _say(text: str) -> None:
@@ -80,6 +127,7 @@ def watching() -> Iterator[StopSignal]:
     try:
         yield stop
     finally:
+        stop.leave()
         for signum, handler in old_handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(old_fd)

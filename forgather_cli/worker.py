@@ -6,19 +6,26 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.decode import to_tree
 from forgather_cli.config.schema import Config, PretrainedSettings, Target
 from forgather_cli.data.build import DataSplits, load_data
 from forgather_cli.distributed import pick_device
+from forgather_cli.loss import build_loss
 from forgather_cli.models.build import build_model, load_pretrained
 from forgather_cli.models.init import init_parameters
+from forgather_cli.precision import autocast_for
 from forgather_cli.run_dir import RunDir
+from forgather_cli.strategies.base import Strategy
+from forgather_cli.strategies.single import SingleDevice
+from forgather_cli.targets import call, import_target
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
@@ -26,13 +33,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, run: RunDir, *, should_stop: Callable[[], int | None] = lambda: None) -> Trainer:
-    """Train as ``config`` says in ``run``; returns the trainer as training left it."""
+def run(
+    config: Config,
+    run: RunDir,
+    *,
+    should_stop: Callable[[], int | None] = lambda: None,
+    on_begin: Callable[[], None] = lambda: None,
+) -> Trainer:
+    """Train as ``config`` says in ``run``; returns the trainer as training left it.
+
+    ``on_begin`` is called once everything that is checked before the first step was found sound.
+    """
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.trainer.trainer import Trainer
 
     device = pick_device(config.device)
     tree = to_tree(config)
+    if config.logging_dir is not None:
+        run = replace(run, logging_dir=Path(config.logging_dir))
     with contextlib.closing(_CorpusBar()) as bar:
         data = load_data(config.data, seed=max(config.seed, 0), progress=bar)
     trainer = Trainer(
@@ -42,14 +60,24 @@ def run(config: Config, run: RunDir, *, should_stop: Callable[[], int | None] = 
         train_dataset=data.train,
         eval_dataset=data.eval,
         processing_class=data.tokenizer,
-        callbacks=build_callbacks(config.callbacks, run, config_tree=tree),
-        strategy=None,
+        callbacks=[_Begins(on_begin), *build_callbacks(config.callbacks, run, config_tree=tree)],
+        strategy=build_strategy(config, device),
         should_stop=should_stop,
         config_tree=tree,
         data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
     )
     trainer.train()
     return trainer
+
+
+def build_strategy(config: Config, device: torch.device) -> Strategy:
+    """The strategy that ``trainer`` names; a user's gets (device, loss, autocast) and its arguments."""
+    loss, autocast = build_loss(config.loss), autocast_for(config.precision, device)
+    if isinstance(config.trainer, Target):
+        factory = import_target(config.trainer.path, "trainer")
+        made: Strategy = call(factory, "trainer", device, loss, autocast, **config.trainer.kwargs)
+        return made
+    return SingleDevice(device, loss, autocast)
 
 
 def construct(config: Config, data: DataSplits, device: torch.device) -> torch.nn.Module:
@@ -73,6 +101,16 @@ def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: in
     if on_device:
         log.info("construct_model_on=device draws other numbers than meta and cpu do")
     init_parameters(module, seed, device_generator=on_device)
+
+
+class _Begins(TrainerCallback):
+    """Tells the launcher that training begins."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._tell()
 
 
 class _CorpusBar:

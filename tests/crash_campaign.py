@@ -1,4 +1,4 @@
-"""Kill a training run with SIGKILL at random moments, resume it, and compare it with an uninterrupted one to the last bit.
+"""Kill a training run with SIGKILL at random moments, resume it, and compare it with an uninterrupted one to the bit.
 
     scripts/crash_campaign 100            # 100 trials
     scripts/crash_campaign 10 --seed 7 model=tiny

@@ -98,7 +98,7 @@ def test_all_damaged_is_an_error_that_lists_them_and_none_is_none(tmp_path: Path
     with pytest.raises(CheckpointError) as caught:
         newest_valid(run)
     message = str(caught.value)
-    assert message.startswith("no usable checkpoint is left; to start afresh use overwrite_output_dir=true")
+    assert message.startswith(f"no usable checkpoint is left in {tmp_path}; start afresh with")
     assert str(run.checkpoint(1)) in message
     assert str(run.checkpoint(2)) in message
 

@@ -1,4 +1,4 @@
-"""A short crash campaign: killed with SIGKILL at random moments, a resumed run equals an uninterrupted one to the bit."""
+"""A short crash campaign: killed with SIGKILL at random moments, a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_a_setup_mistake_in_a_resume_takes_back_its_files_alone(capsys: pytest.C
 
 def test_an_output_dir_that_cannot_be_made_is_said() -> None:
     Path("file").write_text("")
-    with pytest.raises(SetupError, match="output_dir: file/run cannot be created: Not a directory; choose another"):
+    with pytest.raises(SetupError, match="output_dir: file/run cannot be created: Not a directory; make it writable or"):
         start("max_steps=1", "output_dir=file/run")
 
 
@@ -294,7 +294,7 @@ from pathlib import Path
 from forgather_cli import launch
 from forgather_cli.config.load import load_config
 import forgather_cli.worker as worker
-def wait(config, run, should_stop):
+def wait(config, run, should_stop, on_begin):
     import threading
     should_stop()
     print("listening", flush=True)

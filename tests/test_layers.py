@@ -28,8 +28,8 @@ ALLOWED = {
     "worker": {"*"},
     "source": {"*"},
     "trainer": {
-        "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.loader", "loss", "optim",
-        "models.transform", "models.pretrained", "config.batch", "config.decode",
+        "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.loader", "loss",
+        "optim", "models.transform", "models.pretrained", "config.batch", "config.decode",
     },
     "strategies": {"distributed", "loss", "precision", "models.init", "models.stages"},
     "callbacks": {"models.generate"},

@@ -190,7 +190,7 @@ def test_nothing_wraps_on_a_terminal(width: int) -> None:
     assert len(headers) == 3
     assert [r.split()[0] for r in rows] == ["10", "20", "30", "40", "50", "60"]
     assert all(len(r) == len(headers[0]) for r in rows)
-    assert any(line.startswith("     30  eval  loss 3.2000") for line in lines)
+    assert any(line.startswith("     30    eval    3.2000  perplexity 24.53") for line in lines)
     assert any(re.match(r"  training loss +3\.4300$", line) for line in lines)
     assert ("peak mem" in headers[0]) == (width >= 80)
 

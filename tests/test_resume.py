@@ -1,4 +1,4 @@
-"""A run that is cut off and resumed equals an uninterrupted one to the last bit: losses, norms, weights, moments, data."""
+"""A run that is cut off and resumed equals an uninterrupted one bit by bit: losses, norms, weights, moments, data."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ speaker = Speaker(byte_ids("[red]x[/red] \\x1b[2J"))
 event(made(Path({str(tmp_path)!r}), max_new_tokens=30), "on_evaluate", speaker, ByteTokenizer())
 """
     output = on_terminal(80, code)
-    assert shown_lines(output) == ["sample 1 at step 100", "de[red]x[/red] \N{REPLACEMENT CHARACTER}[2J"]
+    assert shown_lines(output) == ["sample 1 at step 100", "  │ de[red]x[/red] \N{REPLACEMENT CHARACTER}[2J"]
     assert "\x1b[2J" not in output
 
 

@@ -22,6 +22,7 @@ from forgather_cli.trainer import Trainer, TrainingArguments
 class FakeStrategy(Strategy):
     """One parameter whose gradient is known: the loop can be watched without a model."""
 
+    name = "fake"
     supports = Supports(optimizer_in_backward=True, fp16=False, torch_compile=False)
     device = torch.device("cpu")
     data_rank, data_size, data_group, model_group = 0, 1, None, None
@@ -90,7 +91,8 @@ def test_events_of_a_step_come_in_the_order_of_the_contract(tmp_path: Path) -> N
     ).train()
     micro = ["on_forward_backward_begin", "on_forward_backward_end", "on_substep_end"]
     assert [name for name, _ in recorder.events] == [
-        "on_train_begin", "on_epoch_begin", "on_step_begin", *micro, *micro, "on_pre_optimizer_step", "on_optimizer_step",
+        "on_train_begin", "on_epoch_begin", "on_step_begin", *micro, *micro, "on_pre_optimizer_step",
+        "on_optimizer_step",
         "on_train_metrics", "on_step_end", "on_prediction_step", "on_log", "on_evaluate", "on_save", "on_epoch_end",
         "on_log_step", "on_log", "on_log_step", "on_log", "on_train_end",
     ]  # fmt: skip
@@ -288,8 +290,9 @@ def test_a_signal_discards_the_evaluation_in_progress(tmp_path: Path) -> None:
 
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
     Trainer(
-        nn.Linear(1, 1), args, None, tiny.RandomTokens(), tiny.RandomTokens(64), callbacks=[recorder, StopsInEvaluation()],
-        strategy=FakeStrategy(), should_stop=lambda: stop[0] if stop else None,
+        nn.Linear(1, 1), args, None, tiny.RandomTokens(), tiny.RandomTokens(64),
+        callbacks=[recorder, StopsInEvaluation()], strategy=FakeStrategy(),
+        should_stop=lambda: stop[0] if stop else None,
     ).train()  # fmt: skip
     assert "on_evaluate" not in [name for name, _ in recorder.events]
     assert len(stop) == 1

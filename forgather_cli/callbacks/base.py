@@ -7,6 +7,7 @@ class written for that library works here unchanged. Forgather adds ``on_forward
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ EVENTS = (
     "on_save", "on_log", "on_forward_backward_begin", "on_forward_backward_end", "on_train_metrics", "on_log_step",
     "on_exception",
 )  # fmt: skip
+
+_DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass
@@ -106,12 +109,17 @@ def _handles(callback: Any, event: str) -> bool:
     return method is not None and not getattr(method, "__qualname__", "").startswith("TrainerCallback.")
 
 
+def _failed(name: str, event: str, error: Exception) -> CallbackError:
+    return CallbackError(f"callback {name} failed in {event}: {type(error).__name__}: {error}")
+
+
 class CallbackList:
     """The run's callbacks by name; an event that nobody handles costs one dictionary look-up."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Any] = {}
         self._handlers: dict[str, list[tuple[str, Any]]] = {event: [] for event in EVENTS}
+        self._cut_short: set[tuple[str, str]] = set()
 
     def add(self, callback: Any, name: str | None = None) -> str:
         """Append a callback (an object, or a class to instantiate); returns its name, numbered when taken."""
@@ -133,6 +141,7 @@ class CallbackList:
     def emit(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Call every handler in order. Raises CallbackError, naming callback and event, from what a handler raised.
 
+        A full disk is an error in the log: what a callback writes is worth less than the run.
         The callback that first asks to stop is named in the log.
         """
         for name, method in self._handlers[event]:
@@ -141,12 +150,22 @@ class CallbackList:
                 answer = method(args, state, control, **kwargs)
             except ForgatherError:
                 raise
+            except OSError as error:
+                if error.errno not in _DISK_IS_FULL:
+                    raise _failed(name, event, error) from error
+                self._report_full_disk(name, event, error)
+                continue
             except Exception as error:
-                raise CallbackError(f"callback {name} failed in {event}: {type(error).__name__}: {error}") from error
+                raise _failed(name, event, error) from error
             if answer is not None and answer is not control and isinstance(answer, TrainerControl):
                 control.__dict__.update(answer.__dict__)
             if control.should_training_stop and not stopping:
                 log.info("callback %s stopped training in %s at step %d", name, event, state.global_step)
+
+    def _report_full_disk(self, name: str, event: str, error: OSError) -> None:
+        if (name, event) not in self._cut_short:
+            log.error("callback %s in %s: %s; training goes on, what it writes is lost", name, event, error.strerror)
+        self._cut_short.add((name, event))
 
     def emit_quietly(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """``emit`` for a run that is failing already: what a handler raises is logged, the first cause stands."""

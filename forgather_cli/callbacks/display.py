@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.callbacks.columns import Column, duration, fit, format_value, header, row
+from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, say, timestamp
 
 if TYPE_CHECKING:
@@ -178,12 +178,27 @@ class TerminalDisplay(Display):
 
     def evaluation(self, step: int, metrics: Logs) -> None:
         self._hide_evaluation()
-        width = next((c.width for c in self._columns if c.name == "step"), 0)
         prefix, entries = evaluation_entries(metrics)
-        text = f"{step:>{width}}  {prefix}"
+        text = self._evaluation_start(step, prefix, dict(entries).get("loss", ""))
+        shown = {"loss"} if not text.endswith(prefix) else set()  # the loss stands in its column
         for label, value in entries:
-            text = text + "  " + f"{label} {value}" if len(text + label + value) + 3 <= self._console.width else text
+            if label in shown:
+                continue
+            more = f"{SEPARATOR}{label} {value}"
+            text = text + more if len(text + more) <= self._console.width else text
         self._line(text, "green")
+
+    def _evaluation_start(self, step: int, prefix: str, loss: str) -> str:
+        """The step and, where a table stands above, the loss below those of training."""
+        names = [column.name for column in self._header]
+        start = row([c for c in self._columns if c.name == "step"], {"step": step}) + SEPARATOR
+        if not loss or "loss" not in names[1:] or names[0] != "step":
+            return start + prefix
+        before = self._header[: names.index("loss")]
+        room = len(header(before)) - len(start)
+        if room < len(prefix):
+            return start + prefix
+        return f"{start}{prefix:>{room}}{SEPARATOR}{loss:>{self._header[len(before)].width}}"
 
     def final(self, entries: list[tuple[str, str]]) -> None:
         width = max((len(label) for label, _ in entries), default=0)
@@ -201,7 +216,7 @@ class TerminalDisplay(Display):
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-            atexit.unregister(self._bar.stop)
+            _open_bars.discard(self._bar)
         self._bar = self._train = self._eval = None
 
     def _open(self) -> Progress:
@@ -209,7 +224,7 @@ class TerminalDisplay(Display):
         if self._bar is None:
             self._bar = _bar(self._name)
             self._bar.start()
-            atexit.register(self._bar.stop)
+            _open_bars.add(self._bar)
         return self._bar
 
     def _refresh(self) -> None:
@@ -244,17 +259,38 @@ def _status(logs: Logs) -> Iterable[str]:
         yield f"{format_value(logs['tok_per_sec'], 'si')} tok/s"
 
 
+_open_bars: set[Progress] = set()
+
+
+@atexit.register
+def close_bars() -> None:
+    """Take every bar off the screen and give the cursor back, for an exit that closes nothing."""
+    for bar in list(_open_bars):
+        bar.stop()
+    _open_bars.clear()
+
+
 def _bar(name: StreamName) -> Progress:
     """A bar without a thread of its own: the training loop's calls draw it, at most every ``interval`` seconds."""
+    from rich.constrain import Constrain
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Column as Cell
 
-    return Progress(
+    screen = console(name)
+
+    class Bar(Progress):
+        """Leaves the last columns free: a terminal echoes ^C there, and in a full line that begins another one."""
+
+        def get_renderables(self) -> Iterable[Constrain]:
+            for renderable in super().get_renderables():
+                yield Constrain(renderable, max(screen.width - 5, 10))  # type: ignore[arg-type]
+
+    return Bar(
         TextColumn("{task.description}", table_column=Cell(no_wrap=True)),
         BarColumn(bar_width=None, table_column=Cell(ratio=1, min_width=4)),
         MofNCompleteColumn(table_column=Cell(no_wrap=True)),
         TextColumn("{task.fields[status]}", table_column=Cell(no_wrap=True)),
-        console=console(name),
+        console=screen,
         auto_refresh=False,
         transient=True,
         expand=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -43,14 +44,26 @@ class JsonLogger(TrainerCallback):
         head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": state.global_step}
         record = {**head, "epoch": state.epoch, **(kwargs.get("logs") or {}), **head}
         line = json.dumps(plain(record), allow_nan=False) + "\n"
-        with self._path.open("ab") as file:  # opened for each record: nothing is left open, however the run ends
-            file.write(line.encode())
+        _append(self._path, line.encode())
         self._wrote = True
 
     def _prepare(self, last_step: float) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         cut_records(self._path, last_step)
         self._ready = True
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line, whole or not at all. Opens the file anew: nothing is left open, however the run ends."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            written = file.write(line)
+            if written < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def plain(value: Any) -> Any:

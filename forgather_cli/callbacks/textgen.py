@@ -22,6 +22,8 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.run_dir import RunDir
 
 AddText = Callable[[str, str, int], None]
+_MAX_LINES = 6
+_MAX_WIDTH = 100  # characters of a line in a file; on a terminal its width counts
 _PATH = "callbacks.textgen.prompts"
 
 
@@ -168,12 +170,24 @@ def _generator(device: torch.device, seed: int, step: int) -> torch.Generator:
 
 
 def _show(prompt: str, completion: str, title: str, stream: StreamName) -> None:
+    """The first lines of a sample, each cut to the width; all of it is in ``samples.txt``."""
+    text = printable(prompt + completion, stream)
+    lines = [line.expandtabs(4) for line in text.splitlines() if line.strip()]
+    more = f" (first {_MAX_LINES} of {len(lines)} lines)" if len(lines) > _MAX_LINES else ""
     if is_terminal(stream):
-        from rich.text import Text
-
-        say(title, stream, "magenta")
-        text = Text.assemble((printable(prompt, stream), "bold"), printable(completion, stream))
-        console(stream).print(text, soft_wrap=True)
+        say(f"{title}{more}", stream, "magenta")
+        _print_cut(lines[:_MAX_LINES], len(prompt.split("\n")[0]), stream)
     else:
-        lines = (prompt + completion).splitlines()
-        say("\n".join([f"{timestamp()} {title}:", *(f"    {line}" for line in lines)]), stream)
+        shown = [line[:_MAX_WIDTH] for line in lines[:_MAX_LINES]]
+        say("\n".join([f"{timestamp()} {title}{more}:", *(f"    {line}" for line in shown)]), stream)
+
+
+def _print_cut(lines: list[str], prompt_length: int, stream: StreamName) -> None:
+    """Lines behind a bar, the prompt's first one in bold."""
+    from rich.text import Text
+
+    for number, line in enumerate(lines):
+        bold = prompt_length if number == 0 else 0
+        bar = ("  \N{BOX DRAWINGS LIGHT VERTICAL} ", "magenta")
+        text = Text.assemble(bar, (line[:bold], "bold"), line[bold:])
+        console(stream).print(text, no_wrap=True, overflow="ellipsis", crop=True)

@@ -133,6 +133,21 @@ class Reader:
         return self._state_tensors[stem].read(name)
 
 
+def named(path: Path, verify: Level = "full") -> Reader:
+    """The checkpoint that ``resume_from_checkpoint`` names, verified. Raises CheckpointError."""
+    try:
+        reader = Reader(path)
+        reader.verify(verify)
+    except NewerFormatError as error:
+        raise CheckpointError(f"resume_from_checkpoint: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"resume_from_checkpoint: {error}; name a whole one, RUN/checkpoints/step-..., or set it to true for the "
+            "newest valid one in output_dir"
+        ) from error
+    return reader
+
+
 def newest_valid(run: RunDir, verify: Level = "full") -> Reader | None:
     """The run's newest whole checkpoint, a healthy one if there is any; None if the run has none at all.
 
@@ -145,8 +160,10 @@ def newest_valid(run: RunDir, verify: Level = "full") -> Reader | None:
         try:
             reader.verify(verify)
         except CheckpointError as error:
-            _report(error, problems)
+            problems.append(str(error))
             continue
+        for problem in problems:
+            log.warning("%s; %s is used", problem, reader.path)
         if not reader.manifest.healthy:
             log.warning("%s: was saved while training looked diverged, but no healthy one is left", reader.path)
         elif reader is not readers[0] and not readers[0].manifest.healthy:
@@ -154,7 +171,8 @@ def newest_valid(run: RunDir, verify: Level = "full") -> Reader | None:
         return reader
     if problems:
         raise CheckpointError(
-            "no usable checkpoint is left; to start afresh use overwrite_output_dir=true\n  " + "\n  ".join(problems)
+            f"no usable checkpoint is left in {run.root}; start afresh with forgather train ... "
+            f"overwrite_output_dir=true\n  " + "\n  ".join(problems)
         )
     return None
 
@@ -168,13 +186,8 @@ def _open_all(run: RunDir, problems: list[str]) -> list[Reader]:
         except NewerFormatError:
             raise
         except CheckpointError as error:
-            _report(error, problems)
+            problems.append(str(error))
     return readers
-
-
-def _report(error: CheckpointError, problems: list[str]) -> None:
-    log.warning("%s; the checkpoint before it is tried", error)
-    problems.append(str(error))
 
 
 def restore_components(

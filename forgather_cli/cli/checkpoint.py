@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import AsJson, console, human_bytes, print_json
+from forgather_cli.cli.common import AsJson, Col, human_bytes, print_facts, print_json, print_table
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir
@@ -61,21 +61,23 @@ def _document(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def _print_list(found: list[CheckpointInfo]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("step", "loss", "eval loss", "size", "saved (UTC)", "", "path"):
-        table.add_column(title, justify="right" if title in ("step", "loss", "eval loss", "size") else "left")
+    columns = (
+        Col("step", right=True),
+        Col("loss", right=True),
+        Col("eval loss", right=True),
+        Col("size", right=True),
+        Col("saved (UTC)", droppable=1),
+        Col(""),
+    )
+    rows, styles = [], []
     for info in found:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
         saved = info.created.replace("T", " ")[:19]
-        style = "red" if info.problem else "bold" if info.best else ""
-        table.add_row(
-            str(info.step), *shown, human_bytes(info.size_bytes), saved, _marks(info), str(info.path), style=style
-        )
-    console().print(table)
+        rows.append((str(info.step), *shown, human_bytes(info.size_bytes), saved, _marks(info)))
+        styles.append("red" if info.problem else "bold" if info.best else "")
+    print_table(columns, rows, styles)
+    typer.echo(f"newest: {found[-1].path}")
 
 
 def _marks(info: CheckpointInfo) -> str:
@@ -128,40 +130,36 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _print_manifest(path: Path, manifest: Manifest) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    rows = {
-        "checkpoint": path,
-        "step": manifest.step,
-        "saved": manifest.created,
-        "strategy": f"{manifest.strategy}, world size {manifest.world_size}",
-        "healthy": "yes" if manifest.healthy else "no",
-        "final": "yes" if manifest.final else "no",
-        "metrics": ", ".join(f"{key}={value:.6g}" for key, value in manifest.metrics.items()),
-        "components": ", ".join(f"{key} ({kind.lower()})" for key, kind in manifest.components.items()),
-        "versions": ", ".join(f"{key} {value}" for key, value in manifest.versions.items()),
-        "config": manifest.config_fingerprint or "-",
-    }
-    for label, value in rows.items():
-        table.add_row(label, str(value))
-    console().print(table)
+    kinds = {key: kind.lower().replace("_", " ") for key, kind in manifest.components.items()}
+    print_facts(
+        {
+            "checkpoint": str(path),
+            "step": str(manifest.step),
+            "saved": f"{manifest.created.replace('T', ' ')[:19]} UTC",
+            "strategy": f"{manifest.strategy}, world size {manifest.world_size}",
+            "healthy": "yes" if manifest.healthy else "no",
+            "final": "yes" if manifest.final else "no",
+            "metrics": ", ".join(f"{key}={value:.6g}" for key, value in manifest.metrics.items()),
+            "components": ", ".join(f"{key} ({kind})" for key, kind in kinds.items()),
+            "versions": ", ".join(f"{key} {value}" for key, value in manifest.versions.items()),
+            "config": manifest.config_fingerprint or "-",
+        }
+    )
 
 
 def _print_tensors(tensors: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
+    """The model's tensors, and how many the other files hold; ``--json`` lists all."""
+    model = [t for t in tensors if t["file"].startswith("model/")]
+    rows = [(t["name"], t["dtype"], _shape(t), human_bytes(t["bytes"])) for t in model]
+    print_table((Col("tensor"), Col("dtype", droppable=1), Col("shape"), Col("size", right=True)), rows)
+    files = dict.fromkeys(t["file"] for t in tensors)
+    sizes = {file: [t["bytes"] for t in tensors if t["file"] == file] for file in files}
+    rows = [(file, f"{len(each):,}", human_bytes(sum(each))) for file, each in sizes.items()]
+    print_table((Col("file"), Col("tensors", right=True), Col("size", right=True)), rows)
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("tensor", "dtype", "shape", "size", "file"):
-        table.add_column(title, justify="right" if title == "size" else "left")
-    for t in tensors:
-        shape = " x ".join(map(str, t["shape"])) or "scalar"
-        table.add_row(t["name"], t["dtype"], shape, human_bytes(t["bytes"]), t["file"])
-    console().print(table)
+
+def _shape(tensor: dict[str, Any]) -> str:
+    return " x ".join(map(str, tensor["shape"])) or "scalar"
 
 
 @app.command(cls=Command)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +43,7 @@ ConfigDir = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Folder with groups and recipes of yours, beside ./conf and ./recipes."),
 ]
+PLAIN_WIDTH = 160  # columns of a table where it is written to no terminal
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
@@ -82,11 +84,69 @@ def load(words: Sequence[str] | None, config_dir: Path | None) -> Loaded:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console that prints text as it is; 160 columns where it is no terminal."""
+    """A rich console that prints text as it is; ``PLAIN_WIDTH`` columns where it is no terminal."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else 160)
+    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else PLAIN_WIDTH)
+
+
+@dataclass(frozen=True)
+class Col:
+    """A column of a table."""
+
+    title: str
+    right: bool = False
+    style: str = ""
+    droppable: int = 0
+    """0 stays; where the terminal is too narrow, the columns with the largest number go first."""
+
+
+def print_table(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
+    """Print rows under titles. What is too wide for the terminal loses columns, then folds its first column."""
+    from rich import box
+    from rich.table import Table
+
+    screen = console()
+    kept = _fitting(columns, rows, screen.width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for n in kept:
+        column = columns[n]
+        table.add_column(
+            column.title,
+            justify="right" if column.right else "left",
+            style=column.style,
+            no_wrap=n > 0,
+            overflow="fold",
+        )
+    for number, row in enumerate(rows):
+        table.add_row(*(row[n] for n in kept), style=styles[number] if styles else "")
+    screen.print(table)
+
+
+def _fitting(columns: Sequence[Col], rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Indices of the columns that fit side by side."""
+    widths = [max(len(line) for line in (c.title, *(row[n] for row in rows))) for n, c in enumerate(columns)]
+    kept = list(range(len(columns)))
+    while sum(widths[n] + 3 for n in kept) > width:  # three blanks between two columns, rich's SIMPLE_HEAD
+        worst = max(kept, key=lambda n: (columns[n].droppable, n))
+        if not columns[worst].droppable:
+            break
+        kept.remove(worst)
+    return kept
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    """Print labels with their values, long ones folded under each other."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in facts.items():
+        table.add_row(label, value)
+    console().print(table)
 
 
 def print_json(value: Any) -> None:

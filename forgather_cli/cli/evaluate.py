@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from forgather_cli.cli.common import AsJson, Overrides, check_overrides, console, human_seconds, only_json, print_json
+from forgather_cli.cli.common import (
+    AsJson,
+    Overrides,
+    check_overrides,
+    human_seconds,
+    only_json,
+    print_facts,
+    print_json,
+)
 from forgather_cli.cli.source import SourcePath, check_source, config_for
 
 
 def evaluate(source: SourcePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Loss and perplexity of a run, a checkpoint or a model directory.
+    r"""Loss and perplexity of a run, a checkpoint or a model directory.
 
-    On the data it was trained with, or on another: [cyan]data=text data.files=[mine.txt][/].
+    On the data it was trained with, or on another: [cyan]data=text data.files=\[mine.txt][/].
     """
     words = check_overrides(overrides)
     check_source(source)
@@ -29,21 +37,13 @@ def evaluate(source: SourcePath, overrides: Overrides = None, as_json: AsJson = 
 
 
 def _print(document: dict[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for key, value in document.items():
-        if value is not None:
-            table.add_row(key.removeprefix("eval_").replace("_", " "), _shown(key, value))
-    console().print(table)
+    shown = {key: value for key, value in document.items() if value is not None}
+    print_facts({key.removeprefix("eval_").replace("_", " "): _shown(key, value) for key, value in shown.items()})
 
 
 def _shown(key: str, value: Any) -> str:
     if key == "eval_runtime":
-        return human_seconds(value)
+        return f"{value:.2f}s" if value < 10 else human_seconds(value)
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -29,7 +29,7 @@ def generate(
     ] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.")] = 42,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Write text with a run, a checkpoint or a model directory."""
@@ -67,6 +67,7 @@ def _generate(
     """The new tokens."""
     import torch
 
+    from forgather_cli.loss import model_logits
     from forgather_cli.models.generate import generate as sample
 
     tokenizer, device = source.tokenizer, source.device
@@ -74,8 +75,7 @@ def _generate(
     input_ids = torch.tensor([ids], device=device)  # (1, T)
 
     def logits(batch: dict[str, Any], *, last_only: bool = True, cache: Any = None) -> torch.Tensor:
-        result: torch.Tensor = source.model(**batch, last_only=last_only, cache=cache)
-        return result
+        return model_logits(source.model, batch, last_only=last_only, cache=cache)
 
     with torch.no_grad():
         made = sample(

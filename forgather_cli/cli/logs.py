@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from forgather_cli.cli.common import AsJson, console, human, human_seconds, print_json
+from forgather_cli.cli.common import AsJson, Col, human, human_seconds, print_json, print_table
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.summary import Summary, summarize
 from forgather_cli.run_dir import RunDir
@@ -37,16 +37,20 @@ def summary(
 
 def print_summaries(summaries: list[Summary]) -> None:
     """One row per run."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    for title in ("step", "loss first", "last", "best", "eval last", "best", "tokens", "tok/s", "time", "state"):
-        table.add_column(title, justify="right" if title != "state" else "left", no_wrap=True)
-    for each in summaries:
-        table.add_row(each.run, *_cells(each))
-    console().print(table)
+    columns = (
+        Col("run"),
+        Col("step", right=True),
+        Col("first", right=True, droppable=4),
+        Col("loss", right=True),
+        Col("best", right=True, droppable=5),
+        Col("eval", right=True),
+        Col("best", right=True),
+        Col("tokens", right=True, droppable=3),
+        Col("tok/s", right=True, droppable=2),
+        Col("time", right=True, droppable=1),
+        Col("state"),
+    )
+    print_table(columns, [(each.run, *_cells(each)) for each in summaries])
 
 
 def _cells(each: Summary) -> list[str]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from forgather_cli.cli.common import console, human_seconds, print_json, quoted
+from forgather_cli.cli.common import Col, human_seconds, print_json, print_table, quoted
 from forgather_cli.cli.summary import summarize
 from forgather_cli.errors import ConfigError
 from forgather_cli.outcome import DONE, FAILED, STOPPED, read_outcome
@@ -107,7 +107,8 @@ def _sweep_root(loaded: Loaded, fixed: list[str]) -> Path:
 
 def _command(job: Job, recipe: str, config_dir: Path | None) -> list[str]:
     """One job as a command line of its own: goes on where it was, or begins."""
-    own = [f"output_dir={quoted(job.run.root)}", "overwrite_output_dir=false", "resume_from_checkpoint=true"]
+    own = [f"output_dir={quoted(job.run.root)}", "overwrite_output_dir=false"]
+    own += ["resume_from_checkpoint=true"] if job.run.is_used() else []
     extra = ["--config-dir", str(config_dir)] if config_dir else []
     return [sys.executable, "-m", "forgather_cli", "train", recipe, *job.overrides, *own, *extra]
 
@@ -168,17 +169,19 @@ def _show(jobs: list[Job], recipe: str, config_dir: Path | None, as_json: bool) 
 
 
 def _print_table(jobs: list[Job]) -> None:
-    """The summary at the end."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("job", overflow="fold")
-    for title in ("state", "step", "loss", "eval loss", "best", "time"):
-        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
-    for job in jobs:
-        table.add_row(job.name, *_cells(job))
-    console().print(table)
+    """The summary at the end, with the job of the best evaluation in bold."""
+    columns = (
+        Col("job"),
+        Col("state"),
+        Col("step", right=True),
+        Col("loss", right=True),
+        Col("eval", right=True, droppable=2),
+        Col("best eval", right=True),
+        Col("time", right=True, droppable=1),
+    )
+    rows = [(job.name, *_cells(job)) for job in jobs]
+    best = min((row[5] for row in rows if row[5] != "-"), default=None, key=float)
+    print_table(columns, rows, ["bold green" if row[5] == best else "" for row in rows])
     typer.echo(f"runs are in {jobs[0].run.root.parent}")
 
 

@@ -9,15 +9,17 @@ import typer
 
 from forgather_cli.cli.common import (
     AsJson,
+    Col,
     ConfigDir,
     Words,
-    console,
     human,
     human_bytes,
     human_flops,
     load,
     only_json,
+    print_facts,
     print_json,
+    print_table,
 )
 
 if TYPE_CHECKING:
@@ -56,15 +58,7 @@ def plan_document(made: RunPlan, *, params: bool = False) -> dict[str, Any]:
 
 def print_plan(made: RunPlan, *, params: bool = False) -> None:
     """Tables for people."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for label, value in _rows(made):
-        table.add_row(label, value)
-    console().print(table)
+    print_facts(dict(_rows(made)))
     if params:
         _print_parameters(made)
 
@@ -103,14 +97,17 @@ def _steps(made: RunPlan, total: int | None) -> str:
 
 
 def _print_parameters(made: RunPlan) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("parameter", "shape", "numbers", "kind", "group", "optimizer", "weight decay"):
-        table.add_column(title, justify="right" if title in ("numbers", "weight decay") else "left")
-    for row in made.parameters:
-        shape = " x ".join(map(str, row.shape))
-        decay = "-" if row.weight_decay is None else f"{row.weight_decay:g}"
-        table.add_row(row.name, shape, f"{row.numel:,}", row.kind, row.group, row.optimizer, decay)
-    console().print(table)
+    columns = (
+        Col("parameter"),
+        Col("shape", droppable=1),
+        Col("numbers", right=True, droppable=2),
+        Col("kind", droppable=3),
+        Col("group"),
+        Col("optimizer"),
+        Col("decay", right=True),
+    )
+    rows = [
+        (r.name, " x ".join(map(str, r.shape)), f"{r.numel:,}", r.kind, r.group, r.optimizer, f"{r.weight_decay:g}")
+        for r in made.parameters
+    ]
+    print_table(columns, rows)

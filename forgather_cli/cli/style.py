@@ -1,25 +1,43 @@
-"""How help looks: usage lines as we write them, and flags without a type."""
+"""How help looks: usage lines as we write them, paragraphs that fill the width, and no Python types."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 
-def _quiet_flags(params: list[Any]) -> list[Any]:
-    """Typer 0.29 shows ``<bool>`` behind every flag; an empty metavar is shown as nothing."""
+def _without_types(params: list[Any]) -> list[Any]:
+    """Typer 0.29 shows ``<bool>`` behind every flag and ``<list[str]>`` behind arguments that have a metavar."""
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
+        if param.param_type_name == "argument":
+            param.display_type_rich = _nothing
     return params
+
+
+def _nothing(ctx: Any) -> None:
+    return None
+
+
+def _paragraphs(help_text: str | None) -> str | None:
+    """Lines of a paragraph joined: rich markup keeps the line ends of a docstring, wherever the terminal's edge is."""
+    if help_text is None:
+        return None
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(help_text).split("\n\n"))
 
 
 class Command(TyperCommand):
     """A command whose usage line shows the metavars of its arguments as they stand."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.help = _paragraphs(self.help)
+
     def get_params(self, ctx: Any) -> list[Any]:
-        return _quiet_flags(super().get_params(ctx))
+        return _without_types(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
@@ -30,4 +48,4 @@ class Group(TyperGroup):
     """A command with subcommands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _quiet_flags(super().get_params(ctx))
+        return _without_types(super().get_params(ctx))

@@ -24,7 +24,7 @@ class Summary:
 
     run: str
     state: str
-    """done, stopped, failed, or unfinished: running or killed."""
+    """done, stopped (with a checkpoint), ended (by a second signal), failed, or unfinished: running or killed."""
     reason: str
     step: int
     max_steps: int | None
@@ -50,10 +50,9 @@ def summarize(run: RunDir) -> Summary:
         raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
     records = list(read_records(run.metrics))
     ended = read_outcome(run)
-    states = {DONE: "done", STOPPED: "stopped"}
     return Summary(
         run=str(run.root),
-        state=states.get(ended.code, "failed") if ended else "unfinished",
+        state=_state(ended.code) if ended else "unfinished",
         reason=ended.reason if ended else "",
         step=max((int(record.get("step", 0)) for record in records), default=0),
         max_steps=_max_steps(run),
@@ -62,6 +61,10 @@ def summarize(run: RunDir) -> Summary:
         tokens_per_second=_median([float(r["tok_per_sec"]) for r in records if _is_number(r.get("tok_per_sec"))]),
         seconds=_seconds(records),
     )
+
+
+def _state(code: int) -> str:
+    return {DONE: "done", STOPPED: "stopped"}.get(code, "ended" if code > 128 else "failed")
 
 
 def read_records(path: Path) -> Iterator[Record]:

@@ -12,7 +12,7 @@ from forgather_cli.config.check import cross_check
 from forgather_cli.config.compose import Plain, plain
 from forgather_cli.config.decode import decode, option_types
 from forgather_cli.config.mistakes import Speech
-from forgather_cli.config.options import SearchPath, shipped
+from forgather_cli.config.options import BARE_GROUPS, SearchPath, shipped
 from forgather_cli.config.overrides import Change, apply, resolve
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.targets import target_problems
@@ -44,6 +44,7 @@ class Build:
 
     def change(self, changes: Iterable[Change]) -> None:
         """Apply value changes in order; those that cannot be made become problems."""
+        changes = self._make_room(changes)
         tree = self._raw()
         selected, known = option_types(tree), frozenset(leaves(tree))
         for change in changes:
@@ -53,6 +54,31 @@ class Build:
                 self.problems.append(f"{problem} (in {change.source})" if change.source else problem)
             else:
                 self._note(change, path)
+
+    def _make_room(self, changes: Iterable[Change]) -> list[Change]:
+        """Remove the settings of each option that a ``group._target_`` replaces; returns the changes that still count."""
+        left = list(changes)
+        for group in BARE_GROUPS:
+            left = self._make_room_in(group, left)
+        return left
+
+    def _make_room_in(self, group: str, changes: list[Change]) -> list[Change]:
+        from omegaconf import OmegaConf
+
+        key, tree = f"{group}._target_", self._raw()
+        typed = any(change.key == key and change.action != "delete" for change in changes)
+        option = tree.get(group)
+        if not (typed or key in self.in_recipe) or not isinstance(option, dict) or "type" not in option:
+            return changes
+        if typed and group in self.chosen:
+            self.problems.append(f"{key}: takes the place of {group}={self.options[group]}; leave one of them out")
+        own = set() if typed else {path.split(".")[1] for path in self.in_recipe if path.startswith(f"{group}.")}
+        kept = {name: value for name, value in option.items() if name in own}
+        OmegaConf.update(self.cfg, group, kept, merge=False, force_add=True)
+        self.options.pop(group, None)
+        known, where = list(leaves(tree)), self.in_recipe.get(key)
+        of_option = {c.key for c in changes if c.source != where and resolve(c.key, known, {})[0].startswith(f"{group}.")}
+        return [c for c in changes if c.source is None or c.key not in of_option]
 
     def finish(self) -> Config:
         """Resolve, decode and check. Raises ConfigError with the problems of every stage."""

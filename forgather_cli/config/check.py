@@ -175,6 +175,8 @@ def _void(config: Config) -> Iterator[tuple[str, str, str]]:
             yield from ((name, f"{kind}_strategy", f"set {kind}_strategy=steps") for name in names)
     if config.eval_strategy == "no":
         yield "eval_delay", "eval_strategy", "set eval_strategy=steps"
+    if config.overwrite_output_dir and config.resume_from_checkpoint is True:
+        yield "overwrite_output_dir", "resume_from_checkpoint", "set resume_from_checkpoint=false"
     if config.save_strategy == "no":
         yield "eval_on_save", "save_strategy", "set save_strategy=steps"
     if isinstance(config.trainer, SingleSettings):

@@ -25,6 +25,8 @@ def reload_config(run_dir: Path, overrides: Sequence[str], *, config_dir: Path |
             f"output_dir: resume goes on in {run_dir}; for a new run from its weights use "
             f"forgather train output_dir=... resume_from_checkpoint={run_dir}/checkpoints/step-..."
         )
+    if "overwrite_output_dir" in loaded.given and loaded.config.overwrite_output_dir:
+        raise ConfigError("overwrite_output_dir: resume goes on with the run, it deletes nothing; leave it out")
     changes = _resumption(run, loaded)
     config = replace(loaded.config, **changes)
     return replace(loaded, config=config, tree={**loaded.tree, **changes}, given=loaded.given | set(changes))

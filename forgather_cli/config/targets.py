@@ -27,7 +27,7 @@ class _Call:
 _CALLS = {
     "model": _Call(offered=("vocab_size", "seq_len")),
     "data": _Call(),
-    "trainer": _Call(),
+    "trainer": _Call(("device", "loss", "autocast")),
     "optimizer": _Call(("params",), ("lr", "weight_decay")),
     "lr_scheduler": _Call(("optimizer",)),
     "loss": _Call(offered=("num_items_in_batch",)),

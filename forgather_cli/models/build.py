@@ -20,6 +20,7 @@ from forgather_cli.models.pretrained import read_settings
 from forgather_cli.targets import import_target
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_REMEDY = "by its config.json; mend config.json or save the model again"
 
 
 def build_model(option: ModelOption, *, vocab_size: int, seq_len: int) -> nn.Module:
@@ -80,9 +81,9 @@ def _names_in_files(directory: Path, settings: DecoderSettings, files: dict[str,
     # old Llama exports carry the rotary frequencies, which follow from config.json
     extra = sorted(f for f in files if f not in {*names.values(), *ignored} and not f.endswith("rotary_emb.inv_freq"))
     if missing:
-        raise ModelError(f"model.path: {directory} lacks {_some(missing)}; config.json asks for these tensors")
+        raise ModelError(f"model.path: {directory} lacks {_some(missing)}, {_REMEDY}")
     if extra:
-        raise ModelError(f"model.path: {directory} has {_some(extra)} too many; config.json does not describe them")
+        raise ModelError(f"model.path: {directory} has {_some(extra)} too many, {_REMEDY}")
     return names
 
 
@@ -95,8 +96,8 @@ def _some(names: list[str]) -> str:
 def _shaped(tensor: Tensor, name: str, target: Tensor, directory: Path) -> Tensor:
     if tensor.shape != target.shape:
         raise ModelError(
-            f"model.path: {name} in {directory} has shape {tuple(tensor.shape)}, "
-            f"config.json asks for {tuple(target.shape)}"
+            f"model.path: {name} in {directory} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)} "
+            f"{_REMEDY}"
         )
     return tensor
 

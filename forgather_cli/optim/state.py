@@ -143,9 +143,10 @@ class ParameterOptimizer(ABC):
         if not problems:
             problems = list(self._mismatches(tensors, saved, kinds))
         if problems:
+            more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
             raise CheckpointError(
-                "the optimizer's state does not fit this run; resume without it by leaving optimizer out of "
-                "resume_components:\n" + "\n".join(f"  {line}" for line in problems)
+                "the optimizer's state does not fit this run; leave optimizer out of resume_components:\n"
+                + "\n".join(f"  {line}" for line in [*problems[:5], *more])
             )
 
     def _mismatches(

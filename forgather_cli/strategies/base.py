@@ -32,6 +32,8 @@ class Strategy(ABC):
     Every method is collective: all ranks call it, in the same order.
     """
 
+    name: str
+    """As in ``trainer=NAME``; told in logs and checkpoints."""
     supports: Supports
     device: torch.device
     parts: list[nn.Module]

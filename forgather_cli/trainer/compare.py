@@ -7,43 +7,64 @@ from typing import Any
 # worth a line in the log; all else is free to change
 _LOGGED = (
     "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler", "optimizer", "seed", "global_batch_size", "loss",
-    "precision",
+    "precision", "model.path",
 )  # fmt: skip
+_MAY_MOVE = ("model.path", "data.cache_dir")
+"""Paths of things that are compared by their content, or by names and shapes."""
+
+Differences = dict[str, tuple[Any, Any]]
 
 
 def compare_configs(saved: dict[str, Any], now: dict[str, Any], wanted: set[str]) -> tuple[list[str], list[str]]:
     """(what forbids to resume, what is worth a line in the log), one sentence per setting.
 
-    ``saved`` and ``now`` hold the resolved config tree (``config``) and the description of the data (``data``: its
-    fingerprint and the tokenizer's). Model shape and data are refused unless that component is left out of ``wanted``.
+    ``saved`` and ``now`` hold the resolved config tree (``config``) and the description of the data (``data``, of which
+    the ``fingerprint`` counts). Model shape and data are refused unless that component is left out of ``wanted``.
     """
+    changed = _differences(saved.get("config", {}), now.get("config", {}))
+    content = _differences(saved.get("data", {}), now.get("data", {})).get("fingerprint")
     refused: list[str] = []
-    logged: list[str] = []
-    old, new = _flatten(saved), _flatten(now)
-    for path in sorted(old.keys() | new.keys()):
-        before, after = old.get(path), new.get(path)
-        if before == after or path not in old or path not in new:
-            continue
-        component = _component(path)
-        name = path.removeprefix("config.")
-        if component and component in wanted:
-            refused.append(
-                f"{name}: the checkpoint has {before!r}, this run {after!r}; change it back, or leave {component} "
-                "out of resume_components"
-            )
-        elif any(name == p or name.startswith(p + ".") for p in _LOGGED):
-            logged.append(f"{name}: {before!r} in the checkpoint, {after!r} from here on")
+    if "model" in wanted:
+        refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
+    if "data" in wanted and content:
+        refused += _refusals(changed, "data", "leave data out of resume_components") or [_other_content(*content)]
+    logged = [
+        f"{_typed(path)}: {before!r} in the checkpoint, {after!r} from here on"
+        for path, (before, after) in changed.items()
+        if _is_below(path, _LOGGED)
+    ]
     return refused, logged
 
 
-def _component(path: str) -> str | None:
-    if path.startswith("config.model."):
-        return "model"
-    if path in ("data.fingerprint", "data.tokenizer"):
-        return "data"
-    if path in ("config.data.seq_len", "config.data.packing", "config.data.isolate_documents", "config.data.tokenizer"):
-        return "data"
-    return None
+def _refusals(changed: Differences, group: str, remedy: str) -> list[str]:
+    return [
+        f"{_typed(path)}: the checkpoint has {before!r}, this run {after!r}; change it back, or {remedy}"
+        for path, (before, after) in changed.items()
+        if _is_below(path, (group,)) and path not in _MAY_MOVE
+    ]
+
+
+def _other_content(before: str, after: str) -> str:
+    return (
+        f"data: the samples are not those of the checkpoint (fingerprint {before[:8]} there, {after[:8]} here): other "
+        "files, another tokenizer, another Python's standard library, or another seed of synthetic data; bring them "
+        "back, or leave data out of resume_components"
+    )
+
+
+def _is_below(path: str, groups: tuple[str, ...]) -> bool:
+    return any(path == group or path.startswith(group + ".") for group in groups)
+
+
+def _typed(path: str) -> str:
+    """A setting as it is typed; of an option's type the group."""
+    return path.removesuffix(".type")
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> Differences:
+    """Path -> (value before, value after), of the settings that both have."""
+    old, new = _flatten(before), _flatten(after)
+    return {path: (old[path], new[path]) for path in sorted(old.keys() & new.keys()) if old[path] != new[path]}
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, Rows, Sharing, total_bytes
-from forgather_cli.checkpoint.load import Reader, newest_valid, restore_components
+from forgather_cli.checkpoint.load import Reader, named, newest_valid, restore_components
 from forgather_cli.checkpoint.retention import best_checkpoint
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.errors import CheckpointError
@@ -158,7 +158,7 @@ class Persistence:
             components=self._components(),
             write_model_files=lambda directory: write_model_files(t.model, t.processing_class, directory),
             info={
-                "strategy": type(t.strategy).__name__,
+                "strategy": t.strategy.name,
                 "final": final,
                 "epoch": t.state.epoch,
                 "config_fingerprint": _fingerprint(self._identity()),
@@ -186,9 +186,7 @@ class Persistence:
         """The checkpoint to resume from: the run's newest valid one, or that at a path. Raises CheckpointError."""
         verify = self._trainer.args.verify_checkpoint
         if resume is not True:
-            reader = Reader(Path(str(resume)))
-            reader.verify(verify)
-            return reader
+            return named(Path(str(resume)), verify)
         newest = newest_valid(self._trainer.run_dir, verify)
         if newest is None:
             log.info("no checkpoint in %s yet: starting fresh", self._trainer.run_dir.root)

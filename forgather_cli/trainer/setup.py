@@ -1,9 +1,8 @@
-"""What a Trainer is built from: loaders, optimizer, scheduler, transformed model, and the description of it all."""
+"""What a Trainer is built from: loaders, optimizer, scheduler and the transformed model."""
 
 from __future__ import annotations
 
 import os
-import platform
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.optim.schedules import Schedule, build_schedule
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.trainer.arguments import TrainingArguments
-from forgather_cli.trainer.metrics import count_parameters
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
@@ -175,40 +173,6 @@ class OptimizerRecipe:
         if self.scheduler_factory is not None:
             return Schedule.wrap(self.scheduler_factory(optimizer.optimizers[0]))
         return build_schedule(self.args.lr_scheduler, optimizer, total_steps=total_steps)
-
-
-def describe(trainer: Trainer) -> dict[str, Any]:
-    """What is about to be trained, flat, ordered and printable."""
-    args, strategy, plan = trainer.args, trainer.strategy, trainer.batch_plan
-    parameters = sum(count_parameters(part) for part in strategy.parts)
-    trainable = sum(p.numel() for _, p in trainable_parameters(strategy.parts))
-    seq_len = trainer.data_description.get("seq_len")
-    batch = f"{plan.micro_batch} x {plan.accumulation} x {strategy.data_size}"
-    rows = {
-        "model": type(trainer.model).__name__,
-        "parameters": f"{parameters:,}",
-        "trainable parameters": f"{trainable:,}",
-        **{k: v for k, v in trainer.data_description.items() if k != "seq_len"},
-        "sequence length": seq_len,
-        "effective batch size": f"{plan.global_batch} = {batch}",
-        "tokens per step": f"{plan.global_batch * seq_len:,}" if seq_len else None,
-        "max steps": trainer.state.max_steps or "until the data ends",
-        "epochs": args.num_train_epochs if args.max_steps < 0 else None,
-        "strategy": type(strategy).__name__,
-        "device": _device_name(strategy.device),
-        "precision": args.precision.type,
-        "seed": trainer.seed,
-        "resumed at step": trainer.state.resumed_step or None,
-        "output_dir": str(trainer.run_dir.root),
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-    }
-    return {key: value for key, value in rows.items() if value is not None}
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({torch.get_num_threads()} threads)"
 
 
 def save_model(strategy: Strategy, processing_class: Any, directory: Path) -> None:

@@ -30,6 +30,7 @@ from forgather_cli.strategies.base import Batch, Strategy, default_strategy
 from forgather_cli.trainer import setup
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments
 from forgather_cli.trainer.between_steps import BetweenSteps
+from forgather_cli.trainer.describe import describe
 from forgather_cli.trainer.epochs import Epochs
 from forgather_cli.trainer.evaluate import PredictionOutput, evaluate, predict
 from forgather_cli.trainer.host import garbage_collection, out_of_memory_explained, seed_step
@@ -175,7 +176,7 @@ class Trainer:
 
     def info(self) -> dict[str, Any]:
         """What is about to be trained, flat and printable."""
-        return setup.describe(self)
+        return describe(self)
 
     # --------------------------------------------------------------------------------------------------- preparation
 

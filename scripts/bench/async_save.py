@@ -69,9 +69,8 @@ def main() -> None:
         trace = run(async_save)
         times = [(b - a) * 1e3 for a, b in zip(trace.starts, trace.starts[1:], strict=False)]
         usual = statistics.median(times[1 : SAVE_AT - 1])
-        print(
-            f"async_save={str(async_save).lower()}: usual step {usual:.0f} ms, the step with the save {times[SAVE_AT - 1]:.0f} ms"
-        )
+        saved, setting = times[SAVE_AT - 1], str(async_save).lower()
+        print(f"async_save={setting}: usual step {usual:.0f} ms, the step with the save {saved:.0f} ms")
         print("  steps, ms: " + " ".join(f"{t:.0f}{'*' if n == SAVE_AT else ''}" for n, t in enumerate(times, 1)))
         print(f"  save started after step {SAVE_AT} (*), published when step {trace.published} had ended\n")
 

@@ -3,8 +3,8 @@
     python scripts/bench/loop_overhead.py [--steps 300] [--reps 7] [--only bare,forgather,...]
 
 Every runner is a process of its own with one thread and does the same work per step: a batch of dicts, forward,
-backward, clipping to 1.0, fused AdamW, a linear schedule, a loss logged every 10 steps; no evaluation, no checkpoint, no
-progress display. ``bare``, ``forgather`` and ``forgather-cli`` train Forgather's decoder; ``bare-hf`` and the peers
+backward, clipping to 1.0, fused AdamW, a linear schedule, a loss logged every 10 steps; no evaluation, no checkpoint,
+no progress display. ``bare``, ``forgather`` and ``forgather-cli`` train Forgather's decoder; ``bare-hf`` and the peers
 transformers' Llama of the same shape, so each trainer's overhead is against the bare loop of its own model.
 ``forgather-cli`` is the command ``forgather train`` on a recipe with its default callbacks except text generation.
 
@@ -113,7 +113,8 @@ def llama() -> Any:
         LlamaConfig(
             hidden_size=SHAPE["width"], intermediate_size=SHAPE["mlp"], num_hidden_layers=SHAPE["layers"],
             num_attention_heads=SHAPE["heads"], num_key_value_heads=SHAPE["heads"], vocab_size=SHAPE["vocab"],
-            max_position_embeddings=SHAPE["seq"], use_cache=False, attn_implementation="sdpa", tie_word_embeddings=False,
+            max_position_embeddings=SHAPE["seq"], use_cache=False, attn_implementation="sdpa",
+            tie_word_embeddings=False,
         )
     )  # fmt: skip
 
@@ -189,8 +190,8 @@ def _settings(steps: int) -> dict[str, Any]:
     return {
         "output_dir": tempfile.mkdtemp(), "max_steps": steps, "per_device_train_batch_size": SHAPE["batch"],
         "learning_rate": 1e-3, "logging_steps": 10, "save_strategy": "no", "eval_strategy": "no", "max_grad_norm": 1.0,
-        "lr_scheduler_type": "linear", "optim": "adamw_torch_fused", "use_cpu": True, "disable_tqdm": True, "report_to": [],
-        "dataloader_pin_memory": False,
+        "lr_scheduler_type": "linear", "optim": "adamw_torch_fused", "use_cpu": True, "disable_tqdm": True,
+        "report_to": [], "dataloader_pin_memory": False,
     }  # fmt: skip
 
 
@@ -233,9 +234,10 @@ class Probe:
 def run_forgather_cli(steps: int, clock: Clock) -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     overrides = [
-        "model=nano", "data.seq_len=64", "global_batch_size=4", f"max_steps={steps}", "logging_steps=10", "eval_strategy=no",
-        "save_strategy=no", "lr_scheduler=linear", "~callbacks.textgen", "+callbacks.probe._target_=loop_overhead.Probe",
-        f"output_dir={tempfile.mkdtemp()}",
+        "model=nano", f"model.intermediate_size={SHAPE['mlp']}", "data.seq_len=64", "global_batch_size=4",
+        f"max_steps={steps}", "logging_steps=10",
+        "eval_strategy=no", "save_strategy=no", "lr_scheduler=linear", "~callbacks.textgen",
+        "+callbacks.probe._target_=loop_overhead.Probe", f"output_dir={tempfile.mkdtemp()}",
     ]  # fmt: skip
     os.execv(sys.executable, [sys.executable, "-m", "forgather_cli", "train", *overrides])
 
@@ -308,25 +310,21 @@ def measure(name: str, steps: int) -> dict[str, float] | None:
     return result
 
 
-def table(results: dict[str, list[dict[str, float]]]) -> None:
-    def median(name: str, key: str) -> float:
-        return statistics.median(r[key] for r in results[name])
+COLUMNS = {"step_us": ("step, us", 0), "first_step_s": ("first step, s", 2), "rss_mb": ("peak RSS, MB", 0)}
 
-    print(
-        "| runner | step, us | over its bare loop, us | first step, s | over bare, s | peak RSS, MB | over bare, MB |"
-    )
-    print("|---|---|---|---|---|---|---|")
+
+def table(results: dict[str, list[dict[str, float]]]) -> None:
+    """Medians, and differences to the bare loop of the same model."""
+    print("| runner | " + " | ".join(f"{label} | over bare" for label, _ in COLUMNS.values()) + " |")
+    print("|---" * (1 + 2 * len(COLUMNS)) + "|")
     for name, runs in results.items():
-        if not runs:
-            continue
-        bare = BARE_OF.get(name, name)
-        over = [
-            f"{median(name, k) - median(bare, k):+.{d}f}" if bare != name and results.get(bare) else ""
-            for k, d in (("step_us", 0), ("first_step_s", 2), ("rss_mb", 0))
-        ]
-        print(
-            f"| {name} | {median(name, 'step_us'):.0f} | {over[0]} | {median(name, 'first_step_s'):.2f} | {over[1]} | {median(name, 'rss_mb'):.0f} | {over[2]} |"
-        )
+        bare = results.get(BARE_OF.get(name, ""))
+        cells = [name]
+        for key, (_, digits) in COLUMNS.items():
+            value = statistics.median(run[key] for run in runs)
+            over = value - statistics.median(run[key] for run in bare) if bare else None
+            cells += [f"{value:.{digits}f}", "" if over is None else f"{over:+.{digits}f}"]
+        print("| " + " | ".join(cells) + " |")
 
 
 def main() -> None:
@@ -353,7 +351,7 @@ def main() -> None:
             result = measure(name, a.steps)
             if result:
                 results[name].append(result)
-    table(results)
+    table({name: runs for name, runs in results.items() if runs})
 
 
 if __name__ == "__main__":

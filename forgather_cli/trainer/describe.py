@@ -1,0 +1,87 @@
+"""What is about to be trained, in a few lines for people."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forgather_cli.trainer.metrics import count_parameters
+from forgather_cli.trainer.setup import trainable_parameters
+
+if TYPE_CHECKING:
+    from forgather_cli.trainer.trainer import Trainer
+
+_SPLIT_FACTS = ("tokens", "documents", "samples")
+# of the data: said in words of their own, or of use to programs only (identity, and Python's version twice)
+_SAID = {"type", "tokenizer", "packing", "seq_len", "fingerprint", "content", "python"}
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """What is about to be trained, flat, ordered and printable."""
+    strategy, state = trainer.strategy, trainer.state
+    rows = {
+        "model": _model(trainer),
+        **_data(trainer.data_description),
+        "batch": _batch(trainer),
+        "steps": _steps(trainer),
+        "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
+        "device": f"{_device(strategy.device)}, {trainer.args.precision.type}, trainer {strategy.name}",
+        "seed": trainer.seed,
+        "output_dir": str(trainer.run_dir.root),
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+    }
+    return {key: value for key, value in rows.items() if value is not None}
+
+
+def _model(trainer: Trainer) -> str:
+    parts = trainer.strategy.parts
+    total = sum(count_parameters(part) for part in parts)
+    trainable = sum(parameter.numel() for _, parameter in trainable_parameters(parts))
+    frozen = "" if trainable == total else f", {trainable:,} of them trained"
+    return f"{type(trainer.model).__name__}, {total:,} parameters{frozen}"
+
+
+def _data(facts: dict[str, Any]) -> dict[str, Any]:
+    """The data's kind and each split in one line; what else a source tells, as it stands."""
+    told = {"data": facts.get("type"), "tokenizer": facts.get("tokenizer"), "packing": facts.get("packing")}
+    splits = {split: _split(facts, split) for split in ("train", "eval")}
+    known = _SAID | {f"{split}_{fact}" for split in splits for fact in _SPLIT_FACTS}
+    rest = {key: value for key, value in facts.items() if key not in known}
+    kind = ", ".join(f"{value}" if key == "data" else f"{key} {value}" for key, value in told.items() if value)
+    return {"data": kind or None, **{f"{name} split": line or None for name, line in splits.items()}, **rest}
+
+
+def _split(facts: dict[str, Any], split: str) -> str:
+    """``11,690,159 tokens in 693 documents, 45,665 sequences of 256``."""
+    tokens, documents, samples = (facts.get(f"{split}_{fact}") for fact in _SPLIT_FACTS)
+    if not samples:
+        return ""
+    source = f"{tokens:,} tokens{f' in {documents:,} documents' if documents else ''}, " if tokens else ""
+    of = f" of {facts['seq_len']}" if facts.get("seq_len") else ""
+    return f"{source}{samples:,} sequences{of}"
+
+
+def _batch(trainer: Trainer) -> str:
+    """``16 sequences (4,096 tokens) a step, 8 x 2 micro-steps``: the parts where there are several."""
+    plan, ranks = trainer.batch_plan, trainer.strategy.data_size
+    seq_len = trainer.data_description.get("seq_len")
+    tokens = f", {plan.global_batch * seq_len:,} tokens" if seq_len else ""
+    micro_steps = f" x {plan.accumulation} micro-steps" if plan.accumulation > 1 else ""
+    several = f" x {ranks} ranks" if ranks > 1 else ""
+    parts = f" = {plan.micro_batch}{micro_steps}{several}" if micro_steps or several else ""
+    return f"{plan.global_batch} sequences{parts}{tokens}"
+
+
+def _steps(trainer: Trainer) -> str:
+    steps, args = trainer.state.max_steps, trainer.args
+    epochs = f" ({args.num_train_epochs:g} epochs)" if args.max_steps < 0 <= args.num_train_epochs else ""
+    return f"{steps:,}{epochs}" if steps else "until the data ends"
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    threads = torch.get_num_threads()
+    return f"{device} ({threads} thread{'s' if threads > 1 else ''})"

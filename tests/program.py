@@ -1,0 +1,78 @@
+"""The program as users run it: its main in this process, or a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather_cli.cli import app
+
+
+def forgather(*words: str) -> int:
+    """Run ``forgather WORDS`` in this process; returns its exit code."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["forgather", *words])
+        app.main()
+    return int(ended.value.code or 0)
+
+
+class Process:
+    """``forgather WORDS`` as a process on one thread, output and errors in one pipe."""
+
+    def __init__(self, *words: str, cwd: Path, code: str = "") -> None:
+        command = ["-c", code] if code else ["-m", "forgather_cli", *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=cwd,
+        )
+        self.lines: list[str] = []
+
+    def read_until(self, pattern: str) -> str:
+        """The first line that matches; fails when the output ends before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"no line matches {pattern!r} in:\n{self.output}")
+
+    def finish(self) -> int:
+        """Read to the end; returns the exit code."""
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.read().splitlines()
+        self.process.stdout.close()
+        return self.process.wait(timeout=60)
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.finish()
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """All records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(run: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of each training record."""
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in records(run) if "grad_norm" in r]

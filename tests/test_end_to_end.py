@@ -1,0 +1,405 @@
+"""The whole program: what a run leaves, who can read it, how it is stopped and goes on, and what it looks like."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from program import Process, curve, forgather, records
+
+from forgather_cli.config import options
+from forgather_cli.outcome import read_outcome
+from forgather_cli.run_dir import RunDir
+
+RECIPES = sorted(path.stem for path in options.shipped("recipes").glob("*.yaml"))
+TINY = ["model=nano", "hidden_size=32", "seq_len=32", "global_batch_size=4", "logging_steps=1", "warmup_steps=1",
+        "max_eval_samples=4", "device=cpu"]  # fmt: skip
+LONG = [*TINY, "max_steps=120", "save_steps=50", "eval_steps=40", "deterministic=true", "callbacks=minimal"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides for a small text corpus with an evaluation split, tokenized once."""
+    root = tmp_path_factory.mktemp("corpus")
+    library = Path(os.__file__).parent
+    for split, names in {"train": ["argparse.py", "ast.py", "copy.py"], "eval": ["bisect.py"]}.items():
+        (root / split).mkdir()
+        for name in names:
+            (root / split / name).with_suffix(".txt").write_text((library / name).read_text())
+    files = [f"data.files=[{root}/train/*.txt]", f"data.eval_files=[{root}/eval/*.txt]"]
+    return ["data=text", *files, f"cache_dir={root}/cache"]
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty working directory, one thread, and torch's switches as they were."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps with the default callbacks, evaluated and saved at 4 and 8."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    steps = ["max_steps=8", "eval_steps=4", "save_steps=4", "load_best_model_at_end=true", f"output_dir={run}"]
+    assert forgather("train", *TINY, *corpus, *steps) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody interrupts."""
+    root = tmp_path_factory.mktemp("reference")
+    with Process("train", *LONG, *corpus, "output_dir=run", cwd=root) as job:
+        assert job.finish() == 0, job.output
+    return root / "run"
+
+
+def model_dir(run: Path, step: int = 8) -> Path:
+    return RunDir(run).checkpoint(step) / "model"
+
+
+# ------------------------------------------------------------------------------------------------ who can read a run
+
+
+def test_transformers_loads_a_checkpoint_as_it_lies(trained: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from forgather_cli.source import load_source
+
+    theirs = AutoModelForCausalLM.from_pretrained(model_dir(trained)).eval()
+    ours = load_source(trained, device="cpu")
+    ids = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.model(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    text = "def naïve(x):\n\treturn '日本' * x  # 🙂"
+    tokenizer = AutoTokenizer.from_pretrained(model_dir(trained))
+    assert tokenizer.encode(text) == ours.tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_checkpoint_is_a_model_to_train_from(trained: Path, corpus: list[str]) -> None:
+    directory = model_dir(trained)
+    start = ["model=pretrained", f"model.path={directory}", f"data.tokenizer={directory}", "eval_on_start=true"]
+    small = [word for word in TINY if not word.startswith(("model", "hidden"))]
+    assert forgather("train", *small, *corpus, *start, "max_steps=2", "output_dir=more", "learning_rate=1e-3") == 0
+    before = [r["eval_loss"] for r in records(trained) if "eval_loss" in r][-1]
+    first = next(r["eval_loss"] for r in records(Path("more")) if "eval_loss" in r)
+    assert first == pytest.approx(before, rel=1e-6)
+    assert [step for step, _, _ in curve(Path("more"))] == [1, 2]
+
+
+def test_eval_measures_what_training_measured(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("eval", str(trained), "--json") == 0
+    measured = json.loads(capsys.readouterr().out)
+    last = [r for r in records(trained) if "eval_loss" in r][-1]
+    assert measured["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert (measured["eval_tokens"], measured["step"]) == (last["eval_tokens"], last["step"])
+
+
+def test_greedy_text_is_one_text(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = set()
+    for seed in ("1", "2"):
+        words = ["--prompt", "def ", "--max-new-tokens", "20", "--greedy", "--seed", seed]
+        assert forgather("generate", str(trained), *words) == 0
+        texts.add(capsys.readouterr().out)
+    [text] = texts
+    assert text.startswith("def ")
+    assert len(text) > len("def \n")
+
+
+# ---------------------------------------------------------------------------------------------------- stop and go on
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
+    reference: Path, corpus: list[str], tmp_path: Path, signum: signal.Signals
+) -> None:
+    with Process("train", *LONG, *corpus, "output_dir=run", cwd=tmp_path) as job:
+        job.read_until("step 3/")
+        job.process.send_signal(signum)
+        assert job.finish() == 75, job.output
+    assert job.lines[-1] == "forgather resume run"
+    told = read_outcome(RunDir(Path("run")))
+    assert told is not None
+    assert (told.code, told.reason) == (75, f"stopped by {signum.name}")
+    assert told.step < 120
+    assert RunDir(Path("run")).checkpoint_steps() == [told.step]
+    assert forgather(*shlex.split(job.lines[-1])[1:]) == 0
+    assert curve(Path("run")) == curve(reference)
+    assert evaluations(Path("run")) == evaluations(reference)
+
+
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(reference: Path, corpus: list[str], tmp_path: Path) -> None:
+    with Process("train", *LONG, *corpus, "output_dir=run", cwd=tmp_path) as job:
+        job.read_until("checkpoint saved")
+        job.process.kill()
+        assert job.finish() == -signal.SIGKILL
+    assert forgather("resume", "run") == 0
+    assert curve(Path("run")) == curve(reference)
+    assert evaluations(Path("run")) == evaluations(reference)
+
+
+def evaluations(run: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["eval_loss"]) for r in records(run) if "eval_loss" in r]
+
+
+def test_a_signal_before_the_first_step_is_done_saves_that_step(corpus: list[str], tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n"
+        "from forgather_cli.callbacks.base import TrainerCallback\n"
+        "class Slow(TrainerCallback):\n"
+        "    def on_step_begin(self, *args, **kwargs):\n"
+        "        print('compiling', flush=True)\n"
+        "        time.sleep(1)\n"
+    )
+    with Process(
+        "train", *LONG, *corpus, "output_dir=run", "+callbacks.slow._target_=slow.Slow", cwd=tmp_path
+    ) as job:
+        job.read_until("compiling")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 75, job.output
+    assert RunDir(Path("run")).checkpoint_steps() == [1]
+
+
+def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path) -> None:
+    with Process("train", *LONG, *corpus, "save_strategy=no", "output_dir=run", cwd=tmp_path) as job:
+        job.read_until("step 3/")
+        Path("run/checkpoints").rmdir() if Path("run/checkpoints").exists() else None
+        Path("run/checkpoints").write_text("in the way")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 1, job.output
+    told = read_outcome(RunDir(Path("run")))
+    assert told is not None
+    assert told.code == 1
+    assert re.search(r"stopped by SIGTERM at step \d+, which could not be saved \(see above\)", told.reason)
+    assert "forgather resume" not in job.lines[-1]
+
+
+HANGS = """
+import sys, time
+from forgather_cli import launch, signals, worker
+from forgather_cli.config.load import load_config
+def hangs(config, run, should_stop, **kwargs):
+    should_stop()
+    print("listening", flush=True)
+    time.sleep(60)
+worker.run = hangs
+signals.GRACE = 0.3
+sys.exit(launch.launch(load_config("default", ["output_dir=run"])))
+"""
+
+
+def test_a_step_that_hangs_ends_with_where_it_stands(tmp_path: Path) -> None:
+    with Process(code=HANGS, cwd=tmp_path) as job:
+        job.read_until("^listening")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 1, job.output
+    assert re.search(r"error: SIGTERM was not acted on within 0.3 s: rank 0 stands at .*:\d+ in hangs$", job.lines[-1])
+    assert any("time.sleep(60)" in line or "in hangs" in line for line in job.lines[:-1])
+    told = read_outcome(RunDir(Path("run")))
+    assert told is not None
+    assert told.code == 1
+    assert f"error: {told.reason}" == job.lines[-1]
+
+
+# -------------------------------------------------------------------------------------------------- what a person sees
+
+
+class Terminal:
+    """A process whose controlling terminal is a new pseudo terminal of 80 columns."""
+
+    def __init__(self, *words: str) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "TERMINAL_WIDTH")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "forgather_cli", *words],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            env={**environment, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(slave)
+        self.output = ""
+
+    def read_until(self, pattern: str | None) -> None:
+        """Read until the output matches; None: to the end."""
+        while pattern is None or not re.search(pattern, self.output):
+            try:
+                chunk = os.read(self.master, 65536)
+            except OSError:  # Linux's end of a pseudo terminal
+                chunk = b""
+            if not chunk:
+                assert pattern is None, f"no {pattern!r} in {self.output}"
+                return
+            self.output += chunk.decode(errors="replace")
+
+    def press(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def finish(self) -> int:
+        self.read_until(None)
+        os.close(self.master)
+        return self.process.wait(timeout=60)
+
+    @property
+    def lines(self) -> list[str]:
+        """Every line as written, without colours; a bar that was redrawn counts each time."""
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.output)
+        return [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+def test_on_a_terminal_everything_is_aligned_and_control_c_leaves_it_clean(corpus: list[str]) -> None:
+    job = Terminal("train", *TINY, *corpus, "max_steps=100000", "eval_steps=10", "save_steps=10", "output_dir=run")
+    job.read_until(r"checkpoint saved: run/checkpoints/step-00000010")
+    job.press(b"\x03")
+    assert job.finish() == 75, job.output
+    lines = job.lines
+    assert max(map(len, lines)) <= 80
+    bars = [n for n, line in enumerate(lines) if line.startswith("train ━")]
+    stop = next(n for n, line in enumerate(lines) if "SIGINT: saving after this step" in line)
+    last_words = next(n for n, line in enumerate(lines) if line.startswith("  time "))
+    assert bars
+    assert max(map(len, (lines[n] for n in bars))) <= 75  # the terminal's ^C finds room behind it
+    assert stop < last_words
+    assert not [n for n in bars if n > last_words]
+    assert job.output.rindex("\x1b[?25h") > job.output.rindex("\x1b[?25l")  # the cursor is back
+    header = next(line for line in lines if line.startswith("   step   epoch      loss"))
+    row = next(line for line in lines if re.match(r"      1    0\.0\d    5\.", line))
+    evaluated = next(line for line in lines if re.match(r"     10    eval    \d\.\d{4}  perplexity ", line))
+    assert row.index(".", 20) == evaluated.index(".", 20) == header.index("loss") - 1 + 1 - 1
+    assert not [line for line in lines if re.search("warn", line, re.IGNORECASE)]
+    newest = RunDir(Path("run")).checkpoint_steps()[-1]
+    assert lines[-5:-3] == ["run      run", f"newest   run/checkpoints/step-{newest:08d}  {lines[-4].split('  ')[-1]}"]
+    assert lines[-1] == "forgather resume run"
+
+
+def test_a_second_control_c_ends_at_once(corpus: list[str]) -> None:
+    slow = ["per_device_train_batch_size=64", "global_batch_size=64", "model=tiny", "hidden_size=256", "seq_len=512"]
+    job = Terminal("train", *TINY, *corpus, *slow, "max_steps=1000", "output_dir=run")
+    job.read_until(r"train .*/1000")
+    time.sleep(0.2)
+    job.press(b"\x03")
+    job.read_until("a second signal ends at once")
+    job.press(b"\x03")
+    assert job.finish() == 130, job.output
+    assert job.lines[-1].endswith("ended at once by SIGINT; there is no checkpoint")
+    assert job.output.rindex("\x1b[?25h") > job.output.rindex("\x1b[?25l")
+
+
+def test_in_a_file_everything_is_said_once_and_in_plain_lines(trained: Path) -> None:
+    log = (trained / "logs/rank-0.log").read_text()
+    lines = log.splitlines()
+    assert "\x1b" not in log
+    assert max(map(len, lines)) <= 200
+    events = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in lines]
+    for event in ("step 1/8 ", "step 4/8 ", "step 4 eval ", "step 8 eval ", "sample 1 at step 4", "done: time "):
+        assert sum(line.startswith(event) for line in events) == 1, event
+    assert sum("the best model is loaded" in line for line in lines) == 1
+    assert sum(line.startswith("checkpoint saved: ") for line in events) == 2
+    assert "WARNING" not in log
+    assert lines[-2] == f"run      {trained}"
+    assert re.fullmatch(rf"newest   {trained}/checkpoints/step-00000008  eval_loss \d\.\d{{4}} \(best\)", lines[-1])
+
+
+def test_samples_are_short_on_the_screen_and_whole_in_the_file(trained: Path) -> None:
+    log = (trained / "logs/rank-0.log").read_text().splitlines()
+    shown = log[log.index(next(line for line in log if "sample 1 at step 8" in line)) + 1 :]
+    count = next(n for n, line in enumerate(shown) if not line.startswith("    "))
+    assert 1 <= count <= 6
+    samples = (trained / "samples.txt").read_text()
+    assert samples.count("=== step") == 2
+    assert samples.count("--- 2 ---") == 2
+
+
+READERS = [
+    ["config", "show", "model=nano"], ["config", "options"], ["config", "recipes"], ["plan", "model=nano", "--params"],
+    ["train", "model=nano", "--dry-run"], ["eval", "RUN"], ["generate", "RUN", "--prompt", "x", "--max-new-tokens", "3"],
+    ["checkpoint", "list", "RUN"], ["checkpoint", "inspect", "RUN"], ["checkpoint", "verify", "RUN"],
+    ["logs", "summary", "RUN", "RUN"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", READERS, ids=lambda words: "-".join(words[:2]))
+def test_what_is_read_fits_80_columns_or_is_one_json_document(
+    trained: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained.parent)
+    words = [word.replace("RUN", trained.name) for word in words]
+    assert forgather(*words, "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)
+    assert captured.err == ""
+    monkeypatch.setattr("forgather_cli.cli.common.PLAIN_WIDTH", 80)
+    assert forgather(*words) == 0
+    shown = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    assert "…" not in shown
+
+
+# -------------------------------------------------------------------------------------- every recipe, every option
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> None:
+    shape = ["num_hidden_layers=2", "hidden_size=32", "intermediate_size=64", "num_attention_heads=2",
+             "num_key_value_heads=1"]  # fmt: skip
+    if recipe == "finetune":
+        shape = [f"model.path={model_dir(trained)}"]
+    elif recipe.startswith("pretrain"):
+        shape += ["bpe_vocab_size=300"]
+    steps = ["max_steps=2", "seq_len=32", "global_batch_size=2", "per_device_train_batch_size=1", "warmup_steps=1",
+             "max_eval_samples=2", "eval_steps=2", "max_new_tokens=4", "device=cpu"]  # fmt: skip
+    steps = [f"callbacks.textgen.{word}" if word.startswith("max_new") else word for word in steps]
+    assert forgather("train", recipe, *corpus, *shape, *steps, "output_dir=run") == 0
+    assert RunDir(Path("run")).checkpoint_steps() == [2]
+    assert all(np.isfinite(loss) for _, loss, _ in curve(Path("run")))
+
+
+CHOICES = [
+    *[f"optimizer={name}" for name in ("adamw", "muon", "adafactor", "sgd")],
+    *[f"lr_scheduler={name}" for name in ("constant", "cosine", "infinite", "inverse_sqrt", "linear", "wsd")],
+    "precision=bf16", "loss=linear_cross_entropy", "data=synthetic", "data=tokens", "data.tokenizer=bpe bpe_vocab_size=300",
+    "packing=best_fit isolate_documents=true", "packing=pad isolate_documents=true", "isolate_documents=true",
+    "gradient_checkpointing=true", "fuse_optim_with_backward=true max_grad_norm=null", "max_grad_norm=0",
+    "torch_compile=true torch_compile_backend=aot_eager", "dataloader_num_workers=2", "async_save=false",
+    "per_device_train_batch_size=1", "construct_model_on=device", "construct_model_on=cpu", "seed=-1", "eval_strategy=no",
+    "max_steps=-1 num_train_epochs=0.005", "logging_strategy=no", "callbacks.textgen=null callbacks.tensorboard=null",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_option_trains_two_steps(choice: str, corpus: list[str]) -> None:
+    data = corpus
+    if choice == "data=synthetic":
+        data = ["num_samples=64", "num_eval_samples=4"]
+    if choice == "data=tokens":
+        np.arange(4000, dtype=np.uint16).__mod__(257).astype(np.uint16).tofile("train.bin")
+        data = ["data.files=[train.bin]", "cache_dir=cache"]
+    words = [*TINY, *data, "callbacks=minimal", "max_steps=2", "output_dir=run", *choice.split()]
+    assert forgather("train", *words) == 0
+    run = RunDir(Path("run"))
+    assert run.checkpoint_steps()[-1:] == [max(2, run.checkpoint_steps()[-1])]
+    points = curve(run.root)
+    assert ("logging_strategy" in choice) == (not points)
+    assert all(np.isfinite([loss, norm]).all() for _, loss, norm in points)
