@@ -46,7 +46,7 @@ class Claim:
         self._before.setdefault(path, path.read_bytes() if path.is_file() else None)
 
     def set_aside(self) -> None:
-        """Move away what a run left here, until training begins: a mistake in the settings must not cost a run."""
+        """Move away what a run left here, until the first step is done: a mistake in the settings costs no run."""
         moving = _moving(self.run)
         moving.mkdir()
         try:
@@ -100,7 +100,9 @@ def _make_directory(root: Path) -> list[Path]:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SetupError(f"output_dir: {root} cannot be created: {error.strerror}; make it writable or choose another one") from error
+        raise SetupError(
+            f"output_dir: {root} cannot be created: {error.strerror}; make it writable or choose another one"
+        ) from error
     return missing
 
 
@@ -146,7 +148,8 @@ def _writing(run: RunDir) -> Iterator[None]:
         yield
     except OSError as error:
         raise SetupError(
-            f"output_dir: {error.filename or run.root} cannot be written: {error.strerror}; make it writable or choose another one"
+            f"output_dir: {error.filename or run.root} cannot be written: {error.strerror}; make it writable or choose "
+            "another one"
         ) from error
 
 
@@ -167,7 +170,9 @@ def _take_lock(run: RunDir) -> int:
     try:
         lock = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise SetupError(f"output_dir: {run.root} cannot be written: {error.strerror}; make it writable or choose another one") from error
+        raise SetupError(
+            f"output_dir: {run.root} cannot be written: {error.strerror}; make it writable or choose another one"
+        ) from error
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli import outcome, signals
 from forgather_cli.claim import Claim, claim, prepare
 from forgather_cli.config.schema import Config, Target
-from forgather_cli.errors import ConfigError, ForgatherError, TrainingError
+from forgather_cli.errors import CallbackError, ConfigError, ForgatherError, TrainingError
 from forgather_cli.rank_log import rank_log
 from forgather_cli.report import report_error
 from forgather_cli.run_dir import RunDir
@@ -96,6 +96,8 @@ def _run_logged(config: Config, held: Claim) -> int:
         try:
             return _run_worker(config, held)
         except ForgatherError as error:
+            if isinstance(error, CallbackError) and error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)  # of the user's code, who will want to mend it
             report_error(error)
             code, reason = error.exit_code, str(error)
         except Exception as error:
@@ -126,6 +128,8 @@ def _run_worker(config: Config, held: Claim) -> int:
         code, reason = outcome.STOPPED, f"stopped by {signal.Signals(trainer.stopped_by).name}"
         if step not in run.checkpoint_steps():
             raise TrainingError(_not_saved(run, reason, step))
+    elif 0 < step == trainer.state.resumed_step:
+        print(f"\nnothing was left to train: step {step} is the last one; give a larger max_steps to go on")
     outcome.write_outcome(run, code, reason, step)
     _print_places(run)
     return code

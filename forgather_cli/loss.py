@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import CrossEntropySettings, LinearCrossEntropySettings, LossOption, Target
 from forgather_cli.errors import ModelError
-from forgather_cli.targets import import_target
+from forgather_cli.targets import accepts, import_target
 
 IGNORED = -100
 """The label of a position without a target."""
@@ -49,13 +49,15 @@ def model_logits(model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool
     """Logits (B, T, V), or (B, 1, V) of the last position, of any model: a tensor, a tuple's first, or ``.logits``.
 
     ``last_only`` and ``cache`` are passed to a model whose forward names them; another one computes everything, and
-    leaves the cache empty. Raises ModelError for any other output.
+    leaves the cache empty. In generation a model without ``attention_mask`` sees the padding of shorter prompts. Raises
+    ModelError for any other output.
     """
     if not last_only and cache is None:
         return _logits_of(model(**inputs), model)
     names = inspect.signature(model.forward).parameters
     extra = {key: value for key, value in (("last_only", last_only), ("cache", cache)) if key in names}
-    logits = _logits_of(model(**inputs, **extra), model)
+    known = {key: value for key, value in inputs.items() if key != "attention_mask" or accepts(model.forward, key)}
+    logits = _logits_of(model(**known, **extra), model)
     return logits[:, -1:] if last_only else logits
 
 

@@ -131,6 +131,7 @@ def watching() -> Iterator[StopSignal]:
         for signum, handler in old_handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(old_fd)
+        write_end.shutdown(socket.SHUT_WR)  # closing alone says nothing while a forked worker holds a copy
         write_end.close()
         thread.join()
         read_end.close()

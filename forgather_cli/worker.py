@@ -42,7 +42,7 @@ def run(
 ) -> Trainer:
     """Train as ``config`` says in ``run``; returns the trainer as training left it.
 
-    ``on_begin`` is called once everything that is checked before the first step was found sound.
+    ``on_begin`` is called after the first step: settings, data and model were found sound.
     """
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.trainer.trainer import Trainer
@@ -104,13 +104,16 @@ def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: in
 
 
 class _Begins(TrainerCallback):
-    """Tells the launcher that training begins."""
+    """Tells the launcher when the first step is done."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
+        self._told = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._tell()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._told:
+            self._told = True
+            self._tell()
 
 
 class _CorpusBar:

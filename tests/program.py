@@ -17,9 +17,10 @@ from forgather_cli.cli import app
 
 def forgather(*words: str) -> int:
     """Run ``forgather WORDS`` in this process; returns its exit code."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["forgather", *words])
-        app.main()
+        with pytest.raises(SystemExit) as ended:
+            app.main()
     return int(ended.value.code or 0)
 
 

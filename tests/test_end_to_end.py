@@ -16,7 +16,6 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -173,9 +172,7 @@ def test_a_signal_before_the_first_step_is_done_saves_that_step(corpus: list[str
         "        print('compiling', flush=True)\n"
         "        time.sleep(1)\n"
     )
-    with Process(
-        "train", *LONG, *corpus, "output_dir=run", "+callbacks.slow._target_=slow.Slow", cwd=tmp_path
-    ) as job:
+    with Process("train", *LONG, *corpus, "output_dir=run", "+callbacks.slow._target_=slow.Slow", cwd=tmp_path) as job:
         job.read_until("compiling")
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 75, job.output
@@ -183,9 +180,9 @@ def test_a_signal_before_the_first_step_is_done_saves_that_step(corpus: list[str
 
 
 def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path) -> None:
-    with Process("train", *LONG, *corpus, "save_strategy=no", "output_dir=run", cwd=tmp_path) as job:
+    words = [word for word in LONG if not word.startswith("save_steps")]
+    with Process("train", *words, *corpus, "save_strategy=no", "output_dir=run", cwd=tmp_path) as job:
         job.read_until("step 3/")
-        Path("run/checkpoints").rmdir() if Path("run/checkpoints").exists() else None
         Path("run/checkpoints").write_text("in the way")
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 1, job.output
@@ -263,10 +260,31 @@ class Terminal:
         return self.process.wait(timeout=60)
 
     @property
-    def lines(self) -> list[str]:
-        """Every line as written, without colours; a bar that was redrawn counts each time."""
+    def bars(self) -> list[str]:
+        """Every drawing of the training bar."""
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.output)
-        return [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+        drawn = (line for line in re.split(r"[\r\n]+", plain) if line.startswith("train "))
+        return [line.removesuffix("^C").rstrip() for line in drawn]
+
+    def screen(self) -> list[str]:
+        """What stands on the terminal in the end, scrolled lines too."""
+        rows, row, col = [""], 0, 0
+        for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]", self.output):
+            if token == "\r":
+                col = 0
+            elif token == "\n":
+                row += 1
+            elif token.endswith("A") and token.startswith("\x1b"):
+                row -= int(token[2:-1] or 1)
+            elif token == "\x1b[2K":
+                rows[row] = ""
+            elif not token.startswith("\x1b"):
+                row, col = (row + 1, 0) if col == 80 else (row, col)
+                rows += [""] * (row + 1 - len(rows))
+                rows[row] = rows[row].ljust(col)[:col] + token + rows[row][col + 1 :]
+                col += 1
+            rows += [""] * (row + 1 - len(rows))
+        return [row.rstrip() for row in rows]
 
 
 def test_on_a_terminal_everything_is_aligned_and_control_c_leaves_it_clean(corpus: list[str]) -> None:
@@ -274,24 +292,25 @@ def test_on_a_terminal_everything_is_aligned_and_control_c_leaves_it_clean(corpu
     job.read_until(r"checkpoint saved: run/checkpoints/step-00000010")
     job.press(b"\x03")
     assert job.finish() == 75, job.output
-    lines = job.lines
+    lines = [line for line in job.screen() if line]
     assert max(map(len, lines)) <= 80
-    bars = [n for n, line in enumerate(lines) if line.startswith("train ━")]
-    stop = next(n for n, line in enumerate(lines) if "SIGINT: saving after this step" in line)
-    last_words = next(n for n, line in enumerate(lines) if line.startswith("  time "))
-    assert bars
-    assert max(map(len, (lines[n] for n in bars))) <= 75  # the terminal's ^C finds room behind it
-    assert stop < last_words
-    assert not [n for n in bars if n > last_words]
+    assert job.bars
+    assert max(map(len, job.bars)) <= 75  # the terminal's ^C finds room behind it
+    assert not [line for line in lines if line.startswith(("train ━", "eval  ━")) or "^C" in line]
     assert job.output.rindex("\x1b[?25h") > job.output.rindex("\x1b[?25l")  # the cursor is back
+    assert "SIGINT: saving after this step; a second signal ends at once" in lines
     header = next(line for line in lines if line.startswith("   step   epoch      loss"))
-    row = next(line for line in lines if re.match(r"      1    0\.0\d    5\.", line))
-    evaluated = next(line for line in lines if re.match(r"     10    eval    \d\.\d{4}  perplexity ", line))
-    assert row.index(".", 20) == evaluated.index(".", 20) == header.index("loss") - 1 + 1 - 1
-    assert not [line for line in lines if re.search("warn", line, re.IGNORECASE)]
+    trained = next(line for line in lines if re.match(r" +1 +0\.00 +5\.\d{4} ", line))
+    evaluated = next(line for line in lines if re.match(r" +10 +eval +\d\.\d{4}  perplexity ", line))
+    for line in (trained, evaluated):
+        assert re.match(r"\d\.\d{4}$", line[: header.index("loss") + 4].split()[-1])
+    assert not [line for line in lines if "warning" in line.lower()]
     newest = RunDir(Path("run")).checkpoint_steps()[-1]
-    assert lines[-5:-3] == ["run      run", f"newest   run/checkpoints/step-{newest:08d}  {lines[-4].split('  ')[-1]}"]
-    assert lines[-1] == "forgather resume run"
+    place = lines.index("run      run")
+    assert re.fullmatch(
+        rf"newest   run/checkpoints/step-{newest:08d}  (eval_)?loss \d\.\d{{4}}( \(best\))?", lines[place + 1]
+    )
+    assert lines[-2:] == ["to go on:", "forgather resume run"]
 
 
 def test_a_second_control_c_ends_at_once(corpus: list[str]) -> None:
@@ -303,7 +322,9 @@ def test_a_second_control_c_ends_at_once(corpus: list[str]) -> None:
     job.read_until("a second signal ends at once")
     job.press(b"\x03")
     assert job.finish() == 130, job.output
-    assert job.lines[-1].endswith("ended at once by SIGINT; there is no checkpoint")
+    lines = [line for line in job.screen() if line]
+    assert lines[-1] == "ended at once by SIGINT; there is no checkpoint"
+    assert not [line for line in lines if line.startswith("train ")]
     assert job.output.rindex("\x1b[?25h") > job.output.rindex("\x1b[?25l")
 
 
@@ -311,8 +332,8 @@ def test_in_a_file_everything_is_said_once_and_in_plain_lines(trained: Path) -> 
     log = (trained / "logs/rank-0.log").read_text()
     lines = log.splitlines()
     assert "\x1b" not in log
-    assert max(map(len, lines)) <= 200
     events = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in lines]
+    assert max(map(len, events)) <= 200
     for event in ("step 1/8 ", "step 4/8 ", "step 4 eval ", "step 8 eval ", "sample 1 at step 4", "done: time "):
         assert sum(line.startswith(event) for line in events) == 1, event
     assert sum("the best model is loaded" in line for line in lines) == 1
@@ -334,7 +355,7 @@ def test_samples_are_short_on_the_screen_and_whole_in_the_file(trained: Path) ->
 
 READERS = [
     ["config", "show", "model=nano"], ["config", "options"], ["config", "recipes"], ["plan", "model=nano", "--params"],
-    ["train", "model=nano", "--dry-run"], ["eval", "RUN"], ["generate", "RUN", "--prompt", "x", "--max-new-tokens", "3"],
+    ["train", "model=nano", "--dry-run"], ["eval", "RUN"], ["generate", "RUN", "--prompt", "x", "--max-new-tokens=3"],
     ["checkpoint", "list", "RUN"], ["checkpoint", "inspect", "RUN"], ["checkpoint", "verify", "RUN"],
     ["logs", "summary", "RUN", "RUN"],
 ]  # fmt: skip
@@ -379,27 +400,29 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
 CHOICES = [
     *[f"optimizer={name}" for name in ("adamw", "muon", "adafactor", "sgd")],
     *[f"lr_scheduler={name}" for name in ("constant", "cosine", "infinite", "inverse_sqrt", "linear", "wsd")],
-    "precision=bf16", "loss=linear_cross_entropy", "data=synthetic", "data=tokens", "data.tokenizer=bpe bpe_vocab_size=300",
-    "packing=best_fit isolate_documents=true", "packing=pad isolate_documents=true", "isolate_documents=true",
-    "gradient_checkpointing=true", "fuse_optim_with_backward=true max_grad_norm=null", "max_grad_norm=0",
-    "torch_compile=true torch_compile_backend=aot_eager", "dataloader_num_workers=2", "async_save=false",
-    "per_device_train_batch_size=1", "construct_model_on=device", "construct_model_on=cpu", "seed=-1", "eval_strategy=no",
-    "max_steps=-1 num_train_epochs=0.005", "logging_strategy=no", "callbacks.textgen=null callbacks.tensorboard=null",
+    "precision=bf16", "loss=linear_cross_entropy", "data=synthetic", "data=tokens", "isolate_documents=true",
+    "data.tokenizer=bpe bpe_vocab_size=300", "packing=best_fit isolate_documents=true",
+    "packing=pad isolate_documents=true", "gradient_checkpointing=true", "max_grad_norm=0", "seed=-1",
+    "fuse_optim_with_backward=true max_grad_norm=null", "torch_compile=true torch_compile_backend=aot_eager",
+    "dataloader_num_workers=2", "async_save=false", "per_device_train_batch_size=1", "construct_model_on=device",
+    "construct_model_on=cpu", "eval_strategy=no", "max_steps=-1 num_train_epochs=0.005", "logging_strategy=no",
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.13's dynamo reads it itself
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_option_trains_two_steps(choice: str, corpus: list[str]) -> None:
     data = corpus
     if choice == "data=synthetic":
         data = ["num_samples=64", "num_eval_samples=4"]
     if choice == "data=tokens":
-        np.arange(4000, dtype=np.uint16).__mod__(257).astype(np.uint16).tofile("train.bin")
+        (np.arange(4000) % 257).astype(np.uint16).tofile("train.bin")
         data = ["data.files=[train.bin]", "cache_dir=cache"]
     words = [*TINY, *data, "callbacks=minimal", "max_steps=2", "output_dir=run", *choice.split()]
+    if "_strategy=no" in choice:
+        words.remove("logging_steps=1" if "logging" in choice else "max_eval_samples=4")
     assert forgather("train", *words) == 0
-    run = RunDir(Path("run"))
-    assert run.checkpoint_steps()[-1:] == [max(2, run.checkpoint_steps()[-1])]
-    points = curve(run.root)
-    assert ("logging_strategy" in choice) == (not points)
+    points = curve(Path("run"))
+    assert ([step for step, _, _ in points] or [2])[:2] == ([1, 2] if "logging" not in choice else [2])
     assert all(np.isfinite([loss, norm]).all() for _, loss, norm in points)
+    assert RunDir(Path("run")).checkpoint_steps()

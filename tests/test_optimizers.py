@@ -519,7 +519,7 @@ class TestStateThatDoesNotFit:
 
     def refused(self, optimizers: Optimizers, saved: tuple[dict[str, Tensor], dict[str, Any]]) -> str:
         before = copy.deepcopy(optimizers.group_state())
-        with pytest.raises(CheckpointError, match="leaving optimizer out of resume_components") as error:
+        with pytest.raises(CheckpointError, match="leave optimizer out of resume_components") as error:
             optimizers.load(*saved)
         assert optimizers.group_state() == before
         assert optimizers.state_tensors() == {}

@@ -126,6 +126,13 @@ def test_optimizers_and_schedulers_of_the_users(tmp_path: Path) -> None:
     assert trainer.optimizer.param_groups[0]["momentum"] == 0.5
 
 
+def test_train_can_be_called_again(tmp_path: Path) -> None:
+    trainer = Trainer(llama(), TrainingArguments(str(tmp_path), **SCRIPT_SETTINGS), None, tiny.RandomTokens())
+    first, second = trainer.train(), trainer.train()
+    assert (first.global_step, second.global_step) == (12, 12)
+    assert second.training_loss < first.training_loss
+
+
 def test_predict_returns_logits_and_labels_of_every_example(tmp_path: Path) -> None:
     data = tiny.RandomTokens(11)
     trainer = Trainer(llama(), TrainingArguments(str(tmp_path)))

@@ -283,7 +283,7 @@ def _bar(name: StreamName) -> Progress:
 
         def get_renderables(self) -> Iterable[Constrain]:
             for renderable in super().get_renderables():
-                yield Constrain(renderable, max(screen.width - 5, 10))  # type: ignore[arg-type]
+                yield Constrain(renderable, max(screen.width - 5, 10))
 
     return Bar(
         TextColumn("{task.description}", table_column=Cell(no_wrap=True)),

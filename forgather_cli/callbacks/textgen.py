@@ -6,19 +6,19 @@ Legend: B prompts, T tokens of the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
 from forgather_cli.config.schema import TextgenSettings
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.models.modes import evaluation_mode
 from forgather_cli.run_dir import RunDir
 
 AddText = Callable[[str, str, int], None]
@@ -143,19 +143,6 @@ def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tenso
     ids = [[pad_token_id] * (length - len(row)) + row for row in rows]
     mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
     return torch.tensor(ids), torch.tensor(mask)
-
-
-@contextmanager
-def evaluation_mode(parts: list[nn.Module]) -> Iterator[None]:
-    """All modules in eval mode inside, each back to what it was after."""
-    modes = [(module, module.training) for part in parts for module in part.modules()]
-    for part in parts:
-        part.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _generator(device: torch.device, seed: int, step: int) -> torch.Generator:

@@ -154,8 +154,8 @@ def _print_tensors(tensors: list[dict[str, Any]]) -> None:
     print_table((Col("tensor"), Col("dtype", droppable=1), Col("shape"), Col("size", right=True)), rows)
     files = dict.fromkeys(t["file"] for t in tensors)
     sizes = {file: [t["bytes"] for t in tensors if t["file"] == file] for file in files}
-    rows = [(file, f"{len(each):,}", human_bytes(sum(each))) for file, each in sizes.items()]
-    print_table((Col("file"), Col("tensors", right=True), Col("size", right=True)), rows)
+    totals = [(file, f"{len(each):,}", human_bytes(sum(each))) for file, each in sizes.items()]
+    print_table((Col("file"), Col("tensors", right=True), Col("size", right=True)), totals)
 
 
 def _shape(tensor: dict[str, Any]) -> str:

@@ -56,7 +56,7 @@ class Build:
                 self._note(change, path)
 
     def _make_room(self, changes: Iterable[Change]) -> list[Change]:
-        """Remove the settings of each option that a ``group._target_`` replaces; returns the changes that still count."""
+        """Remove the settings of options that a ``group._target_`` replaces; returns the changes that still count."""
         left = list(changes)
         for group in BARE_GROUPS:
             left = self._make_room_in(group, left)
@@ -77,8 +77,12 @@ class Build:
         OmegaConf.update(self.cfg, group, kept, merge=False, force_add=True)
         self.options.pop(group, None)
         known, where = list(leaves(tree)), self.in_recipe.get(key)
-        of_option = {c.key for c in changes if c.source != where and resolve(c.key, known, {})[0].startswith(f"{group}.")}
-        return [c for c in changes if c.source is None or c.key not in of_option]
+
+        def is_void(change: Change) -> bool:
+            """A recipe's bare key that meant the option."""
+            return change.source not in (None, where) and resolve(change.key, known, {})[0].startswith(f"{group}.")
+
+        return [change for change in changes if not is_void(change)]
 
     def finish(self) -> Config:
         """Resolve, decode and check. Raises ConfigError with the problems of every stage."""

@@ -86,7 +86,8 @@ def num_targets(batch: Batch) -> int:
     labels = batch.get("labels")
     if labels is None:
         raise DataError(
-            f"a training batch has no 'labels' (its keys: {', '.join(batch)}); add them to the data, or in the data_collator"
+            f"a training batch has no 'labels' (its keys: {', '.join(batch)}); add them to the data, or in the "
+            "data_collator"
         )
     if labels.ndim != 2:
         raise DataError(f"labels have shape {tuple(labels.shape)}, expected (batch, tokens)")

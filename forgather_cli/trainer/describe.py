@@ -58,7 +58,8 @@ def _split(facts: dict[str, Any], split: str) -> str:
     tokens, documents, samples = (facts.get(f"{split}_{fact}") for fact in _SPLIT_FACTS)
     if not samples:
         return ""
-    source = f"{tokens:,} tokens{f' in {documents:,} documents' if documents else ''}, " if tokens else ""
+    of_documents = f" in {documents:,} document{'s' if documents > 1 else ''}" if documents else ""
+    source = f"{tokens:,} tokens{of_documents}, " if tokens else ""
     of = f" of {facts['seq_len']}" if facts.get("seq_len") else ""
     return f"{source}{samples:,} sequences{of}"
 

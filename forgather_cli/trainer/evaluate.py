@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from forgather_cli import distributed
+from forgather_cli.models.modes import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy
 
 
@@ -31,7 +32,7 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
     target_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
     samples = 0
-    with _evaluation_mode(strategy):
+    with evaluation_mode(strategy.parts):
         for batch in batches:
             loss, count = strategy.loss(batch)
             loss_sum += loss
@@ -59,22 +60,6 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-class _evaluation_mode:
-    """All parts in eval mode inside, back to what each was after."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-
-    def __enter__(self) -> None:
-        self._modes = [part.training for part in self._strategy.parts]
-        for part in self._strategy.parts:
-            part.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for part, mode in zip(self._strategy.parts, self._modes, strict=True):
-            part.train(mode)
-
-
 @dataclass
 class PredictionOutput:
     """Logits (N, T, V) and labels (N, T) of a split on the CPU, and its metrics; Hugging Face's names."""
@@ -88,7 +73,7 @@ def predict(strategy: Strategy, batches: Iterable[Batch], after_batch: Callable[
     """Collective. (logits, labels) as numpy arrays over the whole split; None for labels the data lacks."""
     logits: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
-    with _evaluation_mode(strategy):
+    with evaluation_mode(strategy.parts):
         for batch in batches:
             out = strategy.logits(batch)
             if out is not None:

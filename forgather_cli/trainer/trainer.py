@@ -184,6 +184,8 @@ class Trainer:
         """Build what training needs, restore a checkpoint, and try everything that can fail before the first step."""
         if self.train_dataset is None:
             raise DataError("train_dataset: missing; training needs one")
+        self.state = TrainerState(train_batch_size=self.args.per_device_train_batch_size)
+        self.control, self.stopped_by = TrainerControl(), None
         args, state, strategy = self.args, self.state, self.strategy
         self.batch_plan: BatchPlan = batch_plan(args, strategy.data_size)
         self.persistence = Persistence(self)

@@ -8,7 +8,8 @@ no progress display. ``bare``, ``forgather`` and ``forgather-cli`` train Forgath
 transformers' Llama of the same shape, so each trainer's overhead is against the bare loop of its own model.
 ``forgather-cli`` is the command ``forgather train`` on a recipe with its default callbacks except text generation.
 
-A step is the time between two forwards. Runs are interleaved and rotated; the table has medians over repetitions.
+A step is the time between two forwards; its CPU time leaves out what the machine does for others meanwhile.
+Runs are interleaved and rotated; the table has medians over repetitions.
 Lightning and accelerate take part where they are installed.
 """
 
@@ -50,22 +51,28 @@ class Clock:
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.cpu_times: list[float] = []
         self.first_age = 0.0
 
     def tick(self, *_: Any, **__: Any) -> None:
         if not self.times:
             self.first_age = process_age()
+        self._note()
+
+    def _note(self) -> None:
         self.times.append(time.perf_counter())
+        self.cpu_times.append(time.process_time())
 
     def watch(self, model: Any) -> Any:
         model.register_forward_pre_hook(self.tick, with_kwargs=True)
         return model
 
     def report(self) -> None:
-        self.times.append(time.perf_counter())
+        self._note()
+        cpu = [(b - a) * 1e6 for a, b in zip(self.cpu_times[WARM_UP:], self.cpu_times[WARM_UP + 1 :], strict=False)]
         gaps = [(b - a) * 1e6 for a, b in zip(self.times[WARM_UP:], self.times[WARM_UP + 1 :], strict=False)]
         print("RESULT", json.dumps({
-            "step_us": statistics.median(gaps), "mean_us": statistics.mean(gaps), "first_step_s": self.first_age,
+            "step_us": statistics.median(gaps), "cpu_us": statistics.median(cpu), "first_step_s": self.first_age,
             "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }))  # fmt: skip
 
@@ -310,7 +317,12 @@ def measure(name: str, steps: int) -> dict[str, float] | None:
     return result
 
 
-COLUMNS = {"step_us": ("step, us", 0), "first_step_s": ("first step, s", 2), "rss_mb": ("peak RSS, MB", 0)}
+COLUMNS = {
+    "step_us": ("step, us", 0),
+    "cpu_us": ("its CPU time, us", 0),
+    "first_step_s": ("first step, s", 2),
+    "rss_mb": ("peak RSS, MB", 0),
+}
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> None:

@@ -1,0 +1,630 @@
+"""Bad input through the real command line: one clear message, the exit code, nothing lost and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from program import forgather
+from safetensors.torch import load_file, save_file
+
+SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
+         "max_steps=2", "output_dir=run"]  # fmt: skip
+SYNTHETIC = [*SMALL, "data=synthetic", "num_samples=64", "num_eval_samples=4"]
+TEXT = [*SMALL, "data=text", "data.files=[ok.txt]", "cache_dir=cache"]
+STEP_1, STEP_2 = "trained/checkpoints/step-00000001", "trained/checkpoints/step-00000002"
+
+MINE = """
+import errno
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, vocab_size, width=16):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+
+    def forward(self, input_ids):
+        return self.head(self.embedding(input_ids))
+
+
+class Rows:
+    def __init__(self, length, target=True):
+        self.length, self.target = length, target
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        ids = torch.arange(8) + index
+        return {"input_ids": ids, "labels": ids if self.target else torch.full_like(ids, -100)}
+
+
+def data(length=64, target=True):
+    return {"train": Rows(length, target), "eval": Rows(4), "seq_len": 8}
+
+
+def data_without_labels():
+    return [{"input_ids": torch.arange(8)} for _ in range(64)]
+
+
+def data_without_name():
+    return {"training": Rows(4)}
+
+
+def loss(logits, labels, factor=1.0):
+    return factor * nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Adam(torch.optim.Adam):
+    pass
+
+
+class Halving(torch.optim.lr_scheduler.StepLR):
+    def __init__(self, optimizer, every):
+        super().__init__(optimizer, every, 0.5)
+
+
+class Counts:
+    def __init__(self, path="counted.txt"):
+        self.path, self.steps = path, 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+        Path(self.path).write_text(str(self.steps))
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+class Unsavable:
+    def state_dict(self):
+        return {"history": [1, object()]}
+
+
+class Picky:
+    def __init__(self, every):
+        raise ValueError(f"every must be positive, got {every}")
+
+
+class Breaks:
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyError("oops")
+
+
+class FillsTheDisk:
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            with open("junk", "wb", buffering=0) as file:
+                try:
+                    while file.write(bytes(512)):
+                        pass
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+"""
+
+
+@dataclass
+class Result:
+    """What a command left: exit code, what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Program:
+    """Runs commands in this process, in a directory of their own."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: str) -> Result:
+        self._capsys.readouterr()
+        code = forgather(*words)
+        return Result(code, *self._capsys.readouterr())
+
+    def refuses(self, *words: str) -> str:
+        """The one message of a command that exits with 2 and leaves the directory as it was."""
+        before = contents()
+        done = self(*words)
+        assert done.code == 2, done
+        assert not re.search(r" step \d+/", done.out)
+        assert "Traceback" not in done.err
+        assert done.err.startswith("error: ")
+        assert done.err.count("error: ") == 1
+        assert contents() == before
+        return done.err.removeprefix("error: ").rstrip("\n")
+
+
+def contents() -> dict[str, bytes | None]:
+    """Every path below the working directory with its bytes, lock files and caches aside."""
+    paths = (p for p in Path().rglob("*") if p.name != ".lock" and p.parts[0] != "cache" and p.suffix != ".pyc")
+    return {str(p): p.read_bytes() if p.is_file() else None for p in paths if p.name != "__pycache__"}
+
+
+@pytest.fixture(scope="module")
+def run_of_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("run") / "trained"
+    assert forgather("train", *SYNTHETIC, "save_steps=1", f"output_dir={run}") == 0
+    return run
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Program]:
+    """In an empty directory with a user's module and a text of 7 kB."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    Path("mine.py").write_text(MINE)
+    Path("ok.txt").write_text("".join(f"some text of mine {n}\n" for n in range(320)))
+    yield Program(capsys)
+    sys.modules.pop("mine", None)
+
+
+@pytest.fixture
+def trained(program: Program, run_of_two_steps: Path) -> Path:
+    """A run with checkpoints at its steps 1 and 2, as ``trained`` in the working directory."""
+    shutil.copytree(run_of_two_steps, "trained")
+    return Path("trained")
+
+
+# ------------------------------------------------------------------------------------------------- config mistakes
+
+CONFIG_MISTAKES = {
+    "learning_rat=1": "learning_rat: unknown setting; did you mean learning_rate?",
+    "model.hiden_size=3": "model.hiden_size: unknown setting; did you mean model.hidden_size?",
+    "data.seq_len=x": "data.seq_len: must be a whole number, got 'x'",
+    "learning_rate=fast": "learning_rate: must be a number, got 'fast'",
+    "model=nanno": "model=nanno: no such option; did you mean nano?",
+    "trainer=ddp": "trainer=ddp is not available in this version; use trainer=single",
+    "trainer=pipeline": "trainer=pipeline is not available in this version; use trainer=single",
+    "trainer=fsdp2": "trainer=fsdp2 is not available in this version; use trainer=single",
+    "n_microbatches=8": "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected",
+    "fuse_optim_with_backward=true": "could clip them; set max_grad_norm=null",
+    "eval_strategy=no eval_steps=5": "eval_steps: nothing reads it with eval_strategy=no; set eval_strategy=steps",
+    "resume_from_checkpoint=true overwrite_output_dir=true": (
+        "overwrite_output_dir: nothing reads it with resume_from_checkpoint=true"
+    ),
+    "model=pretrained": "model.path: required by model=pretrained; set model.path=...",
+    "+callbacks.mine.every=3": "callbacks.mine.every: unknown callback; One of your own needs callbacks.mine._target_",
+    "+callbacks.mine._target_=mine.Nothing": "callbacks.mine._target_: cannot import mine.Nothing (module mine has no",
+    "+callbacks.mine._target_=mine.Counts +callbacks.mine.pth=x": "callbacks.mine.pth: mine.Counts takes no such arg",
+    "data._target_=nowhere.data": "data._target_: cannot import nowhere.data (No module named 'nowhere')",
+    "data=text data._target_=mine.data": "data._target_: takes the place of data=text; leave one of them out",
+    "model._target_=mine.Net model.wdth=3": "model.wdth: mine.Net takes no such argument; did you mean width?",
+}
+
+
+@pytest.mark.parametrize("overrides", CONFIG_MISTAKES)
+def test_config_mistakes(program: Program, overrides: str) -> None:
+    message = program.refuses("train", *overrides.split(" "), "output_dir=run")
+    assert CONFIG_MISTAKES[overrides] in message
+    assert "\n" not in message
+
+
+def write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+def test_unknown_keys_in_files_of_the_user_name_the_file(program: Program) -> None:
+    write("recipes/wrong.yaml", "# Wrong.\ndefaults: [train, _self_]\nlearning_rat: 1\n")
+    write("conf/model/wrong.yaml", "# Wrong.\ndefaults: [nano, _self_]\nhiden_size: 3\n")
+    message = program.refuses("train", "wrong")
+    assert "learning_rat: unknown setting in" in message
+    assert "recipes/wrong.yaml; did you mean learning_rate?" in message
+    message = program.refuses("train", "model=wrong")
+    assert "model.hiden_size: unknown setting in" in message
+    assert "conf/model/wrong.yaml; did you mean model.hidden_size?" in message
+
+
+def test_missing_recipes(program: Program) -> None:
+    assert program.refuses("train", "defalt").startswith(
+        "recipe defalt: no such recipe; did you mean default? Recipes:"
+    )
+    assert program.refuses("train", "./none.yaml").startswith("recipe ./none.yaml: no such file")
+    assert "--config-dir: no such directory" in program.refuses("train", "--config-dir", "nowhere")
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.files=[nope.txt]"], r"data\.files: no file matches 'nope\.txt' \(looked in .*\)"),
+        (["data.files=[empty.txt]"], r"data\.files: no text in 1 files \(.*empty\.txt\); they are empty"),
+        (["data.files=[short.txt]", "data.seq_len=512"],
+         r"data\.seq_len: 512 is longer than the training split of 5 tokens; set data\.seq_len=5 or less"),
+        (["data.files=[short.txt]", "packing=pad"], "global_batch_size: 4 sequences per step, but .* lower it"),
+        (["tokenizer=nowhere"], r"data\.tokenizer: no tokenizer\.json in 'nowhere'; give bytes, bpe or a directory"),
+        (["vocab_size=100"], r"model\.vocab_size: the tokenizer has 257 tokens, got 100; set model\.vocab_size=null"),
+    ],
+)  # fmt: skip
+def test_data_and_tokenizer(program: Program, overrides: list[str], message: str) -> None:
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("short")
+    said = program.refuses("train", *TEXT, *overrides)
+    assert re.match(message, said), said
+    assert "\n" not in said
+
+
+def test_a_set_up_mistake_leaves_an_empty_directory_of_the_user_empty(program: Program) -> None:
+    Path("run").mkdir()
+    program.refuses("train", *SYNTHETIC, "model.vocab_size=100")
+    assert list(Path("run").iterdir()) in ([], [Path("run/.lock")])
+    assert program("train", *SYNTHETIC, "max_steps=1", "save_strategy=no").code == 0
+
+
+# ------------------------------------------------------------------------------------------------------ pretrained
+
+
+def damaged_model(source: Path, kind: str) -> None:
+    """The model directory ``source`` as ``model``, with something wrong."""
+    shutil.copytree(source, "model")
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    if kind == "missing":
+        tensors = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}
+    elif kind == "extra":
+        tensors["other.weight"] = torch.zeros(2)
+    elif kind == "shape":
+        tensors["model.norm.weight"] = torch.zeros(3)
+    else:
+        config |= {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    save_file(tensors, "model/model.safetensors", {"format": "pt"})
+    Path("model/config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", r"model\.path: model lacks 3 tensors \(model\.layers\.1\.mlp\.down_proj\.weight, .*; mend config"),
+        ("extra", r"model\.path: model has 1 tensor \(other\.weight\) too many, by its config\.json; mend config"),
+        (
+            "shape",
+            r"model\.path: model\.norm\.weight in model has shape \(3,\), expected \(64,\) by its config.*; mend",
+        ),
+        (
+            "architecture",
+            r"model\.path: .*config\.json: unsupported architecture 'GPT2LMHeadModel'; supported are Llama",
+        ),
+    ],
+)
+def test_pretrained_directories(program: Program, trained: Path, kind: str, message: str) -> None:
+    damaged_model(Path(STEP_2) / "model", kind)
+    said = program.refuses("train", *SYNTHETIC, "model=pretrained", "model.path=model")
+    assert re.match(message, said), said
+
+
+# ------------------------------------------------------------------------------------------------- the run directory
+
+
+def test_a_used_directory_names_both_remedies(program: Program, trained: Path) -> None:
+    said = program.refuses("train", *SYNTHETIC, "output_dir=trained")
+    assert said == (
+        "output_dir: trained already holds a run; go on with it by resume_from_checkpoint=true, or delete it by "
+        "overwrite_output_dir=true"
+    )
+
+
+def test_a_mistake_in_an_overwriting_run_costs_nothing(program: Program, trained: Path) -> None:
+    overwrite = ["train", *SYNTHETIC, "output_dir=trained", "overwrite_output_dir=true"]
+    assert "model.vocab_size: the tokenizer has 257" in program.refuses(*overwrite, "vocab_size=100")
+    inside = program.refuses(*overwrite, f"resume_from_checkpoint={STEP_2}")
+    assert inside.startswith(f"resume_from_checkpoint: {STEP_2}: no such checkpoint directory")
+    of_mine = [word for word in overwrite if not word.startswith(("data=", "seq_len=", "num_"))]
+    assert "has no 'labels'" in program.refuses(*of_mine, "data._target_=mine.data_without_labels")
+    crashed = contents()
+    assert program(*overwrite, "model._target_=fractions.gcd", "model.a=1").code != 0
+    assert contents() == crashed
+    assert program(*overwrite, "max_steps=1").code == 0
+    assert sorted(os.listdir("trained/checkpoints")) == ["step-00000001"]
+    assert not list(Path("trained").glob(".over*"))
+
+
+@pytest.mark.parametrize("name", [".overwriting", ".overwritten"])
+def test_a_run_whose_overwriting_was_killed_in_set_up_comes_back(program: Program, trained: Path, name: str) -> None:
+    before = contents()
+    (trained / name).mkdir()
+    for entry in ("checkpoints", "config.yaml", "logs") if name == ".overwriting" else os.listdir(trained):
+        if not entry.startswith("."):
+            (trained / entry).rename(trained / name / entry)
+    if name == ".overwritten":
+        (trained / "config.yaml").write_text("of the job that was killed")
+    assert "already holds a run" in program("train", *SYNTHETIC, "output_dir=trained").err
+    assert contents() == before
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("ok.txt/run", "output_dir: ok.txt/run cannot be created: Not a directory; make it writable or choose another"),
+        ("ok.txt", "output_dir: ok.txt cannot be created: File exists; make it writable or choose another one"),
+        ("/proc/run", "output_dir: /proc/run cannot be created: "),
+    ],
+)
+def test_directories_that_cannot_be_made(program: Program, where: str, message: str) -> None:
+    assert program.refuses("train", *SYNTHETIC, f"output_dir={where}").startswith(message)
+
+
+def test_resume_deletes_nothing_and_says_so(program: Program, trained: Path) -> None:
+    said = program.refuses("resume", "trained", "overwrite_output_dir=true")
+    assert said == "overwrite_output_dir: resume goes on with the run, it deletes nothing; leave it out"
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def flip_a_byte(checkpoint: str) -> None:
+    path = Path(checkpoint, "model/model.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def change_manifest(checkpoint: str, **changes: object) -> None:
+    path = Path(checkpoint, "manifest.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "damaged",
+            rf"{STEP_2}: is damaged: model/model.safetensors has other content .*; name a whole one, RUN/check",
+        ),
+        (
+            "foreign",
+            rf"{STEP_2}: not a Forgather checkpoint \(manifest\.json is of another program\); name a whole one",
+        ),
+        ("newer", rf"{STEP_2}: has checkpoint format 99, this Forgather reads up to \d+; upgrade forgather to use it"),
+        ("empty", rf"{STEP_2}: not a Forgather checkpoint \(no manifest\.json\); name a whole one"),
+        ("gone", rf"{STEP_2}: no such checkpoint directory; name a whole one"),
+    ],
+)
+def test_a_checkpoint_that_is_named(program: Program, trained: Path, kind: str, message: str) -> None:
+    if kind == "damaged":
+        flip_a_byte(STEP_2)
+    elif kind == "foreign":
+        change_manifest(STEP_2, format="of-others")
+    elif kind == "newer":
+        change_manifest(STEP_2, format_version=99)
+    elif kind == "empty":
+        Path(STEP_2, "manifest.json").unlink()
+    else:
+        shutil.rmtree(STEP_2)
+    said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={STEP_2}")
+    assert re.match(f"resume_from_checkpoint: {message}", said), said
+
+
+def test_a_run_directory_instead_of_a_checkpoint(program: Program, trained: Path) -> None:
+    said = program.refuses("train", *SYNTHETIC, "resume_from_checkpoint=trained")
+    assert "it is a run directory, its checkpoints are in checkpoints/" in said
+
+
+def test_the_newest_is_damaged(program: Program, trained: Path) -> None:
+    flip_a_byte(STEP_2)
+    done = program("resume", "trained")
+    assert done.code == 0
+    assert f"WARNING {STEP_2}: is damaged: model/model.safetensors has other content" in done.err
+    assert f"; {STEP_1} is used" in done.err
+
+
+def test_all_are_damaged(program: Program, trained: Path) -> None:
+    flip_a_byte(STEP_1)
+    flip_a_byte(STEP_2)
+    for words in (["resume", "trained"], ["train", *SYNTHETIC, "output_dir=trained", "resume_from_checkpoint=true"]):
+        head, *lines = program.refuses(*words, "max_steps=3").splitlines()
+        assert head == (
+            "no usable checkpoint is left in trained; start afresh with forgather train ... overwrite_output_dir=true"
+        )
+        assert [line.split(":")[0].strip() for line in lines] == [STEP_2, STEP_1]
+
+
+def test_one_of_a_newer_format_is_not_passed_over(program: Program, trained: Path) -> None:
+    change_manifest(STEP_2, format_version=99)
+    assert "upgrade forgather" in program.refuses("resume", "trained", "max_steps=3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["hidden_size=32"], [
+            "model.hidden_size: the checkpoint has 64, this run 32; change it back, or leave model and optimizer out "
+            "of resume_components"]),
+        (["hidden_size=32", "num_hidden_layers=1"], [
+            "model.hidden_size: the checkpoint has 64, this run 32;",
+            "model.num_hidden_layers: the checkpoint has 2, this run 1;"]),
+        (["data.seq_len=32"], [
+            "data.seq_len: the checkpoint has 16, this run 32; change it back, or leave data out of resume"]),
+        (["seed=7"], ["data: the samples are not those of the checkpoint (fingerprint "]),
+    ],
+)  # fmt: skip
+def test_resume_with_another_shape_or_other_data(
+    program: Program, trained: Path, overrides: list[str], lines: list[str]
+) -> None:
+    starts = [["resume", "trained"], ["train", *SYNTHETIC, "save_steps=1", f"resume_from_checkpoint={STEP_2}"]]
+    for words in starts:
+        head, *said = program.refuses(*words, "max_steps=3", *overrides).splitlines()
+        assert head == f"cannot resume from {STEP_2}:"
+        assert len(said) == len(lines), said
+        assert all(line.startswith(start) for line, start in zip(said, lines, strict=True)), said
+
+
+def test_resume_with_another_kind_of_data(program: Program, trained: Path) -> None:
+    words = ["data=text", "data.files=[ok.txt]", "cache_dir=cache", "data.seq_len=16"]
+    [_, line] = program.refuses("resume", "trained", "max_steps=3", *words).splitlines()
+    assert line.startswith("data: the checkpoint has 'synthetic', this run 'text'; change it back, or leave data out")
+
+
+def test_resume_with_another_tokenizer_packing_or_text(program: Program) -> None:
+    assert program("train", *TEXT).code == 0
+    for overrides, start in {
+        "tokenizer=bpe bpe_vocab_size=300": "data.bpe_vocab_size: the checkpoint has 4096, this run 300;",
+        "packing=best_fit": "data.packing: the checkpoint has 'concat', this run 'best_fit';",
+    }.items():
+        assert program.refuses("resume", "run", "max_steps=3", *overrides.split()).splitlines()[1].startswith(start)
+    Path("ok.txt").write_text("other text of mine\n" * 300)
+    assert "data: the samples are not those" in program.refuses("resume", "run", "max_steps=3")
+
+
+def test_moments_of_another_shape_are_not_listed_by_the_hundred(program: Program, trained: Path) -> None:
+    components = "resume_components=[optimizer,trainer,data]"
+    head, *lines = program.refuses("resume", "trained", "max_steps=3", "hidden_size=32", components).splitlines()
+    assert head == "the optimizer's state does not fit this run; leave optimizer out of resume_components:"
+    assert len(lines) == 6
+    assert re.match(r"  and \d+ more", lines[-1])
+    assert program("resume", "trained", "max_steps=3", "hidden_size=32", "resume_components=[trainer,data]").code == 0
+
+
+# ------------------------------------------------------------------------------------------------ parts of the user
+
+
+def test_parts_of_the_user_by_target(program: Program) -> None:
+    done = program(
+        "train", *SMALL[:1], *SMALL[2:], "model._target_=mine.Net", "model.width=8", "data._target_=mine.data",
+        "optimizer._target_=mine.Adam", "optimizer.betas=[0.5,0.6]", "lr_scheduler._target_=mine.Halving",
+        "lr_scheduler.every=1", "loss._target_=mine.loss", "loss.factor=2.0", "+callbacks.mine._target_=mine.Counts",
+    )  # fmt: skip
+    assert "model._target_: takes the place of model=nano" in done.err  # which SMALL chooses
+    words = [word for word in SMALL if not word.startswith(("model=", "seq_len="))]
+    done = program(
+        "train", *words, "model._target_=mine.Net", "model.width=8", "data._target_=mine.data",
+        "optimizer._target_=mine.Adam", "optimizer.betas=[0.5,0.6]", "lr_scheduler._target_=mine.Halving",
+        "lr_scheduler.every=1", "loss._target_=mine.loss", "loss.factor=2.0", "+callbacks.mine._target_=mine.Counts",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
+    assert rates[1] == pytest.approx(rates[0] / 2)
+    assert records[0]["loss"] > 8  # twice the entropy of 257 bytes
+    assert Path("counted.txt").read_text() == "2"
+    assert program("resume", "run", "max_steps=3").code == 0
+    assert Path("counted.txt").read_text() == "3"
+    assert program("eval", "run").code == 0
+    assert program("generate", "run", "--prompt", "ab", "--max-new-tokens", "3", "--device", "cpu").code == 0
+
+
+def test_options_and_recipes_of_the_user(program: Program) -> None:
+    write("conf/model/mine.yaml", "# Mine.\n_target_: mine.Net\nwidth: 8\n")
+    write("conf/optimizer/mine.yaml", "# Mine.\n_target_: mine.Adam\n")
+    write("conf/callbacks/mine.yaml", "# Mine.\ndefaults: [minimal, _self_]\ncounts: {_target_: mine.Counts}\n")
+    write(
+        "recipes/mine.yaml",
+        "# Mine.\ndefaults:\n  - train\n  - override model: mine\n  - override optimizer: mine\n"
+        "  - override callbacks: mine\n  - _self_\nloss: {_target_: mine.loss, factor: 3.0}\nmax_steps: 2\n"
+        "global_batch_size: 4\ndata: {_target_: mine.data, length: 32}\n",
+    )
+    done = program("train", "mine", "device=cpu", "output_dir=run")
+    assert done.code == 0, done.err
+    assert Path("counted.txt").read_text() == "2"
+    assert "width: 8" in Path("run/config.yaml").read_text()
+    assert "# Mine." in Path("run/origin.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("+callbacks.mine._target_=mine.Unsavable",
+         "callbacks.state['mine']['history'][1]: cannot store a value of type object in a checkpoint; use dict, list"),
+        ("+callbacks.mine._target_=mine.Picky +callbacks.mine.every=-1",
+         "callbacks.mine: Picky refused its settings: every must be positive, got -1"),
+        ("data._target_=mine.data_without_labels", "a training batch has no 'labels' (its keys: input_ids); add them"),
+        ("data._target_=mine.data_without_name", "data._target_: mine.data_without_name returned a mapping without"),
+        ("model._target_=fractions.Fraction", "model._target_: fractions.Fraction must return an nn.Module, got Fract"),
+    ],
+)  # fmt: skip
+def test_parts_of_the_user_that_do_not_fit(program: Program, overrides: str, message: str) -> None:
+    words = overrides.split()
+    replaced = words[0].partition("._target_=")[0]
+    own = [word for word in SYNTHETIC if not word.startswith(f"{replaced}=")]
+    if replaced == "data":
+        own = [word for word in own if not word.startswith(("seq_len", "num_"))]
+    assert program.refuses("train", *own, *words).startswith(message)
+
+
+def test_a_callback_that_raises_shows_its_traceback_and_exits_with_1(program: Program) -> None:
+    done = program("train", *SYNTHETIC, "+callbacks.mine._target_=mine.Breaks")
+    assert done.code == 1
+    assert 'raise KeyError("oops")' in done.err
+    assert done.err.splitlines()[-1] == "error: callback mine failed in on_step_end: KeyError: 'oops'"
+    assert json.loads(Path("run/exit.json").read_text())["code"] == 1
+
+
+def test_batches_without_targets_are_warned_of_once(program: Program) -> None:
+    words = [word for word in SMALL if not word.startswith("seq_len=")]
+    done = program("train", *words, "data._target_=mine.data", "data.target=false", "max_steps=3")
+    assert done.code == 0
+    assert done.err.count("has no targets (every label is -100)") == 1
+    assert "step 1 has no targets (every label is -100): its loss and gradient are 0; check labels" in done.err
+
+
+# -------------------------------------------------------------------------------------------------------- a full disk
+
+
+def on_small_disk(size: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """The program with the directory ``disk`` on a file system of that size, looked at before it is gone."""
+    Path("disk").mkdir(exist_ok=True)
+    shutil.copy("mine.py", "disk")
+    look = "code=$?; find . -path './run/*' | sort; cat run/metrics.jsonl run/logs/*; exit $code"
+    script = f'mount -t tmpfs -o size={size} tmpfs disk && cd disk && cp ../mine.py . && "$@"; {look}'
+    command = ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, "-m", "forgather_cli", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    command = ["unshare", "-Urm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+needs_mount = pytest.mark.skipif(not can_mount(), reason="mounts a small disk, which is not allowed here")
+
+
+@needs_mount
+def test_a_disk_too_small_for_one_checkpoint_is_found_before_the_first_step(program: Program) -> None:
+    done = on_small_disk("1200k", "train", *SYNTHETIC)
+    assert done.returncode == 2
+    assert re.match(
+        r"error: output_dir: one checkpoint needs 1\.68 MB, run/checkpoints has 1\.2\d MB free; free some space, or "
+        r"set output_dir to another disk\n",
+        done.stderr,
+    )
+    assert done.stdout == ""
+
+
+@needs_mount
+def test_a_disk_that_is_full_later_costs_checkpoints_and_lines_but_not_the_run(program: Program) -> None:
+    words = ["max_steps=30", "save_steps=2", "+callbacks.fill._target_=mine.FillsTheDisk", "async_save=false"]
+    done = on_small_disk("6m", "train", *SYNTHETIC, *words)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    lost = (
+        r"ERROR the checkpoint of step {} was not saved: No space left on device; training goes on, the newest one is "
+    )
+    for step in (4, 30):
+        assert re.search(lost.format(step) + "run/checkpoints/step-00000002", done.stderr), done.stderr
+    assert done.stderr.count("callback json in on_log: No space left on device; training goes on") == 1
+    assert "step 30/30" in done.stdout
+    assert "./run/checkpoints/step-00000002/manifest.json\n" in done.stdout
+    assert "step-00000004/" not in done.stdout
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [record["step"] for record in records if "loss" in record][:3] == [1, 2, 3]
