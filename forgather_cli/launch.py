@@ -113,7 +113,7 @@ def _run_logged(config: Config, held: Claim) -> int:
 def _run_worker(config: Config, held: Claim) -> int:
     """Train and write ``exit.json``; returns 0, or 75 when a signal ended it.
 
-    Raises TrainingError when a signal ended it and its checkpoint could not be written.
+    Raises TrainingError when its last checkpoint could not be written.
     """
     run = held.run
     with signals.watching() as stop:
@@ -126,10 +126,11 @@ def _run_worker(config: Config, held: Claim) -> int:
     code, reason = outcome.DONE, "done"
     if trainer.stopped_by is not None:
         code, reason = outcome.STOPPED, f"stopped by {signal.Signals(trainer.stopped_by).name}"
-        if step not in run.checkpoint_steps():
-            raise TrainingError(_not_saved(run, reason, step))
-    elif 0 < step == trainer.state.resumed_step:
-        print(f"\nnothing was left to train: step {step} is the last one; give a larger max_steps to go on")
+    wanted = code == outcome.STOPPED or config.save_strategy != "no"
+    if wanted and not trainer.control.should_abort_without_save and step not in run.checkpoint_steps():
+        raise TrainingError(_not_saved(run, reason, step))
+    if code == outcome.DONE and 0 < step == trainer.state.resumed_step:
+        print(f"\nnothing left to train: step {step} is the last; raise max_steps to go on")
     outcome.write_outcome(run, code, reason, step)
     _print_places(run)
     return code
@@ -139,7 +140,7 @@ def _not_saved(run: RunDir, reason: str, step: int) -> str:
     """Why a stop is a failure: the log above says what kept the checkpoint from being written."""
     kept = run.checkpoint_steps()
     remedy = f"{resume_command(run.root)} goes on from step {kept[-1]}" if kept else "the run has no checkpoint"
-    return f"{reason} at step {step}, which could not be saved (see above); {remedy}"
+    return f"{reason} at step {step}, but that step could not be saved (see above); {remedy}"
 
 
 def _print_places(run: RunDir) -> None:

@@ -612,10 +612,14 @@ def test_a_disk_too_small_for_one_checkpoint_is_found_before_the_first_step(prog
 
 
 @needs_mount
-def test_a_disk_that_is_full_later_costs_checkpoints_and_lines_but_not_the_run(program: Program) -> None:
+def test_a_disk_that_is_full_later_ends_no_run_early_and_a_lost_final_checkpoint_is_a_failure(program: Program) -> None:
     words = ["max_steps=30", "save_steps=2", "+callbacks.fill._target_=mine.FillsTheDisk", "async_save=false"]
     done = on_small_disk("6m", "train", *SYNTHETIC, *words)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert (
+        "error: done at step 30, but that step could not be saved (see above); forgather resume run goes on"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
     lost = (
         r"ERROR the checkpoint of step {} was not saved: No space left on device; training goes on, the newest one is "

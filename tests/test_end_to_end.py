@@ -189,7 +189,7 @@ def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path)
     told = read_outcome(RunDir(Path("run")))
     assert told is not None
     assert told.code == 1
-    assert re.search(r"stopped by SIGTERM at step \d+, which could not be saved \(see above\)", told.reason)
+    assert re.search(r"stopped by SIGTERM at step \d+, but that step could not be saved \(see above\)", told.reason)
     assert "forgather resume" not in job.lines[-1]
 
 

@@ -210,7 +210,9 @@ def test_a_setup_mistake_in_a_resume_takes_back_its_files_alone(capsys: pytest.C
 
 def test_an_output_dir_that_cannot_be_made_is_said() -> None:
     Path("file").write_text("")
-    with pytest.raises(SetupError, match="output_dir: file/run cannot be created: Not a directory; make it writable or"):
+    with pytest.raises(
+        SetupError, match="output_dir: file/run cannot be created: Not a directory; make it writable or"
+    ):
         start("max_steps=1", "output_dir=file/run")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ import torch
 from forgather_cli import distributed
 from forgather_cli.models.modes import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy
+
+log = logging.getLogger(__name__)
 
 
 class EvaluationStopped(Exception):
@@ -43,6 +46,8 @@ def evaluate(
     sums = torch.stack([loss_sum, target_sum, torch.full_like(loss_sum, samples)])
     total, targets, samples_seen = distributed.all_sum(sums, strategy.data_group).tolist()
     seconds = time.perf_counter() - start
+    if not targets:
+        log.warning("the evaluation split has no targets (every label is -100): its loss is 0 and says nothing")
     mean = total / max(targets, 1.0)
     return {
         f"{prefix}_loss": mean,
