@@ -109,7 +109,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "checkpoint saved: outputs/default/2026-11-21_06-55-01/checkpoints/step-00000020",
         f"step 30/40 epoch 1.50 loss 0.1667 {same} tokens 30",
         f"step 40/40 epoch 2.00 loss 0.1250 {same} tokens 40",
-        "done: time 1:02:05, training loss 3.4300, tokens 819,200, compute 1.23 TFLOP/s",
+        "results: time 1:02:05, training loss 3.4300, tokens 819,200, compute 1.23 TFLOP/s",
     ]
 
 
@@ -148,7 +148,7 @@ def test_columns_are_merged_over_the_defaults(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "epoch 0.50 nats 0.5 lr 1.00e-03" in out
     assert out.count("|w| 12.35") == 4 or out.count("|w| 12.34") == 4
-    assert "done: time 1:02:05, seen 819,200 tok, compute" in out
+    assert "results: time 1:02:05, seen 819,200 tok, compute" in out
 
 
 @pytest.mark.parametrize(

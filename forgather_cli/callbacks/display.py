@@ -109,7 +109,7 @@ class PlainDisplay(Display):
         self.note(" ".join([f"step {step} {prefix}", *(f"{_word(label)} {value}" for label, value in entries)]))
 
     def final(self, entries: list[tuple[str, str]]) -> None:
-        self.note("done: " + ", ".join(f"{label} {value}" for label, value in entries))
+        self.note("results: " + ", ".join(f"{label} {value}" for label, value in entries))
 
     def note(self, text: str) -> None:
         say(f"{timestamp()} {text}", self._name)

@@ -114,8 +114,8 @@ class TrainMetrics:
             "total_flos": self.total_flops,
         }
         if interval.steps:
-            logs["tok_per_sec"] = interval.tokens / interval.seconds
-            logs["step_time"] = interval.seconds / interval.steps
+            logs["tok_per_sec"] = interval.tokens / interval.active_seconds
+            logs["step_time"] = interval.active_seconds / interval.steps
             logs["data_time"] = interval.data_seconds / interval.steps
         self._reset()
         return logs, interval

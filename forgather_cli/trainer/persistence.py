@@ -228,8 +228,10 @@ class Persistence:
             log.warning("%s has no optimizer state: moments start at zero", reader.path)
             return
         tensors = {name: reader.read(name, kind="optimizer") for name in names}
-        for line in self._trainer.optimizer.load(tensors, reader.state("optimizer")):
-            log.warning("optimizer: %s", line)
+        changes = self._trainer.optimizer.load(tensors, reader.state("optimizer"))
+        if not self._trainer.config_tree:  # else the settings behind them have been told already
+            for line in changes:
+                log.warning("optimizer: %s", line)
 
     def load_best(self) -> None:
         """Put the kept checkpoint with the best metric into the model and say which it is."""

@@ -52,9 +52,8 @@ class TrainOutput:
 class Trainer:
     """Trains a causal language model; stands in for Hugging Face's Trainer in basic use.
 
-    Give ``model`` or ``model_init`` (a maker of one, possibly on meta, then with
-    ``init_weights(part, seed)``); ``args`` as
-    TrainingArguments, a dict of them, or a recipe's settings; datasets that are map-style, iterable, or ready
+    Give ``model`` or ``model_init`` (makes one, possibly on meta, then with ``init_weights(part, seed)``); ``args``
+    as TrainingArguments, a dict of them, or a recipe's settings; datasets that are map-style, iterable, or ready
     dataloaders of dicts with ``input_ids`` and ``labels``. ``loss_fn(logits, labels)`` returns the mean over its own
     targets, or takes ``num_items_in_batch``. ``callbacks`` are objects, classes, or (name, object) pairs.
     ``should_stop`` is polled after every step: a truthy value (a signal number) saves and ends training.
