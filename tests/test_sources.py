@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +155,14 @@ def test_binary_file_is_refused(tmp_path: Path) -> None:
         texts(find_corpus(option(tmp_path / "a.txt")))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
-def test_parquet_names_the_missing_package(tmp_path: Path) -> None:
+def test_parquet_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"needs the package pyarrow; pip install 'forgather\[parquet\]'"):
         texts(find_corpus(option(tmp_path / "a.parquet")))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
 def test_parquet(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
