@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import tiny
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from forgather_cli.callbacks.base import TrainerCallback
-from forgather_cli.errors import CallbackError, DataError, DivergenceError
+from forgather_cli.errors import CallbackError, DataError, DivergenceError, OutOfMemoryError
 from forgather_cli.strategies.base import Batch, Strategy, Supports
 from forgather_cli.trainer import Trainer, TrainingArguments
 
@@ -388,3 +389,63 @@ def test_a_step_without_targets_divides_by_one_and_warns_once(tmp_path: Path, ca
     Trainer(nn.Linear(1, 1), arguments(tmp_path, save_strategy="no"), None, data, strategy=strategy).train()
     assert [targets for _, targets in strategy.calls] == [1.0] * 4
     assert sum("has no targets" in record.message for record in caplog.records) == 1
+
+
+def evaluations(tmp_path: Path, **changes: Any) -> list[int]:
+    """Steps of a 6-step run at which it evaluated."""
+    recorder = Recorder()
+    args = arguments(tmp_path, max_steps=6, **changes)
+    data = tiny.RandomTokens()
+    Trainer(nn.Linear(1, 1), args, None, data, data, callbacks=[recorder], strategy=FakeStrategy()).train()
+    return [step for name, step in recorder.events if name == "on_evaluate"]
+
+
+def test_evaluation_at_start_after_a_delay_and_with_a_save(tmp_path: Path) -> None:
+    steps = {"eval_strategy": "steps", "eval_steps": 2}
+    assert evaluations(tmp_path / "start", **steps, eval_on_start=True) == [0, 2, 4, 6]
+    assert evaluations(tmp_path / "delay", **steps, eval_delay=3) == [4, 6]
+    assert evaluations(tmp_path / "save", eval_on_save=True, save_steps=4) == [4, 6]
+
+
+def test_running_out_of_memory_is_explained(tmp_path: Path) -> None:
+    class Hungry(FakeStrategy):
+        def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+            list(microbatches)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    trainer = Trainer(nn.Linear(1, 1), arguments(tmp_path), None, tiny.RandomTokens(), strategy=Hungry())
+    with pytest.raises(OutOfMemoryError) as caught:
+        trainer.train()
+    text = str(caught.value)
+    assert text.startswith("out of memory in step 1, micro-batches of 4 x 16 tokens: weights 0 MiB")
+    assert "a smaller per_device_train_batch_size (now 4), gradient_checkpointing=true" in text
+    assert caught.value.exit_code == 1
+
+
+def test_data_that_ends_ends_training_where_neither_steps_nor_epochs_are_set(tmp_path: Path) -> None:
+    data = iter_style(tiny.RandomTokens(22))
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=-1, save_strategy="no", lr_scheduler_type="constant")
+    assert Trainer(nn.Linear(1, 1), args, None, data, strategy=FakeStrategy()).train().global_step == 6
+
+
+def test_a_fraction_of_an_epoch_is_rounded_up_to_steps(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=1.3, save_strategy="no")
+    assert (
+        Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(40), strategy=FakeStrategy()).train().global_step == 13
+    )
+
+
+def test_an_iterable_is_repeated_until_max_steps(tmp_path: Path) -> None:
+    data = iter_style(tiny.RandomTokens(8))
+    args = arguments(tmp_path, max_steps=5, save_strategy="no")
+    trainer = Trainer(nn.Linear(1, 1), args, None, data, strategy=FakeStrategy())
+    assert trainer.train().global_step == 5
+    assert trainer.state.epoch == 2.0
+
+
+def iter_style(data: tiny.RandomTokens) -> IterableDataset[dict[str, Tensor]]:
+    class Stream(IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return (data[i] for i in range(len(data)))
+
+    return Stream()

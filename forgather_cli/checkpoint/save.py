@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -219,8 +221,18 @@ class Checkpointer:
             return
         atexit.unregister(self.close)
         atexit.register(self.close)  # the thread is a daemon: a disk that hangs must not hang the interpreter's exit
-        self._thread = threading.Thread(target=self._publish_and_thin_out, args=(job,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._in_background, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
+
+    def _in_background(self, job: Publication) -> None:
+        """The writer thread. Training on a CPU keeps its cores: Linux takes a priority for each thread.
+
+        Hashing at equal priority stalls OpenMP's barriers: steps of 0.2 s took up to 1.4 s on two cores (torch 2.13).
+        """
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        self._publish_and_thin_out(job)
 
     def _publish_and_thin_out(self, job: Publication) -> None:
         job.run()

@@ -2,8 +2,8 @@
 
     python scripts/bench/async_save.py
 
-Trains a 60-million-parameter decoder for a few steps with one asynchronous and one synchronous save and prints the time
-of every step, what the save call took, and when the checkpoint was published.
+Trains a 60-million-parameter decoder for a few steps with two asynchronous and then two synchronous saves and prints
+what steps take before, with and after the save. The first copy also takes the memory it goes to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forgather_cli.config.schema import DecoderSettings
 from forgather_cli.models.build import build_model
 from forgather_cli.models.init import init_parameters
 
-STEPS, SAVE_AT = 16, 6
+STEPS, SAVE_AT = 150, (10, 90)
 
 
 class Trace(TrainerCallback):
@@ -29,16 +29,16 @@ class Trace(TrainerCallback):
 
     def __init__(self) -> None:
         self.starts: list[float] = []
-        self.published: int | None = None
+        self.published: list[int] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.starts.append(time.perf_counter())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = state.global_step == SAVE_AT
+        control.should_save = state.global_step in SAVE_AT
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.published = self.published or state.global_step
+        self.published.append(state.global_step)
 
 
 class Samples:
@@ -68,11 +68,15 @@ def main() -> None:
     for async_save in (True, False):
         trace = run(async_save)
         times = [(b - a) * 1e3 for a, b in zip(trace.starts, trace.starts[1:], strict=False)]
-        usual = statistics.median(times[1 : SAVE_AT - 1])
-        saved, setting = times[SAVE_AT - 1], str(async_save).lower()
-        print(f"async_save={setting}: usual step {usual:.0f} ms, the step with the save {saved:.0f} ms")
-        print("  steps, ms: " + " ".join(f"{t:.0f}{'*' if n == SAVE_AT else ''}" for n, t in enumerate(times, 1)))
-        print(f"  save started after step {SAVE_AT} (*), published when step {trace.published} had ended\n")
+        starts, ends = SAVE_AT, trace.published[: len(SAVE_AT)]
+        saving = {step for a, b in zip(starts, ends, strict=True) for step in range(a + 1, b + 1)}
+        usual = [t for n, t in enumerate(times, 1) if n not in saving and n not in starts]
+        during = [t for n, t in enumerate(times, 1) if n in saving]
+        print(f"async_save={str(async_save).lower()}: a usual step takes {statistics.median(usual):.0f} ms (median)")
+        for a, b in zip(starts, ends, strict=True):
+            print(f"  with the save after step {a}: {times[a - 1]:.0f} ms; published by the end of step {b}")
+        if during:
+            print(f"  while it is written: {statistics.median(during):.0f} ms (median), {max(during):.0f} ms (largest)")
 
 
 if __name__ == "__main__":
