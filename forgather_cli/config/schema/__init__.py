@@ -1,0 +1,85 @@
+"""The typed settings of a run: run-level settings, and one dataclass per shipped option of each config group.
+
+Plain frozen dataclasses; nothing of ours and no torch is imported. ``config/load.py`` decodes composed YAML into
+``Config`` with pydantic, strictly: unknown keys and wrong types are errors. Names are those of Hugging Face
+``TrainingArguments`` and ``LlamaConfig`` wherever one exists.
+
+Every group option carries ``type``, which tells its class. An option with ``_target_`` becomes a ``Target``.
+"""
+
+from forgather_cli.config.schema.base import (
+    Count,
+    Fraction,
+    Interval,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Target,
+    TargetOption,
+    settings,
+)
+from forgather_cli.config.schema.callbacks import (
+    CallbackOption,
+    CallbackSettings,
+    EarlyStoppingSettings,
+    InfoSettings,
+    JsonSettings,
+    MetricsSettings,
+    ProgressSettings,
+    TensorboardSettings,
+    TextgenSettings,
+)
+from forgather_cli.config.schema.data import (
+    DataOption,
+    PythonStdlibSettings,
+    SyntheticSettings,
+    TextSettings,
+    TokensSettings,
+)
+from forgather_cli.config.schema.model import DecoderSettings, ModelOption, PretrainedSettings, RopeScaling
+from forgather_cli.config.schema.optimization import (
+    AdafactorSettings,
+    AdamWSettings,
+    Betas,
+    BF16Settings,
+    ConstantSettings,
+    CosineSettings,
+    CrossEntropySettings,
+    FP32Settings,
+    GroupSettings,
+    InfiniteSettings,
+    InverseSqrtSettings,
+    LinearCrossEntropySettings,
+    LinearSettings,
+    LossOption,
+    MuonSettings,
+    OptimizerOption,
+    PrecisionOption,
+    SchedulerOption,
+    SGDSettings,
+    WSDSettings,
+)
+from forgather_cli.config.schema.run import Config, RunSettings
+from forgather_cli.config.schema.trainer import (
+    DDPSettings,
+    FSDP2Settings,
+    PipelineSettings,
+    PostLocalSGD,
+    Schedule,
+    SingleSettings,
+    TrainerOption,
+)
+
+__all__ = [
+    "AdafactorSettings", "AdamWSettings", "BF16Settings", "Betas", "CallbackOption", "CallbackSettings",
+    "Config", "ConstantSettings", "CosineSettings", "Count", "CrossEntropySettings", "DDPSettings",
+    "DataOption", "DecoderSettings", "EarlyStoppingSettings", "FP32Settings", "FSDP2Settings", "Fraction",
+    "GroupSettings", "InfiniteSettings", "InfoSettings", "Interval", "InverseSqrtSettings", "JsonSettings",
+    "LinearCrossEntropySettings", "LinearSettings", "LossOption", "MetricsSettings", "ModelOption",
+    "MuonSettings", "NonNegative", "OptimizerOption", "PipelineSettings", "PositiveFloat", "PositiveInt",
+    "PostLocalSGD", "PrecisionOption", "PretrainedSettings", "Probability", "ProgressSettings",
+    "PythonStdlibSettings", "RopeScaling", "RunSettings", "SGDSettings", "Schedule", "SchedulerOption",
+    "SingleSettings", "SyntheticSettings", "Target", "TargetOption", "TensorboardSettings", "TextSettings",
+    "TextgenSettings", "TokensSettings", "TrainerOption", "WSDSettings", "settings",
+]  # fmt: skip

@@ -1,0 +1,72 @@
+"""Options of the group ``data``."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from pydantic import Tag
+
+from forgather_cli.config.schema.base import Count, Fraction, PositiveInt, TargetOption, by_type, settings
+
+
+@settings
+class _DataBase:
+    tokenizer: str = "bytes"  # bytes, bpe, or a directory with tokenizer.json
+    bpe_vocab_size: Annotated[int, Ge(258)] = 4096
+    seq_len: Annotated[int, Ge(2)] = 256  # tokens
+    packing: Literal["concat", "best_fit", "pad"] = "concat"
+    isolate_documents: bool = False
+    cache_dir: str | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
+
+
+@settings
+class PythonStdlibSettings(_DataBase):
+    """Sources of the running interpreter's standard library."""
+
+    type: Literal["python_stdlib"] = "python_stdlib"
+    eval_fraction: Fraction = 0.05  # of the files
+
+
+@settings
+class TextSettings(_DataBase):
+    """Local text: txt, md, jsonl, parquet."""
+
+    type: Literal["text"] = "text"
+    files: list[str]
+    eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the documents
+    text_key: str = "text"
+    eval_fraction: Fraction = 0.05  # of the documents
+
+
+@settings
+class TokensSettings(_DataBase):
+    """Pre-tokenized memory maps."""
+
+    type: Literal["tokens"] = "tokens"
+    files: list[str]
+    eval_files: list[str] = field(default_factory=list)
+    token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # of .bin files; .npy say their own
+    document_separator: int | None = None  # token id that ends a document
+    eval_fraction: Fraction = 0.05  # of the tokens, from the end
+
+
+@settings
+class SyntheticSettings(_DataBase):
+    """Random tokens made on the fly, for benchmarks and tests."""
+
+    type: Literal["synthetic"] = "synthetic"
+    num_samples: PositiveInt = 100_000
+    num_eval_samples: Count = 64
+    ragged: bool = False  # sequences of random length, padded, padding without targets
+
+
+DataOption = Annotated[
+    Annotated[PythonStdlibSettings, Tag("python_stdlib")]
+    | Annotated[TextSettings, Tag("text")]
+    | Annotated[TokensSettings, Tag("tokens")]
+    | Annotated[SyntheticSettings, Tag("synthetic")]
+    | TargetOption,
+    by_type,
+]
