@@ -17,9 +17,11 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import ConfigError
 
-_LAUNCH = (
+_SEVERAL_RANKS = (
     "nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts",
+    "replication_check", "hang_timeout",
 )  # fmt: skip
+"""Settings that only a job of several ranks reads."""
 
 
 def cross_check(config: Config, given: frozenset[str], command_line: frozenset[str] = frozenset()) -> list[str]:
@@ -180,7 +182,7 @@ def _void(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.save_strategy == "no":
         yield "eval_on_save", "save_strategy", "set save_strategy=steps"
     if isinstance(config.trainer, SingleSettings):
-        yield from ((name, "trainer", "choose trainer=ddp, fsdp2 or pipeline") for name in _LAUNCH)
+        yield from ((name, "trainer", "choose trainer=ddp, fsdp2 or pipeline") for name in _SEVERAL_RANKS)
     if not isinstance(config.data, Target) and config.data.tokenizer != "bpe":
         yield "data.bpe_vocab_size", "data.tokenizer", "set tokenizer=bpe"
     if not config.torch_compile:
