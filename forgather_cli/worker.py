@@ -23,8 +23,7 @@ from forgather_cli.models.build import build_model, load_pretrained
 from forgather_cli.models.init import init_parameters
 from forgather_cli.precision import autocast_for
 from forgather_cli.run_dir import RunDir
-from forgather_cli.strategies.base import Strategy
-from forgather_cli.strategies.single import SingleDevice
+from forgather_cli.strategies.base import Strategy, default_strategy
 from forgather_cli.targets import call, import_target
 
 if TYPE_CHECKING:
@@ -72,12 +71,12 @@ def run(
 
 def build_strategy(config: Config, device: torch.device) -> Strategy:
     """The strategy that ``trainer`` names; a user's gets (device, loss, autocast) and its arguments."""
+    if not isinstance(config.trainer, Target):
+        return default_strategy(config)
     loss, autocast = build_loss(config.loss), autocast_for(config.precision, device)
-    if isinstance(config.trainer, Target):
-        factory = import_target(config.trainer.path, "trainer")
-        made: Strategy = call(factory, "trainer", device, loss, autocast, **config.trainer.kwargs)
-        return made
-    return SingleDevice(device, loss, autocast)
+    factory = import_target(config.trainer.path, "trainer")
+    made: Strategy = call(factory, "trainer", device, loss, autocast, **config.trainer.kwargs)
+    return made
 
 
 def construct(config: Config, data: DataSplits, device: torch.device) -> torch.nn.Module:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ def forgather(*words: str) -> int:
 class Process:
     """``forgather WORDS`` as a process on one thread, output and errors in one pipe."""
 
-    def __init__(self, *words: str, cwd: Path, code: str = "") -> None:
+    def __init__(self, *words: str, cwd: Path | None = None, code: str = "") -> None:
         command = ["-c", code] if code else ["-m", "forgather_cli", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
@@ -67,13 +65,3 @@ class Process:
         if self.process.poll() is None:
             self.process.kill()
             self.finish()
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    """All records of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def curve(run: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of each training record."""
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in records(run) if "grad_norm" in r]

@@ -20,7 +20,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from program import Process, curve, forgather, records
+from program import Process, forgather
+from tiny import metrics as records
+from tiny import training_curve as curve
 
 from forgather_cli.config import options
 from forgather_cli.outcome import read_outcome

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from program import Process
 
 from forgather_cli.claim import claim
 from forgather_cli.config.decode import load_saved
@@ -41,41 +41,6 @@ def start(*overrides: str) -> int:
 def losses(run: RunDir) -> dict[int, float]:
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return {r["step"]: r["loss"] for r in records if "loss" in r}
-
-
-class Forgather:
-    """The program in a process of its own."""
-
-    def __init__(self, *words: str, python: str = "") -> None:
-        command = ["-c", python] if python else ["-m", "forgather_cli", *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        self.lines: list[str] = []
-
-    def read_until(self, pattern: str) -> str:
-        """The first line that matches; fails when the output ends before."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"no line matches {pattern!r} in:\n" + "\n".join(self.lines))
-
-    def finish(self) -> int:
-        assert self.process.stdout is not None
-        self.lines += self.process.stdout.read().splitlines()
-        self.process.stdout.close()
-        return self.process.wait(timeout=60)
-
-    def __enter__(self) -> Forgather:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.finish()
 
 
 # ---------------------------------------------------------------------------------------------------- the directory
@@ -275,7 +240,7 @@ def test_the_lock_ends_with_the_process_even_if_its_workers_live_on() -> None:
 
 
 def test_a_signal_saves_and_says_how_to_go_on() -> None:
-    with Forgather("train", *SMALL, "max_steps=100000", "save_strategy=no", 'output_dir="my run"') as job:
+    with Process("train", *SMALL, "max_steps=100000", "save_strategy=no", 'output_dir="my run"') as job:
         job.read_until("step 3/")
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 75, "\n".join(job.lines)
@@ -304,7 +269,7 @@ def wait(config, run, should_stop, on_begin):
 worker.run = wait
 sys.exit(launch.launch(load_config("default", {SMALL!r} + ["output_dir=run"])))
 """
-    with Forgather(python=python) as job:
+    with Process(code=python) as job:
         job.read_until("^listening")
         job.process.send_signal(signal.SIGUSR2)
         job.process.send_signal(signal.SIGINT)

@@ -35,7 +35,7 @@ class BetweenSteps:
 
     def at_start(self) -> None:
         """Before the first step: a signal that came during set-up, and the first evaluation."""
-        self._poll()
+        self._trainer.poll_stop()
         if self._args.eval_on_start and self._state.global_step == 0 and self._can_evaluate:
             self._evaluate()
         self._trainer.metrics.restart_clock()
@@ -88,9 +88,6 @@ class BetweenSteps:
         if control.should_save:
             self._save()
         self._deliver_saves()
-        self._poll()
-
-    def _poll(self) -> None:
         self._trainer.poll_stop()
 
     def _deliver_saves(self) -> None:
