@@ -6,7 +6,8 @@ A group of None means "only this rank": the functions then return their argument
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forgather_cli.errors import SetupError
+from forgather_cli.sharding import locals_of
 
 
 def pick_device(name: str) -> torch.device:
@@ -31,6 +33,30 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+@dataclass(frozen=True)
+class World:
+    """This process among all that train together."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    """The group of all ranks, on the device's backend; None for one rank."""
+
+
+def world() -> World:
+    """The default process group's world; one rank where there is none."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return World()
+    return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def cpu_group() -> Any:
+    """Collective. A new group of all ranks for host tensors and objects (gloo); None for one rank."""
+    if world().size == 1:
+        return None
+    return dist.new_group(backend="gloo")
+
+
 def all_sum(value: Tensor, group: Any) -> Tensor:
     """Collective. Sum of ``value`` over the ranks of ``group``, in place."""
     if group is not None:
@@ -38,19 +64,29 @@ def all_sum(value: Tensor, group: Any) -> Tensor:
     return value
 
 
-def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float | None, model_group: Any = None) -> Tensor:
+def clip_grad_norm(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float | None,
+    model_group: Any = None,
+    duplicates: Collection[nn.Parameter] = (),
+) -> Tensor:
     """Collective. Global L2 norm of the gradients before clipping, 0-dim; scales them in place to ``max_norm``.
 
-    None or 0 measures only. The same numbers as ``torch.nn.utils.clip_grad_norm_``, whose CPU path loops over
-    parameters in Python (torch 2.13, ``clip_grad.py``): the foreach calls save about 2 us per parameter and step.
+    None or 0 measures only. ``duplicates`` are clipped and not counted: another rank of ``model_group`` counts them.
+    Of a DTensor the local rows are used. The same numbers as ``torch.nn.utils.clip_grad_norm_``, whose CPU path loops
+    over parameters in Python (torch 2.13, ``clip_grad.py``): the foreach calls save about 2 us per parameter and step.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.zeros((), device=parameters[0].device if parameters else None)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    grads = locals_of([p.grad for p in parameters if p.grad is not None])
+    counted = grads
+    if duplicates:
+        counted = locals_of([p.grad for p in parameters if p.grad is not None and p not in duplicates])
+    device = parameters[0].device if parameters else None
+    norm: Tensor = torch.zeros((), device=device)
+    if counted:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted)))
     if model_group is not None:
         norm = all_sum(norm.square(), model_group).sqrt()
-    if max_norm:
+    if max_norm and grads:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(grads, scale)
     return norm

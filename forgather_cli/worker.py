@@ -18,13 +18,9 @@ from forgather_cli.config.decode import to_tree
 from forgather_cli.config.schema import Config, PretrainedSettings, Target
 from forgather_cli.data.build import DataSplits, load_data
 from forgather_cli.distributed import pick_device
-from forgather_cli.loss import build_loss
 from forgather_cli.models.build import build_model, load_pretrained
 from forgather_cli.models.init import init_parameters
-from forgather_cli.precision import autocast_for
 from forgather_cli.run_dir import RunDir
-from forgather_cli.strategies.base import Strategy, default_strategy
-from forgather_cli.targets import call, import_target
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
@@ -60,23 +56,12 @@ def run(
         eval_dataset=data.eval,
         processing_class=data.tokenizer,
         callbacks=[_Begins(on_begin), *build_callbacks(config.callbacks, run, config_tree=tree)],
-        strategy=build_strategy(config, device),
         should_stop=should_stop,
         config_tree=tree,
         data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
     )
     trainer.train()
     return trainer
-
-
-def build_strategy(config: Config, device: torch.device) -> Strategy:
-    """The strategy that ``trainer`` names; a user's gets (device, loss, autocast) and its arguments."""
-    if not isinstance(config.trainer, Target):
-        return default_strategy(config)
-    loss, autocast = build_loss(config.loss), autocast_for(config.precision, device)
-    factory = import_target(config.trainer.path, "trainer")
-    made: Strategy = call(factory, "trainer", device, loss, autocast, **config.trainer.kwargs)
-    return made
 
 
 def construct(config: Config, data: DataSplits, device: torch.device) -> torch.nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,22 @@ class Supports:
     optimizer_in_backward: bool
     fp16: bool
     torch_compile: bool
+
+
+class Averaging(Protocol):
+    """Of a strategy whose ranks' weights drift apart between averages (post-local SGD)."""
+
+    @property
+    def settled(self) -> bool:
+        """True if all ranks hold equal weights now, so that a checkpoint may be saved."""
+
+    def after_optimizer_step(self) -> None:
+        """Collective. Called after every optimizer step; averages the weights where that is due."""
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class Strategy(ABC):
@@ -45,6 +61,14 @@ class Strategy(ABC):
     """Process group of the ranks that read different data; None: only this one."""
     model_group: Any
     """Process group of the ranks that hold different parameters of one model; None: only this one."""
+    duplicates: frozenset[nn.Parameter] = frozenset()
+    """Parameters of ``parts`` that another rank of ``model_group`` holds too and counts in the norm (tied weights)."""
+    batch_multiple: int = 1
+    """Micro-batches must have a multiple of so many sequences."""
+    averaging: Averaging | None = None
+    """Set where weights of ranks drift apart between averages."""
+    own_state: Stateful | None = None
+    """What else of this rank belongs into checkpoints."""
 
     @abstractmethod
     def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
@@ -65,18 +89,22 @@ class Strategy(ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss of one evaluation batch, no gradient: (sum over targets fp32, number of targets), both 0-dim."""
+        """This rank's share of one evaluation batch, no gradient: (sum over targets fp32, number of targets), 0-dim.
+
+        The shares' world sums are the loss and its targets.
+        """
 
     @abstractmethod
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:
-        """Logits (B, T, V), or (B, 1, V) with ``last_only``, without gradient; None where the last layer is not.
+        """Logits of a batch without gradient: (B, T, V) where the last layer lives, None elsewhere; with ``last_only``
+        (B, 1, V) on every rank, so that all generate the same.
 
-        ``cache`` is a ``models.decoder.KVCache`` that this call reads and extends.
+        ``cache`` is a ``models.cache.KVCache`` that this call reads and extends with this rank's layers.
         """
 
 
 def default_strategy(args: Any, loss_fn: Any = None, fused_loss_factory: Any = None) -> Strategy:
-    """The strategy of a Trainer that was given none: one device, with the settings' precision and loss."""
-    from forgather_cli.strategies.single import single_device
+    """The strategy of a Trainer that was given none: what the settings select, one device without a ``trainer``."""
+    from forgather_cli.strategies.build import build_strategy
 
-    return single_device(args, loss_fn, fused_loss_factory)
+    return build_strategy(args, loss_fn, fused_loss_factory)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import RunSettings
-from forgather_cli.distributed import pick_device
-from forgather_cli.loss import Loss, ModelWithLoss, build_loss, model_kwargs, model_logits
+from forgather_cli.config.schema import PrecisionOption, SingleSettings
+from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits
 from forgather_cli.models.init import allocate
 from forgather_cli.precision import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, Strategy, Supports
@@ -30,6 +29,13 @@ class SingleDevice(Strategy):
         self.device = device
         self._loss = loss
         self._autocast = autocast
+
+    @classmethod
+    def from_settings(
+        cls, option: SingleSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None
+    ) -> SingleDevice:
+        """As the config's options say."""
+        return cls(device, loss, autocast_for(precision, device))
 
     def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
         model = build()
@@ -61,10 +67,3 @@ class SingleDevice(Strategy):
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:
         with self._autocast():
             return model_logits(self.parts[0], model_kwargs(batch), last_only=last_only, cache=cache)
-
-
-def single_device(args: RunSettings, loss_fn: Any = None, fused_loss_factory: Any = None) -> SingleDevice:
-    """The strategy as settings describe it: device, precision and loss of a recipe, or a user's loss function."""
-    device = pick_device(args.device)
-    loss = build_loss(getattr(args, "loss", None), loss_fn=loss_fn, fused_loss_factory=fused_loss_factory)
-    return SingleDevice(device, loss, autocast_for(getattr(args, "precision", None), device))

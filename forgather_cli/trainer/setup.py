@@ -38,33 +38,33 @@ def prepare_process(args: RunSettings, seed: int) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def with_activation_checkpointing(
-    build: Callable[[], nn.Module], args: RunSettings, enable: Callable[[nn.Module], Any] | None
+def transformed(
+    build: Callable[[], nn.Module],
+    args: RunSettings,
+    strategy: Strategy,
+    enable_checkpointing: Callable[[nn.Module], Any] | None,
 ) -> Callable[[], nn.Module]:
-    """``build`` with ``gradient_checkpointing`` applied, by the user's function where one is given."""
-    if not args.gradient_checkpointing:
+    """``build`` with ``gradient_checkpointing`` (by the user's function where one is given) and ``torch_compile``.
+
+    Block by block and in this order, before the strategy cuts or shards the model: compiled code must hold the
+    recomputation, and not the strategy's hooks.
+    """
+    if args.torch_compile and not strategy.supports.torch_compile:
+        raise ConfigError(f"torch_compile: {type(strategy).__name__} cannot compile; set torch_compile=false")
+    if not (args.gradient_checkpointing or args.torch_compile):
         return build
 
     def built() -> nn.Module:
-        from forgather_cli.models.transform import apply_activation_checkpointing
+        from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 
         model = build()
-        (enable or apply_activation_checkpointing)(model)
+        if args.gradient_checkpointing:
+            (enable_checkpointing or apply_activation_checkpointing)(model)
+        if args.torch_compile:
+            compile_blocks(model, args)
         return model
 
     return built
-
-
-def compile_parts(strategy: Strategy, args: RunSettings) -> None:
-    """Compile every block of every part in place, where ``torch_compile`` asks for it."""
-    if not args.torch_compile:
-        return
-    if not strategy.supports.torch_compile:
-        raise ConfigError(f"torch_compile: {type(strategy).__name__} cannot compile; set torch_compile=false")
-    from forgather_cli.models.transform import compile_blocks
-
-    for part in strategy.parts:
-        compile_blocks(part, args)
 
 
 def train_loader(trainer: Trainer) -> TrainLoader:

@@ -107,11 +107,10 @@ class Trainer:
 
         setup.prepare_process(self.args, self.seed)
         self.strategy = strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
-        build = setup.with_activation_checkpointing(
-            model_init or partial(_itself, model), self.args, enable_activation_checkpoint_fn
+        build = setup.transformed(
+            model_init or partial(_itself, model), self.args, self.strategy, enable_activation_checkpoint_fn
         )
         self.strategy.materialize(build, None if init_weights is None else lambda part: init_weights(part, self.seed))
-        setup.compile_parts(self.strategy, self.args)
         self.model: nn.Module = self.strategy.parts[0]
 
         self.callbacks = CallbackList()
@@ -260,7 +259,7 @@ class Trainer:
         if self.args.fuse_optim_with_backward:
             norm = self.optimizer.grad_norm()
         else:
-            norm = clip_grad_norm(self._parameters, self.args.max_grad_norm, strategy.model_group)
+            norm = clip_grad_norm(self._parameters, self.args.max_grad_norm, strategy.model_group, strategy.duplicates)
         self.emit("on_pre_optimizer_step")
         self.optimizer.step()
         self.emit("on_optimizer_step")

@@ -1,0 +1,139 @@
+"""Run a function on N gloo ranks. One pool of rank processes serves a whole test session: a spawn costs 5 s.
+
+    results = run_ranks(2, trained_weights, config)   # a module's function; arguments and results are pickled
+
+The function runs in a fresh process group (``torch.distributed`` is initialised, RANK and WORLD_SIZE are set). Results
+come by rank. When a rank raises, RankError has every rank's traceback, the first cause first, and the pool is replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_SETTLE = 2.0  # seconds that the other ranks get to fail too, once one has
+
+
+class RankError(AssertionError):
+    """A rank raised, or gave no answer in time. ``causes`` are the exceptions by rank, in the order of their time."""
+
+    def __init__(self, message: str, causes: dict[int, BaseException]) -> None:
+        super().__init__(message)
+        self.causes = causes
+
+    @property
+    def first(self) -> BaseException:
+        """The first rank's exception."""
+        return next(iter(self.causes.values()))
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.ranks: list[tuple[Any, Connection]] = []
+
+    def grow(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self.ranks) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            old = os.environ.get("OMP_NUM_THREADS")
+            os.environ["OMP_NUM_THREADS"] = "1"
+            process.start()
+            os.environ.pop("OMP_NUM_THREADS") if old is None else os.environ.update(OMP_NUM_THREADS=old)
+            theirs.close()
+            self.ranks.append((process, ours))
+
+    def close(self) -> None:
+        for process, connection in self.ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self.ranks = []
+
+
+_pool = _Pool()
+atexit.register(_pool.close)
+
+
+def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """``function(*args)`` on ``count`` gloo ranks; results by rank. Raises RankError."""
+    _pool.grow(count)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(count):
+            _pool.ranks[rank][1].send(pickle.dumps((function, args, rank, count, f"{folder}/store", timeout)))
+        results, causes, texts = _collect(count, time.monotonic() + timeout)
+    if len(results) < count:
+        _pool.close()
+        silent = sorted(set(range(count)) - results.keys() - causes.keys())
+        texts += [f"ranks {silent} gave no answer within {timeout:g} s, or after another had failed"] if silent else []
+        raise RankError("\n".join(texts), causes)
+    return [results[rank] for rank in range(count)]
+
+
+def _collect(count: int, deadline: float) -> tuple[dict[int, Any], dict[int, BaseException], list[str]]:
+    waiting = {_pool.ranks[rank][1]: rank for rank in range(count)}
+    results: dict[int, Any] = {}
+    failures: list[tuple[float, int, BaseException, str]] = []
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(waiting), left):
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                failed_at, value, text = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                failed_at, value, text = time.monotonic(), ProcessLookupError(f"rank {rank} died"), "the process died"
+            if failed_at is None:
+                results[rank] = value
+                continue
+            failures.append((failed_at, rank, value, f"rank {rank}: {text}"))
+            deadline = min(deadline, time.monotonic() + _SETTLE)
+    failures.sort(key=lambda failure: failure[0])
+    return results, {rank: value for _, rank, value, _ in failures}, [text for *_, text in failures]
+
+
+def _serve(connection: Connection) -> None:
+    """A rank process: run what comes until the connection closes."""
+    import torch
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args, rank, count, store, timeout = pickle.loads(connection.recv())
+            answer = _run(function, args, rank, count, store, timeout)
+            connection.send_bytes(pickle.dumps(answer))
+
+
+def _run(function: Callable[..., Any], args: Any, rank: int, count: int, store: str, timeout: float) -> Any:
+    """(None, result, "") or (time of the failure, exception, traceback)."""
+    import torch.distributed as dist
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
+        )
+        return None, function(*args), ""
+    except BaseException as error:
+        return time.monotonic(), _picklable(error), traceback.format_exc()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

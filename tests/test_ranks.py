@@ -1,0 +1,33 @@
+"""The pool of rank processes that other tests stand on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, run_ranks
+
+
+def summed(value: int) -> tuple[int, int]:
+    total = torch.tensor(value + dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total)
+
+
+def failing_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} says no")
+    dist.barrier()
+
+
+def test_ranks_talk_and_answer_in_order() -> None:
+    assert run_ranks(3, summed, 10) == [(0, 33), (1, 33), (2, 33)]
+    assert run_ranks(2, summed, 1) == [(0, 3), (1, 3)]
+
+
+def test_a_failing_rank_is_told_first_and_the_pool_recovers() -> None:
+    with pytest.raises(RankError, match="rank 1 says no") as caught:
+        run_ranks(2, failing_on, 1)
+    assert isinstance(caught.value.first, ValueError)
+    assert run_ranks(2, summed, 0) == [(0, 1), (1, 1)]
