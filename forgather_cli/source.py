@@ -15,14 +15,14 @@ from forgather_cli.config.schema import Config, PretrainedSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loader import EvalLoader
 from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
-from forgather_cli.distributed import pick_device
+from forgather_cli.distributed import World, pick_device
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.loss import build_loss
 from forgather_cli.models.build import build_model, load_pretrained
 from forgather_cli.precision import autocast_for
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.single import SingleDevice
-from forgather_cli.trainer.evaluate import evaluate
+from forgather_cli.trainer.evaluate import Uninterrupted, evaluate, in_rounds
 from forgather_cli.trainer.persistence import load_model
 from forgather_cli.trainer.setup import named_tensors
 
@@ -104,7 +104,8 @@ def evaluate_source(source: Source, config: Config) -> dict[str, float]:
         max_steps=config.max_eval_steps,
         device=source.device,
     )
-    return evaluate(strategy, loader, prefix="eval", after_batch=lambda: False)
+    rounds = in_rounds(loader, None, Uninterrupted())
+    return evaluate(strategy, rounds, World(), prefix="eval", on_batch=lambda: None)
 
 
 def _vocabulary(model: Any) -> int:

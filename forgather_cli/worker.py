@@ -17,7 +17,7 @@ from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.decode import to_tree
 from forgather_cli.config.schema import Config, PretrainedSettings, Target
 from forgather_cli.data.build import DataSplits, load_data
-from forgather_cli.distributed import pick_device
+from forgather_cli.distributed import pick_device, world
 from forgather_cli.models.build import build_model, load_pretrained
 from forgather_cli.models.init import init_parameters
 from forgather_cli.run_dir import RunDir
@@ -33,6 +33,7 @@ def run(
     run: RunDir,
     *,
     should_stop: Callable[[], int | None] = lambda: None,
+    on_stop: Callable[[int], None] = lambda signum: None,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Trainer:
     """Train as ``config`` says in ``run``; returns the trainer as training left it.
@@ -47,7 +48,8 @@ def run(
     if config.logging_dir is not None:
         run = replace(run, logging_dir=Path(config.logging_dir))
     with contextlib.closing(_CorpusBar()) as bar:
-        data = load_data(config.data, seed=max(config.seed, 0), progress=bar)
+        progress = bar if world().rank == 0 else None
+        data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
     trainer = Trainer(
         model_init=lambda: construct(config, data, device),
         init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
@@ -57,6 +59,7 @@ def run(
         processing_class=data.tokenizer,
         callbacks=[_Begins(on_begin), *build_callbacks(config.callbacks, run, config_tree=tree)],
         should_stop=should_stop,
+        on_stop=on_stop,
         config_tree=tree,
         data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
     )

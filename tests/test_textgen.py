@@ -52,7 +52,7 @@ def event(
         TrainerState(global_step=step, **state),
         TrainerControl(),
         processing_class=tokenizer,
-        trainer=SimpleNamespace(strategy=strategy),
+        trainer=SimpleNamespace(strategy=strategy, poll_stop=lambda: False),
     )
 
 

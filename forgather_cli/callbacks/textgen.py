@@ -61,16 +61,17 @@ class TextgenCallback(TrainerCallback):
             self._sample(args, state, kwargs)
 
     def _sample(self, args: Any, state: TrainerState, kwargs: dict[str, Any]) -> None:
-        tokenizer, strategy = kwargs.get("processing_class"), kwargs["trainer"].strategy
-        with evaluation_mode(strategy.parts):
-            completions = self._generate(strategy, tokenizer, _generator(strategy.device, args.seed, state.global_step))
+        tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
+        generator = _generator(trainer.strategy.device, args.seed, state.global_step)
+        with evaluation_mode(trainer.strategy.parts):
+            completions = self._generate(trainer, tokenizer, generator)
         if state.is_world_process_zero:
             self._write([printable(text) for text in completions], state.global_step)
 
-    def _generate(self, strategy: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
+    def _generate(self, trainer: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
         from forgather_cli.models.generate import generate
 
-        settings, eos = self.settings, tokenizer.eos_token_id
+        settings, eos, strategy = self.settings, tokenizer.eos_token_id, trainer.strategy
         pad = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
         input_ids, mask = left_padded(_encoded(self.prompts, tokenizer), pad)
         output = generate(
@@ -86,6 +87,7 @@ class TextgenCallback(TrainerCallback):
             eos_token_id=eos,
             pad_token_id=pad,
             generator=generator,
+            on_token=lambda _: trainer.poll_stop(),  # all ranks end it together
         )
         new = output[:, input_ids.shape[1] :].tolist()
         return [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]

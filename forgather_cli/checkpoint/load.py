@@ -133,7 +133,7 @@ class Reader:
         return self._state_tensors[stem].read(name)
 
 
-def named(path: Path, verify: Level = "full") -> Reader:
+def named(path: Path, verify: Level = "full", group: Any = None) -> Reader:
     """The checkpoint that ``resume_from_checkpoint`` names, verified. Raises CheckpointError."""
     try:
         reader = Reader(path)
@@ -148,7 +148,7 @@ def named(path: Path, verify: Level = "full") -> Reader:
     return reader
 
 
-def newest_valid(run: RunDir, verify: Level = "full") -> Reader | None:
+def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Reader | None:
     """The run's newest whole checkpoint, a healthy one if there is any; None if the run has none at all.
 
     Every damaged one on the way is a warning with file and reason. Raises CheckpointError if all are damaged, or if

@@ -251,6 +251,11 @@ class Checkpointer:
 
     # ---------------------------------------------------------------------------------------------------------- results
 
+    @property
+    def is_done(self) -> bool:
+        """True if no save is in flight on this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
     def poll(self) -> list[Path]:
         """Checkpoints published since the last call. Never waits."""
         if self._job is not None and not (self._thread and self._thread.is_alive()):

@@ -78,6 +78,11 @@ class TrainLoader:
         """The epoch that iterating reads."""
         return int(self._position["epoch"])
 
+    @property
+    def state_is_per_rank(self) -> bool:
+        """True if each rank's position is its own."""
+        return False
+
     def __len__(self) -> int:
         """Steps of a whole epoch. Raises TypeError for data without a length."""
         return len(self._steps)

@@ -7,7 +7,7 @@ changed since, and its parameters' names; per parameter its tensors' keys and it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -101,7 +101,12 @@ class ParameterOptimizer(ABC):
     # ---------------------------------------------------------------------------------------------------- putting back
 
     def load(
-        self, tensors: Mapping[str, Tensor], groups: Mapping[str, Any], *, hyperparameters: Winner = "config"
+        self,
+        tensors: Mapping[str, Tensor],
+        groups: Mapping[str, Any],
+        *,
+        hyperparameters: Winner = "config",
+        all_names: Collection[str] | None = None,
     ) -> list[str]:
         """Restore ``state_tensors()`` and ``group_state()``, also into an optimizer that has not stepped yet.
 
@@ -111,7 +116,7 @@ class ParameterOptimizer(ABC):
         ``"checkpoint"`` they take the saved ones. Raises CheckpointError listing every name that does not fit, before
         anything is changed.
         """
-        self._check(tensors, groups)
+        self._check(tensors, groups, set(self.names.values()) if all_names is None else set(all_names))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -130,13 +135,13 @@ class ParameterOptimizer(ABC):
         state: dict[str, Any] = {key: _placed(key, tensors[f"{name}.{key}"], parameter, group) for key in keys}
         return {**state, **saved["values"].get(name, {})}
 
-    def _check(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    def _check(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], trained: set[str]) -> None:
         kinds = {name: group["optimizer"] for group in saved["groups"].values() for name in group["parameters"]}
-        listed = {f"{name}.{key}" for name, keys in saved["tensors"].items() for key in keys}
         own = set(self.names.values())
+        listed = {f"{name}.{key}" for name, keys in saved["tensors"].items() if name in own for key in keys}
         problems = [
             *_listing("missing in the checkpoint", sorted(own - kinds.keys())),
-            *_listing("not trained by this run's optimizer", sorted(kinds.keys() - own)),
+            *_listing("not trained by this run's optimizer", sorted(kinds.keys() - trained)),
             *_listing("tensors missing in the checkpoint", sorted(listed - tensors.keys())),
             *_listing("tensors that belong to no parameter", sorted(tensors.keys() - listed)),
         ]
@@ -263,3 +268,15 @@ def _listing(what: str, names: Sequence[str]) -> list[str]:
         return []
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return [f"{what}: {', '.join(names[:_LISTED])}{more}"]
+
+
+def merge_group_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """``group_state`` of the whole model from those of ranks that hold parts of it."""
+    merged: dict[str, Any] = {"groups": {}, "tensors": {}, "values": {}}
+    for state in states:
+        merged["tensors"] |= state["tensors"]
+        merged["values"] |= state["values"]
+        for name, group in state["groups"].items():
+            known = merged["groups"].setdefault(name, {**group, "parameters": []})
+            known["parameters"] += [p for p in group["parameters"] if p not in set(known["parameters"])]
+    return merged

@@ -36,6 +36,9 @@ class Averaging(Protocol):
     def after_optimizer_step(self) -> None:
         """Collective. Called after every optimizer step; averages the weights where that is due."""
 
+    def settle(self) -> None:
+        """Collective. Average the weights now, unless they are equal: training ends here."""
+
 
 class Stateful(Protocol):
     def state_dict(self) -> Any: ...

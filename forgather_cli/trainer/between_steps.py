@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from forgather_cli.distributed import all_sum
 from forgather_cli.trainer import schedule
 from forgather_cli.trainer.evaluate import EvaluationStopped
 from forgather_cli.trainer.metrics import Interval
@@ -67,6 +68,8 @@ class BetweenSteps:
         if not (aborted or stopped):  # a run stopped by a signal goes on later: its interval stays open
             self._log()
         if not aborted and (stopped or self._args.save_strategy != "no"):
+            if (averaging := self._trainer.strategy.averaging) is not None:
+                averaging.settle()
             self._save()
         persistence.wait()
         self._deliver_saves()
@@ -77,7 +80,9 @@ class BetweenSteps:
         return metrics
 
     def _do(self) -> None:
-        control = self._control
+        control, several = self._control, self._trainer.cpu_group is not None
+        if several and self._trainer.stopping.read_ticket():  # before a new save: what all ranks know to be published
+            self._deliver_saves()
         if control.should_abort_without_save:
             control.should_training_stop = True
             return
@@ -87,8 +92,9 @@ class BetweenSteps:
             self._evaluate()
         if control.should_save:
             self._save()
-        self._deliver_saves()
-        self._trainer.poll_stop()
+        if not several:
+            self._deliver_saves()
+            self._trainer.poll_stop()
 
     def _deliver_saves(self) -> None:
         for path in self._trainer.persistence.published():
@@ -125,7 +131,13 @@ class BetweenSteps:
         self._trainer.metrics.pause(time.perf_counter() - start)
 
     def _save(self) -> None:
-        """Start a checkpoint of this step, unless it has one; evaluate first where the best one is to be known."""
+        """Start a checkpoint of this step, unless it has one; evaluate first where the best one is to be known.
+
+        Where ranks' weights differ between averages, it waits for the next one.
+        """
+        averaging = self._trainer.strategy.averaging
+        if averaging is not None and not averaging.settled:
+            return
         self._control.should_save = False
         step = self._state.global_step
         if step == self._saved_step:
@@ -139,9 +151,11 @@ class BetweenSteps:
         self._trainer.metrics.pause(time.perf_counter() - start)
 
     def _metrics_of_step(self) -> dict[str, float]:
+        """Collective."""
         metrics: dict[str, float] = {}
         if self._newest is not None:
-            metrics = {"loss": float(self._newest[0]), "grad_norm": float(self._newest[1])}
+            loss = all_sum(self._newest[0].clone(), self._trainer.world.group)
+            metrics = {"loss": float(loss), "grad_norm": float(self._newest[1])}
         if self._evaluated_step == self._state.global_step:
             metrics |= self._eval_metrics
         return metrics

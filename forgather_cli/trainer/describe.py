@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forgather_cli.trainer.metrics import count_parameters
-from forgather_cli.trainer.setup import trainable_parameters
-
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
 
@@ -21,13 +18,14 @@ _SAID = {"type", "tokenizer", "packing", "seq_len", "fingerprint", "content", "p
 def describe(trainer: Trainer) -> dict[str, Any]:
     """What is about to be trained, flat, ordered and printable."""
     strategy, state = trainer.strategy, trainer.state
+    ranks = f" on {trainer.world.size} ranks" if trainer.world.size > 1 else ""
     rows = {
         "model": _model(trainer),
         **_data(trainer.data_description),
         "batch": _batch(trainer),
         "steps": _steps(trainer),
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
-        "device": f"{_device(strategy.device)}, {trainer.args.precision.type}, trainer {strategy.name}",
+        "device": f"{_device(strategy.device)}, {trainer.args.precision.type}, trainer {strategy.name}{ranks}",
         "seed": trainer.seed,
         "output_dir": str(trainer.run_dir.root),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
@@ -36,9 +34,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
 
 
 def _model(trainer: Trainer) -> str:
-    parts = trainer.strategy.parts
-    total = sum(count_parameters(part) for part in parts)
-    trainable = sum(parameter.numel() for _, parameter in trainable_parameters(parts))
+    total, trainable = trainer.num_parameters
     frozen = "" if trainable == total else f", {trainable:,} of them trained"
     return f"{type(trainer.model).__name__}, {total:,} parameters{frozen}"
 

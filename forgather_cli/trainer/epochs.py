@@ -1,14 +1,17 @@
-"""Where training stands in its data: epochs, their length, and when they end."""
+"""Where training stands in its data: the next step, agreed among ranks, and epochs, their length, and when they end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from forgather_cli.callbacks.base import TrainerState
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.data.collate import Step
+from forgather_cli.data.collate import Batch, Step
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.trainer import schedule
+from forgather_cli.trainer.ticket import Agreed, Counts, Ticket
 
 
 def length(loader: TrainLoader | EvalLoader) -> int | None:
@@ -19,27 +22,101 @@ def length(loader: TrainLoader | EvalLoader) -> int | None:
         return None
 
 
+@dataclass(frozen=True)
+class WorldStep:
+    """This rank's batches of one optimizer step, and what all ranks' batches hold together."""
+
+    microbatches: list[Batch]
+    counts: Counts
+
+
+@dataclass
+class _Ahead:
+    """A step that was fetched before its turn, with its ticket. ``step`` None: this rank has no more data."""
+
+    step: Step | None
+    position: dict[str, Any]
+    """The loader's, after this step."""
+    ticket: Ticket
+
+
 class Epochs:
     """Hands out steps and knows how many epochs lie behind.
 
-    An epoch ends with the data, or after ``epoch_train_steps``, which leaves the data where it is.
+    Where there are several ranks, the step after the one that is trained is fetched already, since its ticket travels
+    meanwhile; the position that is saved does not count it. An epoch ends for all ranks when one has no more data, or
+    after ``epoch_train_steps``, which leaves the data where it is.
     """
 
-    def __init__(self, args: RunSettings, state: TrainerState, loader: TrainLoader) -> None:
+    def __init__(
+        self,
+        args: RunSettings,
+        state: TrainerState,
+        loader: TrainLoader,
+        ticket: Callable[[Step | None], Ticket],
+        *,
+        look_ahead: bool,
+    ) -> None:
         self._args, self._state, self._loader = args, state, loader
+        self._ticket, self._look_ahead = ticket, look_ahead
         self._data_length = length(loader)
+        self._position = loader.state_dict()
         self._stream: Iterator[Step] | None = None
+        self._ahead: _Ahead | None = None
 
-    def next_step(self) -> Step | None:
-        """The next step's data; None at the end of the data."""
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def next_step(self) -> WorldStep | None:
+        """Collective. The next step's data; None once a rank has none left."""
+        agreed = self.agreed()
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.step is None or not agreed.has_data:
+            return None
+        self._position = ahead.position
+        if self._look_ahead:
+            self._fetch()
+        return WorldStep(ahead.step.microbatches, agreed.counts)
+
+    def agreed(self) -> Agreed:
+        """Collective. The ticket of the step that ``next_step`` will hand out."""
+        if self._ahead is None:
+            self._fetch()
+        assert self._ahead is not None
+        return self._ahead.ticket.read()
+
+    def pending(self) -> Agreed | None:
+        """Collective. The next step's ticket, if it is under way already."""
+        return None if self._ahead is None else self._ahead.ticket.read()
+
+    def _fetch(self) -> None:
         if self._stream is None:
             self._stream = iter(self._loader)
-        return next(self._stream, None)
+        step = next(self._stream, None)
+        self._ahead = _Ahead(step, self._loader.state_dict(), self._ticket(step))
+
+    # ------------------------------------------------------------------------------------------------------- position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the step that comes next."""
+        return int(self._position["epoch"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data after the last step handed out."""
+        return dict(self._position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._position = self._loader.state_dict()
+        self._stream, self._ahead = None, None
 
     def roll_over(self, epoch: int) -> None:
         """Go to the start of the data, in the order of ``epoch``."""
         self._loader.set_epoch(epoch)
-        self._stream = None
+        self._position = self._loader.state_dict()
+        self._stream, self._ahead = None, None
+
+    # --------------------------------------------------------------------------------------------------------- epochs
 
     def total_steps(self) -> int | None:
         """The step at which training ends, seen from here; None: when the data ends."""
@@ -55,8 +132,8 @@ class Epochs:
         if self._args.epoch_train_steps:
             return self._state.global_step / self._args.epoch_train_steps
         if not self._data_length:
-            return float(self._loader.epoch)
-        return self._loader.epoch + min(1.0, self._steps_behind() / self._data_length)
+            return float(self.epoch)
+        return self.epoch + min(1.0, self._steps_behind() / self._data_length)
 
     def is_full(self, first_step: int) -> bool:
         """True if an epoch that began at ``first_step`` has its ``epoch_train_steps``."""
@@ -65,9 +142,9 @@ class Epochs:
 
     def data_is_used_up(self) -> bool:
         """True if map-style data has no whole step left in this epoch; other data tells when it is asked for one."""
-        streams = "stream" in self._loader.state_dict()
+        streams = "stream" in self._position
         return not streams and self._data_length is not None and self._steps_behind() >= self._data_length
 
     def _steps_behind(self) -> int:
         """Steps of this epoch that are done: by the number of samples, so that it holds when the batch size changes."""
-        return -(-int(self._loader.state_dict()["sample"]) // self._loader.global_batch_size)
+        return -(-int(self._position["sample"]) // self._loader.global_batch_size)

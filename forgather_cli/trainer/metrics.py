@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli import distributed
+from forgather_cli.checkpoint.gather import gather
+from forgather_cli.distributed import World
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class TrainMetrics:
     times and speeds are of this process alone.
     """
 
-    def __init__(self, device: torch.device, data_group: Any, skip_steps: int) -> None:
-        self._group = data_group
+    def __init__(self, device: torch.device, world: World, skip_steps: int, *, norms_differ: bool = False) -> None:
+        """``norms_differ``: ranks have gradient norms of their own, of which the mean square is told."""
+        self._world, self._norms_differ = world, norms_differ
         self._skip_steps = skip_steps  # steps of this process whose times are not counted (compilation, warm-up)
         # float64: a sum of 1000 losses weighted by tokens keeps more digits than one fp32 loss has
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -99,8 +102,10 @@ class TrainMetrics:
     def read(self) -> tuple[dict[str, float], Interval]:
         """Collective. Close the interval: the one point where metrics reach the host. Returns (logs, interval)."""
         sums = torch.stack([self._loss_sum, self._norm_square_sum, self._norm_max.double()])
-        if self._group is not None:
-            sums[0] = distributed.all_sum(sums[0].clone(), self._group)
+        if self._world.group is not None:
+            shared = 2 if self._norms_differ else 1
+            sums[:shared] = distributed.all_sum(sums[:shared].clone(), self._world.group)
+            sums[1:shared] /= self._world.size
         loss_sum, norm_square_sum, norm_max = sums.tolist()
         interval = self._interval()
         self._run_loss += loss_sum
@@ -142,7 +147,22 @@ class TrainMetrics:
         """Token-weighted mean loss of the whole run, up to the last read."""
         return self._run_loss / max(self._run_targets, 1)
 
+    def fold(self) -> None:
+        """Collective. Before a save: rank 0, whose state is saved, takes over the other ranks' shares of the loss."""
+        group = self._world.group
+        if group is None:
+            return
+        distributed.all_sum(self._loss_sum, group)
+        self._keep_on_rank_0()
+        if self._norms_differ:
+            distributed.all_sum(self._norm_square_sum, group).div_(self._world.size)
+
+    def _keep_on_rank_0(self) -> None:
+        if self._world.rank != 0:
+            self._loss_sum.zero_()
+
     def state_dict(self) -> dict[str, Any]:
+        """Of rank 0 after ``fold``, of all ranks."""
         return {
             "loss_sum": self._loss_sum.cpu(),
             "norm_square_sum": self._norm_square_sum.cpu(),
@@ -153,6 +173,7 @@ class TrainMetrics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loss_sum.copy_(state["loss_sum"])
+        self._keep_on_rank_0()
         self._norm_square_sum.copy_(state["norm_square_sum"])
         self._norm_max.copy_(state["norm_max"])
         self._steps, self._targets, self._tokens = state["counts"]
@@ -191,11 +212,6 @@ class LateReader:
         return float(value)
 
 
-def count_parameters(module: nn.Module) -> int:
-    """Parameters, tied ones once."""
-    return sum(p.numel() for p in module.parameters())
-
-
 @dataclass(frozen=True)
 class Flops:
     """Floating-point operations of forward and backward per token: 6 (N - input embedding) + 12 L H T.
@@ -211,15 +227,22 @@ class Flops:
     """12 L H, to be multiplied by T."""
 
     @classmethod
-    def of(cls, parts: Iterable[nn.Module]) -> Flops:
-        """Of the parts of one model together."""
+    def of(cls, parts: Iterable[nn.Module], group: Any = None) -> Flops:
+        """Collective. Of the parts of one model on all ranks of ``group`` (CPU) together."""
         parts = list(parts)
-        used = sum(count_parameters(part) - _lookup_only_parameters(part) for part in parts)
-        return cls(6.0 * used, max((_attention(part) for part in parts), default=0.0))
+        found = gather((_multiplied(parts), max((_attention(part) for part in parts), default=0.0)), group)
+        used: dict[str, int] = {}
+        for sizes, _ in found:
+            used |= sizes
+        return cls(6.0 * sum(used.values()), max(attention for _, attention in found))
 
     def of_sequence(self, seq_len: int) -> float:
         """Of one sequence of ``seq_len`` tokens."""
-        return seq_len * (self.weights + self.attention * seq_len)
+        return self.of_tokens(seq_len, seq_len * seq_len)
+
+    def of_tokens(self, tokens: int, square_lengths: int) -> float:
+        """Of sequences with so many tokens together, ``square_lengths`` being the sum of their lengths squared."""
+        return tokens * self.weights + square_lengths * self.attention
 
 
 def _attention(model: nn.Module) -> float:
@@ -230,8 +253,10 @@ def _attention(model: nn.Module) -> float:
     return 12.0 * layers * heads * head_dim
 
 
-def _lookup_only_parameters(model: nn.Module) -> int:
-    """Parameters of embeddings that no linear layer shares."""
-    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    embeddings = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    return sum(weight.numel() for key, weight in embeddings.items() if key not in linear)
+def _multiplied(parts: list[nn.Module]) -> dict[str, int]:
+    """Name -> size of every parameter but embeddings that no linear layer shares, tied ones once per rank and name."""
+    modules = [module for part in parts for module in part.modules()]
+    linear = {id(m.weight) for m in modules if isinstance(m, nn.Linear)}
+    looked_up = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} - linear
+    named = {id(p): (n, p) for part in reversed(parts) for n, p in reversed(list(part.named_parameters()))}
+    return {n: p.numel() for key, (n, p) in named.items() if key not in looked_up}

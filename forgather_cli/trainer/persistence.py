@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, Rows, Sharing, total_bytes
+from forgather_cli.checkpoint.gather import gather
 from forgather_cli.checkpoint.load import Reader, named, newest_valid, restore_components
 from forgather_cli.checkpoint.retention import best_checkpoint
 from forgather_cli.checkpoint.save import Checkpointer
+from forgather_cli.distributed import cpu_group
 from forgather_cli.errors import CheckpointError
 from forgather_cli.models.pretrained import write_model_files
+from forgather_cli.optim.state import merge_group_states
+from forgather_cli.sharding import held_rows, local
 from forgather_cli.trainer.compare import compare_configs
-from forgather_cli.trainer.setup import named_tensors
+from forgather_cli.trainer.setup import named_tensors, rows_of, trainable_parameters
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
@@ -108,7 +112,11 @@ class Persistence:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._checkpointer = Checkpointer(trainer.run_dir, args=trainer.args)
+        world = trainer.world
+        self._group = cpu_group()  # of the writer thread, beside the trainer's own
+        self._checkpointer = Checkpointer(
+            trainer.run_dir, args=trainer.args, group=self._group, rank=world.rank, world_size=world.size
+        )
         self._checkpointer.clean()
 
     def __enter__(self) -> Persistence:
@@ -118,18 +126,23 @@ class Persistence:
         self._checkpointer.close()
 
     def _restorable(self) -> list[Component]:
-        t, loader = self._trainer, self._trainer.train_loader
-        assert loader is not None
+        t, strategy = self._trainer, self._trainer.strategy
+        assert t.train_loader is not None
+        own = [] if strategy.own_state is None else [Component("strategy", strategy.own_state, Sharing.PER_RANK)]
+        position = Sharing.PER_RANK if t.train_loader.state_is_per_rank else Sharing.GLOBAL
         return [
             Component("trainer", _TrainerState(t), Sharing.GLOBAL),
-            Component("scheduler", t.lr_scheduler, Sharing.GLOBAL),
-            Component("data", loader, Sharing.GLOBAL),
+            Component("scheduler", t.lr_scheduler, Sharing.REPLICATED),
+            Component("data", t.epochs, position),
             Component("callbacks", _CallbackStates(t), Sharing.GLOBAL),
             Component("rng", _RandomState(), Sharing.PER_RANK),
+            *own,
         ]
 
     def _components(self) -> list[Component]:
-        groups = _ToCompare(self._trainer.optimizer.group_state())
+        """Collective."""
+        t = self._trainer
+        groups = _ToCompare(merge_group_states(gather(t.optimizer.group_state(), t.cpu_group)))
         identity = _ToCompare(self._identity())
         return [
             *self._restorable(),
@@ -141,7 +154,10 @@ class Persistence:
         return {"config": self._trainer.config_tree, "data": self._trainer.data_description}
 
     def trial(self) -> None:
-        """Try, before the first step, to store every state and to write; and look for room. Raises SetupError."""
+        """Collective. Before the first step: try to store every state, to write, and look for room.
+
+        Raises SetupError.
+        """
         if self._trainer.args.save_strategy == "no":
             return
         model, optimizer = self._model_rows(), self._optimizer_rows()
@@ -151,6 +167,7 @@ class Persistence:
     def save(self, metrics: dict[str, float], *, final: bool) -> bool:
         """Collective. Begin a checkpoint of this step; returns once the state is copied. False: it failed."""
         t = self._trainer
+        t.metrics.fold()
         return self._checkpointer.save(
             t.state.global_step,
             model=self._model_rows(),
@@ -167,10 +184,15 @@ class Persistence:
         )
 
     def _model_rows(self) -> dict[str, Rows]:
-        return _whole(named_tensors(self._trainer.strategy.parts))
+        return rows_of(named_tensors(self._trainer.strategy.parts))
 
     def _optimizer_rows(self) -> dict[str, Rows]:
-        return _whole(self._trainer.optimizer.state_tensors())
+        return rows_of(self._trainer.optimizer.state_tensors())
+
+    @property
+    def is_done(self) -> bool:
+        """True if this rank is not writing a checkpoint."""
+        return self._checkpointer.is_done
 
     def published(self) -> list[Path]:
         """Checkpoints published since the last call."""
@@ -183,11 +205,14 @@ class Persistence:
     # ------------------------------------------------------------------------------------------------------ restoring
 
     def find(self, resume: bool | str) -> Reader | None:
-        """The checkpoint to resume from: the run's newest valid one, or that at a path. Raises CheckpointError."""
+        """Collective. The checkpoint to resume from: the run's newest valid one, or that at a path.
+
+        Raises CheckpointError.
+        """
         verify = self._trainer.args.verify_checkpoint
         if resume is not True:
-            return named(Path(str(resume)), verify)
-        newest = newest_valid(self._trainer.run_dir, verify)
+            return named(Path(str(resume)), verify, self._trainer.cpu_group)
+        newest = newest_valid(self._trainer.run_dir, verify, self._trainer.cpu_group)
         if newest is None:
             log.info("no checkpoint in %s yet: starting fresh", self._trainer.run_dir.root)
         return newest
@@ -197,12 +222,12 @@ class Persistence:
         t, wanted = self._trainer, self._wanted()
         self._compare(reader, wanted)
         if "model" in wanted:
-            load_model(reader, named_tensors(t.strategy.parts))
+            load_model(reader, named_tensors(t.strategy.parts), t.cpu_group)
         if "optimizer" in wanted:
             self._restore_optimizer(reader)
         if t.args.ignore_data_skip:
             wanted.discard("data")
-        restore_components(reader, self._restorable(), only=wanted)
+        restore_components(reader, self._restorable(), rank=t.world.rank, only=wanted)
         self._checkpointer.protected = {reader.step}
         t.state.resumed_step = t.state.global_step
         log.info("resumed from %s at step %d", reader.path, reader.step)
@@ -223,15 +248,29 @@ class Persistence:
             log.warning("%s", line)
 
     def _restore_optimizer(self, reader: Reader) -> None:
-        names = reader.optimizer_names()
+        """Collective. Each rank reads the rows of moments that it holds of the parameters."""
+        t = self._trainer
         if "optimizer" not in reader.components():
             log.warning("%s has no optimizer state: moments start at zero", reader.path)
             return
-        tensors = {name: reader.read(name, kind="optimizer") for name in names}
-        changes = self._trainer.optimizer.load(tensors, reader.state("optimizer"))
-        if not self._trainer.config_tree:  # else the settings behind them have been told already
+        groups = reader.state("optimizer")
+        parameters = dict(trainable_parameters(t.strategy.parts))
+        tensors = {
+            f"{name}.{key}": self._read_moment(reader, f"{name}.{key}", parameter)
+            for name, parameter in parameters.items()
+            for key in groups["tensors"].get(name, ())
+        }
+        trained = set().union(*gather(list(parameters), t.cpu_group))
+        changes = t.optimizer.load(tensors, groups, all_names=trained)
+        if not t.config_tree:  # else the settings behind them have been told already
             for line in changes:
                 log.warning("optimizer: %s", line)
+
+    def _read_moment(self, reader: Reader, name: str, parameter: Tensor) -> Tensor:
+        """The parameter's rows of a moment of its shape; others, like step counters, whole."""
+        if reader.shape(name, "optimizer") != tuple(parameter.shape) or not parameter.ndim:
+            return reader.read(name, "optimizer")
+        return reader.read(name, "optimizer", *held_rows(parameter))
 
     def load_best(self) -> None:
         """Put the kept checkpoint with the best metric into the model and say which it is."""
@@ -240,7 +279,7 @@ class Persistence:
         if best is None:
             log.warning("load_best_model_at_end: no checkpoint has %s", t.args.metric_for_best_model)
             return
-        load_model(Reader(best.path), named_tensors(t.strategy.parts))
+        load_model(Reader(best.path), named_tensors(t.strategy.parts), t.cpu_group)
         t.state.best_model_checkpoint = str(best.path)
         value = self._checkpointer.best_by.value(best.metrics)
         log.info(
@@ -253,24 +292,24 @@ def _fingerprint(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _whole(tensors: dict[str, Tensor]) -> dict[str, Rows]:
-    """Tensors of which this rank holds all rows."""
-    return {name: Rows(tensor.detach(), 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
 @torch.no_grad()
-def load_model(reader: Reader, tensors: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's weights into ``tensors`` by name. Raises CheckpointError listing what does not match."""
+def load_model(reader: Reader, tensors: dict[str, Tensor], group: Any = None) -> None:
+    """Collective. Copy a checkpoint's weights into this rank's rows of ``tensors`` by name.
+
+    ``group``: a CPU group of all ranks, which hold the model together. Raises CheckpointError listing what does not
+    match.
+    """
     saved = set(reader.model_names())
+    everything = set().union(*gather(list(tensors), group))
     problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in saved]
-    problems += [f"not in this model: {name}" for name in sorted(saved - tensors.keys())]
+    problems += [f"not in this model: {name}" for name in sorted(saved - everything)]
     if not problems:
         for name, tensor in tensors.items():
-            value = reader.read(name)
-            if value.shape != tensor.shape:
-                problems.append(f"{name}: the checkpoint has {tuple(value.shape)}, this model {tuple(tensor.shape)}")
+            shape = reader.shape(name)
+            if shape != tensor.shape:
+                problems.append(f"{name}: the checkpoint has {shape}, this model {tuple(tensor.shape)}")
             else:
-                tensor.copy_(value)
+                local(tensor).copy_(reader.read(name, "model", *held_rows(tensor)))
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(

@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.checkpoint.components import Rows
+from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.schema import Config, GroupSettings, RunSettings, Target
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.errors import ConfigError
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.optim.schedules import Schedule, build_schedule
+from forgather_cli.sharding import held_rows, local
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.trainer.arguments import TrainingArguments
 
@@ -65,6 +68,20 @@ def transformed(
         return model
 
     return built
+
+
+def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:
+    """Collective. (all, trainable) parameters of the model that the ranks of ``group`` (CPU) hold, tied ones once."""
+    own = {n: (t.numel(), t.requires_grad) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter)}
+    sizes: dict[str, tuple[int, bool]] = {}
+    for held in gather(own, group):
+        sizes |= held
+    return sum(n for n, _ in sizes.values()), sum(n for n, trained in sizes.values() if trained)
+
+
+def rows_of(tensors: dict[str, torch.Tensor]) -> dict[str, Rows]:
+    """What this rank holds of each tensor."""
+    return {name: Rows(local(t.detach()), held_rows(t)[0], tuple(t.shape)) for name, t in tensors.items()}
 
 
 def train_loader(trainer: Trainer) -> TrainLoader:
@@ -175,11 +192,17 @@ class OptimizerRecipe:
         return build_schedule(self.args.lr_scheduler, optimizer, total_steps=total_steps)
 
 
-def save_model(strategy: Strategy, processing_class: Any, directory: Path) -> None:
-    """Write a Hugging Face directory: weights, and config and tokenizer where they are known."""
-    from forgather_cli.checkpoint.tensors import write_model_directory
+def save_model(trainer: Trainer, directory: Path) -> None:
+    """Collective. Write a Hugging Face directory: weights, and config and tokenizer where they are known."""
+    from forgather_cli.checkpoint.layout import plan
+    from forgather_cli.checkpoint.tensors import write_index, write_share
     from forgather_cli.models.pretrained import write_model_files
 
     directory.mkdir(parents=True, exist_ok=True)
-    write_model_directory(directory, named_tensors(strategy.parts))
-    write_model_files(strategy.parts[0], processing_class, directory)
+    rows, rank, group = rows_of(named_tensors(trainer.strategy.parts)), trainer.world.rank, trainer.cpu_group
+    files = plan(gather([row.piece(name) for name, row in rows.items()], group), "model")
+    write_share(directory, files, rank, {name: row.tensor.cpu().contiguous() for name, row in rows.items()})
+    if rank == 0:
+        write_index(directory, files)
+        write_model_files(trainer.model, trainer.processing_class, directory)
+    gather(None, group)  # no rank goes on before the directory is whole

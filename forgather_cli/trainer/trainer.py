@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
+from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.schema import Config
-from forgather_cli.data.collate import Step
 from forgather_cli.data.loader import EvalLoader, TrainLoader
-from forgather_cli.distributed import clip_grad_norm
+from forgather_cli.distributed import clip_grad_norm, cpu_group, world
 from forgather_cli.errors import ConfigError, DataError, DivergenceError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
@@ -31,11 +31,12 @@ from forgather_cli.trainer import setup
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments
 from forgather_cli.trainer.between_steps import BetweenSteps
 from forgather_cli.trainer.describe import describe
-from forgather_cli.trainer.epochs import Epochs
-from forgather_cli.trainer.evaluate import PredictionOutput, evaluate, predict
+from forgather_cli.trainer.epochs import Epochs, WorldStep
+from forgather_cli.trainer.evaluate import PredictionOutput, Uninterrupted, evaluate, in_rounds, predict
 from forgather_cli.trainer.host import garbage_collection, out_of_memory_explained, seed_step
 from forgather_cli.trainer.metrics import Flops, LateReader, TrainMetrics
 from forgather_cli.trainer.persistence import Persistence
+from forgather_cli.trainer.stopping import Stopping
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,10 @@ class Trainer:
     as TrainingArguments, a dict of them, or a recipe's settings; datasets that are map-style, iterable, or ready
     dataloaders of dicts with ``input_ids`` and ``labels``. ``loss_fn(logits, labels)`` returns the mean over its own
     targets, or takes ``num_items_in_batch``. ``callbacks`` are objects, classes, or (name, object) pairs.
-    ``should_stop`` is polled after every step: a truthy value (a signal number) saves and ends training.
+    ``should_stop`` is polled after every step: a truthy value (a signal number) on any rank saves and ends training on
+    all, and ``on_stop`` is called with it.
+
+    In a job of several ranks all of them make a Trainer and call its methods alike; the process group exists before.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Trainer:
         strategy: Strategy | None = None,
         init_weights: Callable[[nn.Module, int], None] | None = None,
         should_stop: Callable[[], int | None] = lambda: None,
+        on_stop: Callable[[int], None] = lambda signum: None,
         config_tree: dict[str, Any] | None = None,
         data_description: dict[str, Any] | None = None,
     ) -> None:
@@ -92,26 +97,26 @@ class Trainer:
         self.config_tree = config_tree or {}
         self.data_description = data_description or {}
         self.run_dir = RunDir(Path(self.args.output_dir or "trainer_output"))
-        self.state = TrainerState(train_batch_size=self.args.per_device_train_batch_size)
-        self.control = TrainerControl()
-        self.seed = self.args.seed if self.args.seed >= 0 else int.from_bytes(os.urandom(4), "little") >> 1
-        self.stopped_by: int | None = None
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.train_loader: TrainLoader | None = None
-        self._should_stop = should_stop
         self._warned_no_targets = False
         self._make_optimizer = setup.OptimizerRecipe(
             self.args, optimizers, optimizer_factory, optimizer_cls_and_kwargs, lr_scheduler_factory, optimizer_groups
         )
 
-        setup.prepare_process(self.args, self.seed)
         self.strategy = strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
+        self.world, self.cpu_group = world(), cpu_group()
+        self.seed = self._agreed_seed()
+        setup.prepare_process(self.args, self.seed)
+        self.state, self.control = self._fresh_state(), TrainerControl()
+        self.stopping = Stopping(self, should_stop, on_stop)
         build = setup.transformed(
             model_init or partial(_itself, model), self.args, self.strategy, enable_activation_checkpoint_fn
         )
         self.strategy.materialize(build, None if init_weights is None else lambda part: init_weights(part, self.seed))
         self.model: nn.Module = self.strategy.parts[0]
+        self.num_parameters = setup.num_parameters(self.strategy.parts, self.cpu_group)
 
         self.callbacks = CallbackList()
         for entry in callbacks:
@@ -150,7 +155,9 @@ class Trainer:
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Loss and perplexity over the whole evaluation split. Builds no optimizer. Emits on_log and on_evaluate."""
         loader = self._eval_loader(eval_dataset)
-        metrics = evaluate(self.strategy, loader, prefix=metric_key_prefix, after_batch=lambda: self._on_batch(loader))
+        rounds = in_rounds(loader, self.cpu_group, self.stopping)
+        on_batch = partial(self.emit, "on_prediction_step", eval_dataloader=loader)
+        metrics = evaluate(self.strategy, rounds, self.world, prefix=metric_key_prefix, on_batch=on_batch)
         metrics["epoch"] = self.state.epoch
         self._track_best(metrics)
         self.state.log_history.append({**metrics, "step": self.state.global_step})
@@ -161,16 +168,19 @@ class Trainer:
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Logits and labels of every example, and the loss. Builds no optimizer. Emits on_predict."""
         loader = self._eval_loader(test_dataset)
-        logits, labels = predict(self.strategy, loader, lambda: self._on_batch(loader))
+        rounds = in_rounds(loader, self.cpu_group, Uninterrupted())
+        on_batch = partial(self.emit, "on_prediction_step", eval_dataloader=loader)
+        logits, labels = predict(self.strategy, rounds, self.cpu_group, on_batch)
         metrics: dict[str, float] = {}
         if labels is not None:
-            metrics = evaluate(self.strategy, loader, prefix=metric_key_prefix, after_batch=lambda: False)
+            rounds = in_rounds(loader, self.cpu_group, Uninterrupted())
+            metrics = evaluate(self.strategy, rounds, self.world, prefix=metric_key_prefix, on_batch=lambda: None)
         self.emit("on_predict", metrics=metrics)
         return PredictionOutput(logits, labels, metrics)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and tokenizer as a Hugging Face directory (default: ``output_dir``)."""
-        setup.save_model(self.strategy, self.processing_class, Path(output_dir or self.run_dir.root))
+        setup.save_model(self, Path(output_dir or self.run_dir.root))
 
     def info(self) -> dict[str, Any]:
         """What is about to be trained, flat and printable."""
@@ -178,31 +188,50 @@ class Trainer:
 
     # --------------------------------------------------------------------------------------------------- preparation
 
+    def _agreed_seed(self) -> int:
+        """Collective. The setting's, or a random one of rank 0."""
+        drawn = int.from_bytes(os.urandom(4), "little") >> 1
+        return self.args.seed if self.args.seed >= 0 else gather(drawn, self.cpu_group)[0]
+
+    def _fresh_state(self) -> TrainerState:
+        return TrainerState(
+            train_batch_size=self.args.per_device_train_batch_size,
+            is_world_process_zero=self.world.rank == 0,
+            is_local_process_zero=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+        )
+
     def _prepare(self, resume: bool | str) -> None:
         """Build what training needs, restore a checkpoint, and try everything that can fail before the first step."""
         if self.train_dataset is None:
             raise DataError("train_dataset: missing; training needs one")
-        self.state = TrainerState(train_batch_size=self.args.per_device_train_batch_size)
-        self.control, self.stopped_by = TrainerControl(), None
+        self.state = self._fresh_state()
+        self.control, self.stopping.signum = TrainerControl(), None
         args, state, strategy = self.args, self.state, self.strategy
-        self.batch_plan: BatchPlan = batch_plan(args, strategy.data_size)
+        self.batch_plan: BatchPlan = batch_plan(args, strategy.data_size, multiple_of=strategy.batch_multiple)
         self.persistence = Persistence(self)
         reader = self.persistence.find(resume) if resume else None
         if reader is not None and args.seed < 0:
             self.seed = reader.state("trainer")["seed"]  # drawn at random by the first start
         self.train_loader = setup.train_loader(self)
-        self._epochs = Epochs(args, state, self.train_loader)
-        state.max_steps = self._epochs.total_steps() or 0
+        self.epochs = Epochs(
+            args, state, self.train_loader, self.stopping.ticket, look_ahead=self.cpu_group is not None
+        )
+        state.max_steps = self.epochs.total_steps() or 0
         self.optimizer, self.lr_scheduler, callback = self._make_optimizer(strategy, state.max_steps or None)
         if callback is not None:
             self.callbacks.add(callback)
         self._parameters = [p for part in strategy.parts for p in part.parameters() if p.requires_grad]
-        self._flops = Flops.of(strategy.parts)
-        self.metrics = TrainMetrics(strategy.device, strategy.data_group, args.speed_metrics_start_step)
+        self._flops = Flops.of(strategy.parts, self.cpu_group)
+        self.metrics = TrainMetrics(
+            strategy.device,
+            self.world,
+            args.speed_metrics_start_step,
+            norms_differ=strategy.averaging is not None,
+        )
         self._norms = LateReader(strategy.device)
         if reader is not None:
             self.persistence.restore(reader)
-            state.max_steps = self._epochs.total_steps() or 0
+            state.max_steps = self.epochs.total_steps() or 0
         self.persistence.trial()
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps, state.save_steps = args.logging_steps, args.eval_steps, args.save_steps
@@ -220,9 +249,8 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         """Steps until the data or the epoch ends, or training does; then the work that is due once per epoch."""
-        assert self.train_loader is not None
-        control, epochs = self.control, self._epochs
-        epoch, first, data_ended = self.train_loader.epoch, self.state.global_step, False
+        control, epochs = self.control, self.epochs
+        epoch, first, data_ended = epochs.epoch, self.state.global_step, False
         control.should_epoch_stop = False
         self.emit("on_epoch_begin")
         while not (self._finished() or control.should_epoch_stop or epochs.is_full(first)):
@@ -246,22 +274,24 @@ class Trainer:
         self._between_steps.after_epoch()
 
     @out_of_memory_explained
-    def step(self, step: Step) -> tuple[Tensor, Tensor]:
+    def step(self, step: WorldStep) -> tuple[Tensor, Tensor]:
         """One optimizer step: gradients of the whole step, clip, optimizer, scheduler. Never waits for the device.
 
         Returns this rank's share of the loss and the global gradient norm before clipping, both 0-dim on the device.
         """
         strategy, state = self.strategy, self.state
         self.emit("on_step_begin")
-        seed_step(self.seed, state.global_step, strategy.data_rank, strategy.device)
-        targets = torch.full((), max(step.num_targets, 1), dtype=torch.float32, device=strategy.device)
-        loss = strategy.forward_backward(self._microbatches(step), targets)
+        seed_step(self.seed, state.global_step, self.world.rank, strategy.device)
+        targets = torch.full((), max(step.counts.targets, 1), dtype=torch.float32, device=strategy.device)
+        loss = strategy.forward_backward(Microbatches(step.microbatches, self.emit), targets)
         if self.args.fuse_optim_with_backward:
             norm = self.optimizer.grad_norm()
         else:
             norm = clip_grad_norm(self._parameters, self.args.max_grad_norm, strategy.model_group, strategy.duplicates)
         self.emit("on_pre_optimizer_step")
         self.optimizer.step()
+        if strategy.averaging is not None:
+            strategy.averaging.after_optimizer_step()
         self.emit("on_optimizer_step")
         self.lr_scheduler.step()
         for parameter in self._parameters:
@@ -272,22 +302,10 @@ class Trainer:
         self._check_finite(self._norms.push(norm))
         return loss, norm
 
-    def _microbatches(self, step: Step) -> Iterator[Batch]:
-        """The step's micro-batches, with the events around each: the strategy asks for the next when it is done."""
-        for batch in step.microbatches:
-            self.emit("on_forward_backward_begin")
-            yield batch
-            self.emit("on_forward_backward_end")
-            self.emit("on_substep_end")
-
-    def _count(self, step: Step, loss: Tensor, norm: Tensor) -> None:
+    def _count(self, step: WorldStep, loss: Tensor, norm: Tensor) -> None:
         """Add a step to the metrics; sums stay on the device."""
-        tokens, flops = 0, 0.0
-        for batch in step.microbatches:
-            rows, length = batch["input_ids"].shape
-            tokens += rows * length
-            flops += rows * self._flops.of_sequence(length)
-        targets, samples = step.num_targets, step.num_samples
+        targets, tokens, samples = step.counts.targets, step.counts.tokens, step.counts.samples
+        flops = self._flops.of_tokens(tokens, step.counts.square_lengths)
         self.metrics.add(loss, norm, targets=targets, tokens=tokens, samples=samples, flops=flops)
         if self.callbacks.handles("on_train_metrics"):
             self.emit("on_train_metrics", loss=loss, grad_norm=norm, tokens=tokens)
@@ -307,20 +325,19 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ for its helpers
 
+    @property
+    def stopped_by(self) -> int | None:
+        """The signal that ends training on all ranks."""
+        return self.stopping.signum
+
     def _finished(self) -> bool:
         if self.control.should_training_stop or self.stopped_by is not None:
             return True
         return bool(self.state.max_steps) and self.state.global_step >= self.state.max_steps
 
     def poll_stop(self) -> bool:
-        """Ask whether a signal has come; True if the run is to end."""
-        self.stopped_by = self.stopped_by or self._should_stop()
-        return self.stopped_by is not None
-
-    def _on_batch(self, loader: EvalLoader) -> bool:
-        """After each evaluation batch; True if the evaluation is to be given up."""
-        self.emit("on_prediction_step", eval_dataloader=loader)
-        return self.poll_stop() or self.control.should_abort_without_save
+        """Collective. True if any rank has been told to stop: the run is to end. Waits for all ranks."""
+        return self.stopping.poll()
 
     def _track_best(self, metrics: dict[str, float]) -> None:
         value = metrics.get(self.args.metric_for_best_model, metrics.get(f"eval_{self.args.metric_for_best_model}"))
@@ -348,6 +365,23 @@ class Trainer:
             trainer=self,
             **kwargs,
         )
+
+
+class Microbatches:
+    """A step's batches on this rank, with the events around each: the strategy asks for the next when it is done."""
+
+    def __init__(self, batches: list[Batch], emit: Callable[[str], None]) -> None:
+        self._batches, self._emit = batches, emit
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            self._emit("on_forward_backward_begin")
+            yield batch
+            self._emit("on_forward_backward_end")
+            self._emit("on_substep_end")
 
 
 def _itself(model: nn.Module | None) -> nn.Module:
