@@ -18,7 +18,7 @@ from forgather_cli.checkpoint.gather import gather
 from forgather_cli.checkpoint.load import Reader, named, newest_valid, restore_components
 from forgather_cli.checkpoint.retention import best_checkpoint
 from forgather_cli.checkpoint.save import Checkpointer
-from forgather_cli.distributed import cpu_group
+from forgather_cli.distributed import all_sum, cpu_group
 from forgather_cli.errors import CheckpointError
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import merge_group_states
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OWN_MOMENTS = "own_moments"
+"""Key of the component with a rank's own moments, beside their mean among the optimizer's tensors."""
 COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks")
 
 
@@ -144,8 +146,11 @@ class Persistence:
         t = self._trainer
         groups = _ToCompare(merge_group_states(gather(t.optimizer.group_state(), t.cpu_group)))
         identity = _ToCompare(self._identity())
+        moments = _ToCompare(t.optimizer.state_tensors() if t.strategy.averaging is not None else {})
+        own = [Component(OWN_MOMENTS, moments, Sharing.PER_RANK)] if t.strategy.averaging is not None else []
         return [
             *self._restorable(),
+            *own,
             Component("optimizer", groups, Sharing.GLOBAL),
             Component("identity", identity, Sharing.GLOBAL),
         ]
@@ -187,7 +192,12 @@ class Persistence:
         return rows_of(named_tensors(self._trainer.strategy.parts))
 
     def _optimizer_rows(self) -> dict[str, Rows]:
-        return rows_of(self._trainer.optimizer.state_tensors())
+        """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
+        t = self._trainer
+        tensors = t.optimizer.state_tensors()
+        if t.strategy.averaging is not None:
+            tensors = {n: all_sum(v.detach().clone(), t.world.group).div_(t.world.size) for n, v in tensors.items()}
+        return rows_of(tensors)
 
     @property
     def is_done(self) -> bool:
@@ -227,6 +237,8 @@ class Persistence:
             self._restore_optimizer(reader)
         if t.args.ignore_data_skip:
             wanted.discard("data")
+        if "optimizer" in wanted:
+            wanted.add("strategy")  # how gradients come about belongs to how they are used
         restore_components(reader, self._restorable(), rank=t.world.rank, only=wanted)
         self._checkpointer.protected = {reader.step}
         t.state.resumed_step = t.state.global_step
@@ -255,7 +267,7 @@ class Persistence:
             return
         groups = reader.state("optimizer")
         parameters = dict(trainable_parameters(t.strategy.parts))
-        tensors = {
+        tensors = self._own_moments(reader) or {
             f"{name}.{key}": self._read_moment(reader, f"{name}.{key}", parameter)
             for name, parameter in parameters.items()
             for key in groups["tensors"].get(name, ())
@@ -265,6 +277,19 @@ class Persistence:
         if not t.config_tree:  # else the settings behind them have been told already
             for line in changes:
                 log.warning("optimizer: %s", line)
+
+    def _own_moments(self, reader: Reader) -> dict[str, Tensor]:
+        """This rank's, where ranks have moments of their own and this is one of the ranks that saved them."""
+        t = self._trainer
+        if t.strategy.averaging is None or OWN_MOMENTS not in reader.components():
+            return {}
+        if reader.manifest.world_size != t.world.size:
+            log.warning(
+                "each rank's own moments were saved by %d ranks: going on with their mean", reader.manifest.world_size
+            )
+            return {}
+        own: dict[str, Tensor] = reader.state(OWN_MOMENTS, t.world.rank)
+        return own
 
     def _read_moment(self, reader: Reader, name: str, parameter: Tensor) -> Tensor:
         """The parameter's rows of a moment of its shape; others, like step counters, whole."""

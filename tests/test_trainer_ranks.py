@@ -1,0 +1,232 @@
+"""The Trainer on several real ranks: what they agree on, what they count together, what they save together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from forgather_cli import worker
+from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer import Trainer, TrainingArguments
+from forgather_cli.trainer.ticket import Counts, Sum, Ticket, stop_numbers, stop_of
+from tests import tiny
+from tests.ranks import RankError, run_ranks
+
+LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("trainer=pipeline", "n_microbatches=2")}
+
+
+def trained(root: str, *overrides: str, **hooks: Any) -> dict[str, Any]:
+    """A whole run in this rank; what it came to."""
+    run = Path(root)
+    trainer = worker.run(
+        tiny.config(run, "nproc_per_node=2" if dist.is_initialized() else "seed=42", *overrides), RunDir(run), **hooks
+    )
+    return {
+        "step": trainer.state.global_step,
+        "stopped_by": trainer.stopped_by,
+        "history": trainer.state.log_history,
+        "tokens": trainer.metrics.total_tokens,
+        "samples": trainer.metrics.total_samples,
+        "flops": trainer.metrics.total_flops,
+        "parameters": trainer.num_parameters,
+        "rank_0": trainer.state.is_world_process_zero,
+    }
+
+
+def single(root: Path, *overrides: str) -> dict[str, Any]:
+    return trained(str(root), *overrides)
+
+
+def values(result: dict[str, Any], key: str) -> list[float]:
+    return [record[key] for record in result["history"] if key in record]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_count_and_log_together_what_one_rank_does(layout: str, tmp_path: Path) -> None:
+    settings = ("logging_steps=2", "logging_first_step=false", "data.ragged=true", "eval_steps=4", "save_strategy=no")
+    alone = single(tmp_path / "single", *settings)
+    ranks = run_ranks(2, trained, str(tmp_path / layout), *LAYOUTS[layout], *settings)
+    for result in ranks:
+        assert [result[key] for key in ("step", "tokens", "samples", "parameters")] == [
+            alone[key] for key in ("step", "tokens", "samples", "parameters")
+        ]
+        assert result["flops"] == pytest.approx(alone["flops"])
+        assert values(result, "tokens") == values(alone, "tokens")
+        assert values(result, "eval_tokens") == values(alone, "eval_tokens")
+        for key in ("loss", "grad_norm", "max_grad_norm", "eval_loss", "train_loss"):
+            assert values(result, key) == pytest.approx(values(alone, key), rel=1e-5), key
+    assert [result["rank_0"] for result in ranks] == [True, False]
+
+
+def told_on(rank: int, from_poll: int, root: str, *overrides: str) -> dict[str, Any]:
+    """A run in which one rank gets SIGTERM."""
+    polls = iter(range(10_000))
+    heard: list[int] = []
+    result = trained(
+        root,
+        *overrides,
+        should_stop=lambda: 15 if dist.get_rank() == rank and next(polls) >= from_poll else None,
+        on_stop=heard.append,
+    )
+    return {**result, "heard": heard}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_checkpoint(rank: int, tmp_path: Path) -> None:
+    settings = ("trainer=ddp", "max_steps=50", "eval_strategy=no", "save_strategy=no")
+    ranks = run_ranks(2, told_on, rank, 6, str(tmp_path), *settings)
+    assert [result["stopped_by"] for result in ranks] == [15, 15]
+    assert [result["heard"] for result in ranks] == [[15], [15]]
+    assert ranks[0]["step"] == ranks[1]["step"] <= 8
+    assert RunDir(tmp_path).checkpoint_steps() == [ranks[0]["step"]]
+
+
+def test_a_signal_in_an_evaluation_discards_it_on_all_ranks(tmp_path: Path) -> None:
+    settings = ("trainer=ddp", "eval_on_start=true", "data.num_eval_samples=64", "per_device_eval_batch_size=1")
+    ranks = run_ranks(2, told_on, 1, 5, str(tmp_path), *settings)
+    assert [(result["stopped_by"], result["step"], values(result, "eval_loss")) for result in ranks] == [
+        (15, 0, [])
+    ] * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("samples", [2, 7, 9])
+def test_uneven_evaluation_counts_every_example_once(layout: str, samples: int, tmp_path: Path) -> None:
+    settings = (f"data.num_eval_samples={samples}", "per_device_eval_batch_size=2", "max_steps=1", "eval_on_start=true",
+                "eval_steps=100", "save_strategy=no", "data.ragged=true")  # fmt: skip
+    alone = single(tmp_path / "single", *settings)
+    for result in run_ranks(2, trained, str(tmp_path / layout), *LAYOUTS[layout], *settings):
+        assert values(result, "eval_loss") == pytest.approx(values(alone, "eval_loss"), rel=1e-6)
+        assert values(result, "eval_tokens") == values(alone, "eval_tokens")
+
+
+def test_an_open_log_interval_goes_on_with_the_sums_of_all_ranks(tmp_path: Path) -> None:
+    settings = ("max_steps=6", "logging_steps=6", "logging_first_step=false", "eval_strategy=no")
+    alone = single(tmp_path / "single", *settings)
+    run_ranks(2, trained, str(tmp_path / "ranks"), "trainer=ddp", "save_steps=3", *settings)
+    saved = RunDir(tmp_path / "ranks").checkpoint(3)
+    went_on = single(tmp_path / "more", *settings, f"resume_from_checkpoint={saved}")
+    assert values(went_on, "loss") == pytest.approx(values(alone, "loss"), rel=1e-6)
+    assert values(went_on, "grad_norm") == pytest.approx(values(alone, "grad_norm"), rel=1e-6)
+
+
+def weights_and_moments(root: str, *overrides: str) -> tuple[list[float], dict[str, Any]]:
+    run = Path(root)
+    trainer = worker.run(tiny.config(run, *overrides), RunDir(run))
+    moments = {name: tensor.clone() for name, tensor in trainer.optimizer.state_tensors().items()}
+    return values({"history": trainer.state.log_history}, "grad_norm"), moments
+
+
+def test_ranks_that_train_by_themselves_resume_with_their_own_moments(tmp_path: Path) -> None:
+    """Post-local SGD: a save waits for the next average, which is at steps 4, 6 and 8."""
+    settings = (
+        "trainer=ddp", "nproc_per_node=2", "post_local_sgd.enabled=true", "post_local_sgd.start_step=2",
+        "post_local_sgd.period=2", "logging_steps=1", "eval_strategy=no", "max_steps=8", "deterministic=true",
+        "data.ragged=true",
+    )  # fmt: skip
+    through = run_ranks(2, weights_and_moments, str(tmp_path / "through"), "save_steps=5", *settings)
+    assert RunDir(tmp_path / "through").checkpoint_steps() == [6, 8]
+    assert through[0][0] == through[1][0]  # the mean square over ranks is logged
+    saved = RunDir(tmp_path / "through").checkpoint(6)
+    again = run_ranks(2, weights_and_moments, str(tmp_path / "again"), f"resume_from_checkpoint={saved}", *settings)
+    for rank in range(2):
+        assert again[rank][0] == through[rank][0][6:]
+        assert all(torch.equal(value, through[rank][1][name]) for name, value in again[rank][1].items())
+    different = [n for n, value in through[0][1].items() if not torch.equal(value, through[1][1][n])]
+    assert different
+    alone = single(tmp_path / "alone", "max_steps=8", f"resume_from_checkpoint={saved}", "data.ragged=true")
+    assert alone["step"] == 8  # with the mean of both
+
+
+# -------------------------------------------------------------------------------------------------- the Python surface
+
+
+def python_trainer(root: str) -> Trainer:
+    args = TrainingArguments(f"{root}/out", per_device_eval_batch_size=3, report_to="none", use_cpu=True)
+    return Trainer(model_init=tiny.decoder, args=args, eval_dataset=tiny.RandomTokens(7))
+
+
+def predicted(root: str) -> Any:
+    trainer = python_trainer(root)
+    output = trainer.predict(tiny.RandomTokens(7, ragged=True))
+    trainer.save_model(f"{root}/saved")
+    return output.predictions, output.label_ids, output.metrics["test_loss"], trainer.strategy.name
+
+
+def test_predict_and_save_model_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+    one = predicted(str(tmp_path / "one"))
+    for logits, labels, loss, name in run_ranks(2, predicted, str(tmp_path / "two")):
+        assert name == "ddp"
+        np.testing.assert_allclose(logits, one[0], atol=1e-6)
+        np.testing.assert_array_equal(labels, one[1])
+        assert loss == pytest.approx(one[2], rel=1e-6)
+    weights = [(tmp_path / run / "saved" / "model.safetensors").read_bytes() for run in ("one", "two")]
+    assert weights[0] == weights[1]
+
+
+def random_seed_of(root: str) -> int:
+    args = TrainingArguments(root, seed=-1, report_to="none", use_cpu=True)
+    return Trainer(model_init=tiny.decoder, args=args).seed
+
+
+def test_a_random_seed_is_that_of_rank_0_everywhere(tmp_path: Path) -> None:
+    seeds = run_ranks(2, random_seed_of, str(tmp_path))
+    assert seeds[0] == seeds[1]
+    assert seeds[0] != run_ranks(2, random_seed_of, str(tmp_path))[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- the ticket
+
+
+def agreed() -> list[Any]:
+    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.zeros(2, 4, dtype=torch.int64)}
+    from forgather_cli.data.collate import step_of
+
+    def ticket(step: Any, stop: int | None, saved: bool, copies: int) -> Any:
+        return Ticket(step, stop=stop, saved=saved, world=2, copies=copies, group=group)
+
+    first = ticket(step_of([batch] * (rank + 1)), None, True, 1)
+    second = ticket(step_of([batch]), 2 if rank else 15, rank == 0, 2)
+    third = ticket(step_of([batch]) if rank else None, 10 if rank == 0 else None, True, 1)
+    return [third.read(), first.read(), second.read(), Sum([rank, 1], group).read()]
+
+
+def test_tickets_under_way_together_are_read_in_any_order() -> None:
+    both = run_ranks(2, agreed)
+    assert both[0] == both[1]
+    third, first, second, numbers = both[0]
+    assert first.counts == Counts(targets=18, tokens=24, square_lengths=96, samples=6)
+    assert (first.has_data, first.stop, first.saved) == (True, None, True)
+    assert second.counts == Counts(targets=6, tokens=8, square_lengths=32, samples=2)  # two ranks read the same
+    assert (second.has_data, second.stop, second.saved) == (True, 15, False)
+    assert (third.has_data, third.stop) == (False, 10)
+    assert numbers == [1, 2]
+
+
+def test_one_rank_needs_no_group() -> None:
+    assert Sum([3, 4], None).read() == [3, 4]
+    assert stop_of(stop_numbers(None)) is None
+    assert stop_of(stop_numbers(2)) == 2
+    assert stop_of(stop_numbers(1)) == 1
+    assert stop_of(stop_numbers(12)) == 15  # told to stop by what is no stop signal
+
+
+def diverging_seed(root: str) -> None:
+    config = tiny.config(
+        Path(root), "trainer=ddp", "nproc_per_node=2", "learning_rate=1e30", "max_grad_norm=null", "max_steps=40"
+    )
+    worker.run(config, RunDir(Path(root)))
+
+
+def test_divergence_ends_all_ranks_at_one_step(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, diverging_seed, str(tmp_path))
+    first, second = caught.value.causes.values()
+    assert type(first).__name__ == type(second).__name__ == "DivergenceError"
+    assert str(first) == str(second)
