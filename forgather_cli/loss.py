@@ -146,15 +146,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
         (scale,) = outputs
-        grads = ctx.grads
-        ctx.grads = None  # not through save_for_backward: its reference would make accumulation copy the weight's
+        grads, keep = ctx.grads, _graph_is_kept()
         if grads is None:
             raise RuntimeError("linear_cross_entropy: its gradients are gone after one backward pass")
+        if not keep:
+            ctx.grads = None  # not through save_for_backward: its reference would make accumulation copy the weight's
         scaled = [
-            None if g is None else g.mul_(scale).to(d)
+            None if g is None else (g * scale if keep else g.mul_(scale)).to(d)
             for g, d in zip((grads.hidden, grads.weight, grads.bias), ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward pass that runs now keeps its graph for another one, as zero-bubble schedules do: first comes
+    the gradient of a stage's inputs, later that of its weights.
+    """
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
 
 
 class _Gradients:

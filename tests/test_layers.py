@@ -32,14 +32,19 @@ ALLOWED = {
     "rank_log": set(),
     "claim": set(),
     "launch": {"checkpoint.retention", "claim", "config", "outcome", "rank_log", "report", "signals", "worker"},
-    "plan": {"config.batch", "data", "models", "optim.groups", "trainer.metrics"},
+    "plan": {
+        "config.batch", "config.check", "config.pipeline_layout", "data", "models", "optim.groups", "trainer.metrics",
+    },
     "worker": {"*"},
     "source": {"*"},
     "trainer": {
         "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.loader", "loss",
         "optim", "models.modes", "models.transform", "models.pretrained", "config.batch", "config.decode",
     },
-    "strategies": {"distributed", "loss", "precision", "models.init", "models.stages"},
+    "strategies": {
+        "config.pipeline_layout", "distributed", "loss", "precision", "models.init", "models.stages",
+        "models.transform",
+    },
     "callbacks": {"models.generate", "models.modes"},
     "distributed": set(),
     "checkpoint": set(),

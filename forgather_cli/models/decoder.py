@@ -127,13 +127,15 @@ class Stack(nn.Module):
         super().__init__()
         assert s.vocab_size is not None
         self.embed_tokens: Embedding | None = Embedding(s.vocab_size, s.hidden_size, std=s.initializer_range)
+        self.embeds = True
+        """False: ``embed_tokens`` only carries the weight that the head shares."""
         self.layers = nn.ModuleDict({str(i): DecoderLayer(s) for i in range(s.num_hidden_layers)})
         self.norm: RMSNorm | None = RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(s)
 
     def forward(self, x: Tensor, context: Context, cache: KVCache | None) -> Tensor:
         """``x`` is token ids (B, T) where this stack has the embedding, else hidden states (B, T, E)."""
-        if self.embed_tokens is not None:
+        if self.embed_tokens is not None and self.embeds:
             x = self.embed_tokens(x)
         for key, layer in self.layers.items():
             x = layer(x, context, None if cache is None else cache.layer(key))
@@ -143,8 +145,8 @@ class Stack(nn.Module):
 class Decoder(nn.Module):
     """A causal language model. ``settings`` must be resolved (``resolve_decoder``).
 
-    ``embed_tokens``, some layers, ``norm`` or ``lm_head`` may be taken out (set to None, deleted from ``layers``): the
-    rest runs on hidden states instead of token ids and keeps its parameter names.
+    ``embed_tokens``, some layers, ``norm`` or ``lm_head`` may be taken out (set to None, deleted from ``layers``; see
+    ``cut``): the rest runs on hidden states instead of token ids and keeps its parameter names.
     """
 
     def __init__(self, settings: DecoderSettings) -> None:
@@ -164,6 +166,30 @@ class Decoder(nn.Module):
         if self.lm_head is None:
             raise AssertionError("this part of the model has no head")
         return self.lm_head
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.settings.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.settings.hidden_size
+
+    def cut(self, first: int, last: int, *, is_first: bool, is_last: bool) -> None:
+        """Keep layers ``first`` to ``last`` alone, the embedding if ``is_first``, norm and head if ``is_last``.
+
+        A tied head keeps the embedding with it, which then only carries the weight under its name.
+        """
+        stack = self.model
+        for index in range(self.num_hidden_layers):
+            if not first <= index <= last:
+                del stack.layers[str(index)]
+        if not is_last:
+            stack.norm = self.lm_head = None
+        if not is_first:
+            stack.embeds = False
+            if not (is_last and self.settings.tie_word_embeddings):
+                stack.embed_tokens = None
 
     def forward(
         self,

@@ -56,6 +56,14 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
+def recomputes(module: nn.Module) -> bool:
+    """Whether blocks of ``module`` recompute activations, by the function above or torch's wrapper."""
+    return any(
+        getattr(m.__dict__.get("forward"), "func", None) is _recomputed or type(m).__name__ == "CheckpointWrapper"
+        for m in module.modules()
+    )
+
+
 def compile_blocks(module: nn.Module, args: RunSettings) -> None:
     """Compile every block in place with the ``torch_compile_*`` settings. Raises ModelError.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from forgather_cli.config.decode import decode_settings
@@ -13,6 +14,7 @@ from forgather_cli.config.schema import (
     Config,
     ConstantSettings,
     CosineSettings,
+    DDPSettings,
     FP32Settings,
     GroupSettings,
     InverseSqrtSettings,
@@ -22,8 +24,11 @@ from forgather_cli.config.schema import (
     RunSettings,
     SchedulerOption,
     SGDSettings,
+    SingleSettings,
+    TrainerOption,
     settings,
 )
+from forgather_cli.config.schema.base import PositiveInt
 from forgather_cli.errors import ConfigError
 
 # where a Hugging Face script relies on a default that differs from a recipe's (transformers 5.23, training_args.py)
@@ -44,7 +49,7 @@ _HF_GROUPS = {"no_decay": GroupSettings(regex=r"norm\w*\.weight$|bias$", setting
 _ACCEPTED = {
     "report_to", "disable_tqdm", "run_name", "remove_unused_columns", "label_names", "log_level", "save_safetensors",
     "data_seed", "do_train", "do_eval", "do_predict", "include_num_input_tokens_seen", "logging_nan_inf_filter",
-    "ddp_find_unused_parameters", "group_by_length", "save_only_model", "eval_do_concat_batches",
+    "group_by_length", "save_only_model", "eval_do_concat_batches",
 }  # fmt: skip
 _RENAMED = {"evaluation_strategy": "eval_strategy", "include_tokens_per_second": None, "no_cuda": "use_cpu"}
 _FALSE_ONLY = {"fp16", "push_to_hub", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"}
@@ -62,13 +67,17 @@ class HFSettings(RunSettings):
     adam_epsilon: float = 1e-8
     bf16: bool = False
     use_cpu: bool = False
+    ddp_find_unused_parameters: bool | None = None
+    ddp_bucket_cap_mb: PositiveInt | None = None
+    ddp_broadcast_buffers: bool | None = None
 
 
 class TrainingArguments(HFSettings):
     """``TrainingArguments("out", max_steps=100, ...)``; unknown names and wrong types raise ConfigError.
 
     Takes every run-level setting of a recipe besides the Hugging Face names ``optim``, ``lr_scheduler_type``,
-    ``warmup_steps``, ``warmup_ratio``, ``adam_beta1/2``, ``adam_epsilon``, ``bf16`` and ``use_cpu``. Defaults are
+    ``warmup_steps``, ``warmup_ratio``, ``adam_beta1/2``, ``adam_epsilon``, ``bf16``, ``use_cpu`` and ``ddp_*``; in a
+    process that torchrun or the like has started beside others, ranks train data-parallel. Defaults are
     Hugging Face's where a script would notice: learning rate 5e-5, 3 epochs, logging every 500 steps, no evaluation.
     """
 
@@ -109,6 +118,17 @@ class TrainingArguments(HFSettings):
                 f"lr_scheduler_type: got {self.lr_scheduler_type!r}; use {names}, or give lr_scheduler_factory"
             )
         return options[self.lr_scheduler_type]
+
+    @property
+    def trainer(self) -> TrainerOption:
+        """Data parallel in one of several processes (torchrun, ``accelerate launch``), else one device."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return SingleSettings()
+        return DDPSettings(
+            find_unused_parameters=bool(self.ddp_find_unused_parameters),
+            bucket_cap_mb=self.ddp_bucket_cap_mb,
+            broadcast_buffers=self.ddp_broadcast_buffers is not False,
+        )
 
     @property
     def precision(self) -> PrecisionOption:

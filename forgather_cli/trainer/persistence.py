@@ -239,7 +239,7 @@ class Persistence:
             wanted.discard("data")
         if "optimizer" in wanted:
             wanted.add("strategy")  # how gradients come about belongs to how they are used
-        restore_components(reader, self._restorable(), rank=t.world.rank, only=wanted)
+        restore_components(reader, self._restorable(), rank=t.world.rank, world_size=t.world.size, only=wanted)
         self._checkpointer.protected = {reader.step}
         t.state.resumed_step = t.state.global_step
         log.info("resumed from %s at step %d", reader.path, reader.step)

@@ -220,7 +220,7 @@ class Trainer:
         self.optimizer, self.lr_scheduler, callback = self._make_optimizer(strategy, state.max_steps or None)
         if callback is not None:
             self.callbacks.add(callback)
-        self._parameters = [p for part in strategy.parts for p in part.parameters() if p.requires_grad]
+        self._parameters = [p for _, p in setup.trainable_parameters(strategy.parts)]  # once where two parts share one
         self._flops = Flops.of(strategy.parts, self.cpu_group)
         self.metrics = TrainMetrics(
             strategy.device,

@@ -1,0 +1,169 @@
+"""Which layers run where in a pipeline, and how long its ranks wait; for planning too, so without torch.
+
+Legend: n stages, p ranks, v stages per rank, m n_microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from forgather_cli.config.schema import PipelineSettings
+from forgather_cli.errors import ConfigError
+
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+ONE_STAGE = ("1F1B", "GPipe")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of consecutive layers on one rank. Layers count from 0, ``last_layer`` is one of them."""
+
+    index: int
+    rank: int
+    first_layer: int
+    last_layer: int
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        return self.last_layer - self.first_layer + 1
+
+
+def stages_per_rank(settings: PipelineSettings) -> int:
+    """Stages on each rank: as set, else one, or two for interleaved and V schedules."""
+    return settings.stages_per_rank or (1 if settings.schedule in ONE_STAGE else 2)
+
+
+def rank_of_stage(settings: PipelineSettings, index: int, world: int) -> int:
+    """Stages go round the ranks; those of V schedules go back by the way they came."""
+    lap, place = divmod(index, world)
+    return world - 1 - place if settings.schedule in V_SHAPED and lap % 2 else place
+
+
+def stage_layout(settings: PipelineSettings, num_layers: int, world: int) -> list[Stage]:
+    """All stages in the order of the model, for ``world`` ranks. Raises ConfigError where there are none."""
+    if problems := layout_problems(settings, num_layers, world):
+        raise ConfigError(problems)
+    number = world * stages_per_rank(settings)
+    counts = settings.split if settings.split != "auto" else _balanced(settings, num_layers, number)
+    stages, first = [], 0
+    for index, count in enumerate(counts):
+        rank = rank_of_stage(settings, index, world)
+        stages.append(Stage(index, rank, first, first + count - 1, index == 0, index == number - 1))
+        first += count
+    return stages
+
+
+def _balanced(settings: PipelineSettings, num_layers: int, number: int) -> list[int]:
+    """Layers per stage, at least one each, so that the heaviest stage is as light as possible.
+
+    The embedding counts as ``input_weight`` layers, the head as ``output_weight``. Of equals the later stage gets the
+    layer: under 1F1B an earlier one keeps the activations of more micro-batches.
+    """
+    counts = [1] * number
+    weights = [1.0] * number
+    weights[0] += settings.input_weight
+    weights[-1] += settings.output_weight
+    for _ in range(num_layers - number):
+        lightest = min(reversed(range(number)), key=weights.__getitem__)
+        counts[lightest] += 1
+        weights[lightest] += 1
+    return counts
+
+
+def bubble(settings: PipelineSettings, world: int) -> float:
+    """The share of its time that a rank waits, 0 to 1, of a schedule step with equal stages and free communication.
+
+    Forward, gradient of the inputs and gradient of the weights count as one unit each, so a rank works 3 v m units;
+    below is what comes on top. Sources: 1F1B and GPipe, Huang et al. 2019, arXiv:1811.06965; interleaved, Narayanan et
+    al. 2021, arXiv:2104.04473, section 2.2; zero bubble, Qi et al. 2023, arXiv:2401.10241; with few micro-batches, and
+    DualPipeV, the order of torch 2.13's schedules run through, which a test repeats.
+    """
+    m, v, p = settings.n_microbatches, stages_per_rank(settings), world
+    if settings.schedule == "ZBVZeroBubble":
+        waits = max(p - 1, 4 * (p - 1) - 2 * (m - 1))
+    elif settings.schedule == "DualPipeV":
+        waits = p - 1
+    elif settings.schedule == "InterleavedZeroBubble":
+        waits = max(p - 1 + v * max(p - m, 0), 2 * v * p + 2 * m - 1 - 3 * v * m)
+    else:
+        waits = 3 * (p - 1 + (v - 1) * max(p - m, 0))
+    return waits / (3 * v * m + waits)
+
+
+def layout_lines(settings: PipelineSettings, stages: Sequence[Stage], parameters: Sequence[int]) -> list[str]:
+    """For people: the schedule with its bubble, then each stage; ``parameters`` are the stages' numbers of them."""
+    world, total = 1 + max(stage.rank for stage in stages), max(sum(parameters), 1)
+    lines = [
+        f"pipeline: schedule {settings.schedule}, {len(stages)} stages on {world} ranks, {settings.n_microbatches} "
+        f"micro-batches, bubble {bubble(settings, world):.1%}"
+    ]
+    for stage, number in zip(stages, parameters, strict=True):
+        first, last = stage.first_layer, stage.last_layer
+        holds = [f"layer {first}" if first == last else f"layers {first}-{last}"]
+        holds = ["embedding"] * stage.has_embedding + holds + ["head"] * stage.has_head
+        lines.append(
+            f"stage {stage.index} on rank {stage.rank}: {', '.join(holds)}; "
+            f"{number:,} parameters ({number / total:.1%})"
+        )
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------------- limits
+
+
+def layout_problems(settings: PipelineSettings, num_layers: int | None, world: int) -> list[str]:
+    """What the schedule cannot do with ``world`` ranks, and ``num_layers`` where they are known."""
+    return list(_limits(settings, num_layers, world))
+
+
+def _limits(settings: PipelineSettings, num_layers: int | None, world: int) -> Iterator[str]:
+    if world < 2:
+        yield f"trainer: pipeline needs at least 2 ranks, got {world} (nproc_per_node x nnodes); choose trainer=single"
+        return
+    per_rank = stages_per_rank(settings)
+    number = world * per_rank
+    yield from _microbatches(settings, world, number)
+    if settings.split != "auto":
+        yield from _split(settings.split, number, num_layers)
+    elif num_layers is not None and number > num_layers:
+        yield (
+            f"trainer: {number} pipeline stages are more than num_hidden_layers={num_layers} "
+            f"(schedule={settings.schedule}, {per_rank} on each of {world} ranks); "
+            f"{_more_layers_or_fewer_stages(settings, num_layers, world)}"
+        )
+
+
+def _more_layers_or_fewer_stages(settings: PipelineSettings, num_layers: int, world: int) -> str:
+    per_rank = stages_per_rank(settings)
+    remedies = [f"set num_hidden_layers={world * per_rank}"]
+    if settings.stages_per_rank is None and per_rank > 1 and world <= num_layers:
+        remedies.append("choose schedule=1F1B")
+    ranks = num_layers // per_rank
+    remedies.append(f"take {ranks} ranks (nproc_per_node)" if ranks > 1 else "choose trainer=single")
+    return ", or ".join(remedies)
+
+
+def _microbatches(settings: PipelineSettings, world: int, number: int) -> Iterator[str]:
+    schedule, parts = settings.schedule, settings.n_microbatches
+    if schedule in ("1F1B", "DualPipeV") and parts < number:
+        yield (
+            f"n_microbatches: schedule={schedule} with {number} stages needs at least as many, got {parts}; "
+            f"set n_microbatches={number}"
+        )
+    rounds = max(1, parts // world)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and parts % rounds:
+        yield (
+            f"n_microbatches: schedule={schedule} on {world} ranks needs a multiple of {rounds}, got {parts}; "
+            f"set n_microbatches={parts // world * world}"
+        )
+
+
+def _split(split: list[int], number: int, num_layers: int | None) -> Iterator[str]:
+    if len(split) != number:
+        yield f"split: names {len(split)} stages, schedule and ranks make {number}; name {number} or set split=auto"
+    elif num_layers is not None and sum(split) != num_layers:
+        yield f"split: adds up to {sum(split)} layers, got num_hidden_layers={num_layers}; mend it or set split=auto"

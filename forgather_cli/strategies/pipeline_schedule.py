@@ -1,0 +1,145 @@
+"""Training through torch's pipeline schedules.
+
+Legend: B sequences, T tokens, E hidden size; b = B / n_microbatches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from forgather_cli.config.pipeline_layout import ZERO_BUBBLE, Stage
+from forgather_cli.config.schema import PipelineSettings
+from forgather_cli.errors import ForgatherError
+from forgather_cli.loss import Loss, model_kwargs
+from forgather_cli.models.stages import hidden_states
+from forgather_cli.models.transform import recomputes
+from forgather_cli.strategies.base import Batch
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What passes from stage to stage: hidden states (B, T, E)."""
+
+    hidden_size: int
+    dtype: torch.dtype
+
+    def empty(self, input_ids: Tensor, device: torch.device, *, requires_grad: bool = False) -> Tensor:
+        """Room for the hidden states of ``input_ids`` (B, T)."""
+        shape = (*input_ids.shape, self.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
+
+
+class StageModule(nn.Module):
+    """What a schedule runs: a stage's layers; in the last stage the head and the loss too."""
+
+    def __init__(self, model: nn.Module, stage: Stage, boundary: Boundary, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.stage, self.boundary, self.loss = model, stage, boundary, loss
+        self.num_tokens = torch.ones(())
+        """Targets of the optimizer step, set before each run of the schedule."""
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        """Hidden states (b, T, E), or of the last stage the 0-dim share of the step's loss.
+
+        ``x`` is token ids (b, T) in the first stage, else hidden states; ``batch`` holds masks and, on the rank of the
+        last stage, ``labels``.
+        """
+        inputs = {"input_ids": x, **model_kwargs(batch)}
+        if self.stage.has_head:
+            return self.loss.total(self.model, inputs, batch["labels"], self.num_tokens) / self.num_tokens
+        out = hidden_states(self.model, inputs, self.boundary.hidden_size, self.boundary.dtype)
+        # a stage of frozen parameters alone: the schedules want something to go backward from
+        return out if out.requires_grad else out.requires_grad_(torch.is_grad_enabled())
+
+
+class TrainingSchedule:
+    """One of torch's schedules over this rank's stages, made anew when the shape of the micro-batches changes.
+
+    A schedule freezes its receive buffers at its first step, and a later step of another shape ends the process with
+    SIGABRT (torch 2.13, ``pipelining/stage.py``). Making one takes 1 to 20 ms, and all ranks see the same shapes.
+    """
+
+    def __init__(
+        self, settings: PipelineSettings, modules: Sequence[StageModule], num_stages: int, device: torch.device
+    ) -> None:
+        self._settings, self._modules, self._num_stages, self._device = settings, modules, num_stages, device
+        self._has_first = any(module.stage.has_embedding for module in modules)
+        self._has_last = any(module.stage.has_head for module in modules)
+        self.whole_backward = settings.schedule in ZERO_BUBBLE and any(recomputes(m.model) for m in modules)
+        """The schedule's gradients of the weights come with those of the inputs: split, each of the two, and each group
+        of weights by itself, would recompute a checkpointed block, 13 times the forward instead of twice."""
+        self._shape: torch.Size | None = None
+        self._schedule: Any = None
+        # at an error it logs a screen full of schedule, above the traceback
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+    def step(self, batch: Batch, num_tokens: Tensor) -> list[Tensor]:
+        """Collective. Gradients of ``batch``, whose rows n_microbatches divides, are added to ``.grad``.
+
+        Returns the shares of the loss, one per micro-batch, on the rank of the last stage; nothing elsewhere.
+        """
+        input_ids, labels = batch["input_ids"], batch["labels"]
+        if input_ids.shape != self._shape:
+            self._schedule = self._made_for(input_ids)
+            self._shape = input_ids.shape
+        for module in self._modules:
+            module.num_tokens = num_tokens
+        args = (input_ids,) if self._has_first else ()
+        kwargs: dict[str, Any] = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
+        losses: list[Tensor] = []
+        if self._has_last:
+            kwargs |= {"labels": labels, "target": labels, "losses": losses}
+        try:
+            self._schedule.step(*args, return_outputs=False, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ForgatherError | RuntimeError):
+                # torch wraps what a stage raises into one that tells the arguments' shapes, and hides running out of
+                # memory and our own messages
+                raise error.__cause__ from None
+            raise
+        return losses
+
+    def _made_for(self, input_ids: Tensor) -> Any:
+        self._schedule = None  # its buffers first
+        part = input_ids[: len(input_ids) // self._settings.n_microbatches]
+        stages = [self._stage(module, part) for module in self._modules]
+        schedule = get_schedule_class(self._settings.schedule)
+        return schedule(
+            stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
+            n_microbatches=self._settings.n_microbatches,
+            loss_fn=_as_it_is,
+            # it would divide all of .grad at each step, and so the sum over several steps wrongly; ``num_tokens`` does
+            scale_grads=False,
+        )
+
+    def _stage(self, module: StageModule, part: Tensor) -> PipelineStage:
+        """With shapes given: torch would otherwise find them by a forward and backward of its own."""
+        meta = torch.device("meta")
+        hidden = module.boundary.empty(part, meta, requires_grad=True)
+        return PipelineStage(
+            module,
+            module.stage.index,
+            self._num_stages,
+            self._device,
+            input_args=part.to(meta) if module.stage.has_embedding else hidden,
+            output_args=torch.empty((), device=meta, requires_grad=True) if module.stage.has_head else hidden,
+            dw_builder=_nothing_left if self.whole_backward else None,
+        )
+
+
+def _nothing_left() -> Callable[..., None]:
+    """torch's ``dw_builder`` of a stage whose backward is not split: what remains to be done for the weights."""
+    return lambda: None
+
+
+def _as_it_is(loss: Tensor, labels: Tensor) -> Tensor:
+    """The schedules' ``loss_fn``: the last stage has made the loss already."""
+    return loss
