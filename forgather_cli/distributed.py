@@ -50,6 +50,13 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
+def join_world(device: torch.device) -> None:
+    """Collective. Join the process group that the environment describes (torchrun's), where there is none yet."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
 def cpu_group() -> Any:
     """Collective. A new group of all ranks for host tensors and objects (gloo); None for one rank."""
     if world().size == 1:

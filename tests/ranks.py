@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -111,6 +112,8 @@ def _serve(connection: Connection) -> None:
             function, args, rank, count, store, timeout = pickle.loads(connection.recv())
             answer = _run(function, args, rank, count, store, timeout)
             connection.send_bytes(pickle.dumps(answer))
+            del answer
+            gc.collect()  # trainers are cycles, and hold groups whose threads would add up
 
 
 def _run(function: Callable[..., Any], args: Any, rank: int, count: int, store: str, timeout: float) -> Any:

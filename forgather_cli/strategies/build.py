@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from forgather_cli.config.schema import RunSettings, SingleSettings, Target
-from forgather_cli.distributed import pick_device
+from forgather_cli.distributed import join_world, pick_device
 from forgather_cli.loss import build_loss
 from forgather_cli.precision import autocast_for
 from forgather_cli.strategies.base import Strategy
@@ -25,6 +25,8 @@ def build_strategy(args: RunSettings, loss_fn: Any = None, fused_loss_factory: A
     loss = build_loss(getattr(args, "loss", None), loss_fn=loss_fn, fused_loss_factory=fused_loss_factory)
     precision = getattr(args, "precision", None)
     option = getattr(args, "trainer", None) or SingleSettings()
+    if not isinstance(option, SingleSettings):
+        join_world(device)
     if isinstance(option, Target):
         factory = import_target(option.path, "trainer")
         made: Strategy = call(factory, "trainer", device, loss, autocast_for(precision, device), **option.kwargs)

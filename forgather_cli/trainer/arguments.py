@@ -28,7 +28,6 @@ from forgather_cli.config.schema import (
     TrainerOption,
     settings,
 )
-from forgather_cli.config.schema.base import PositiveInt
 from forgather_cli.errors import ConfigError
 
 # where a Hugging Face script relies on a default that differs from a recipe's (transformers 5.23, training_args.py)
@@ -68,8 +67,10 @@ class HFSettings(RunSettings):
     bf16: bool = False
     use_cpu: bool = False
     ddp_find_unused_parameters: bool | None = None
-    ddp_bucket_cap_mb: PositiveInt | None = None
+    ddp_bucket_cap_mb: int | None = None
     ddp_broadcast_buffers: bool | None = None
+    dispatch_batches: bool | None = None  # as a recipe's data.dispatch_batches
+    dispatch_eval_batches: bool | None = None
 
 
 class TrainingArguments(HFSettings):

@@ -9,8 +9,8 @@ _LOGGED = (
     "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler", "optimizer", "seed", "global_batch_size", "loss",
     "precision", "model.path",
 )  # fmt: skip
-_MAY_MOVE = ("model.path", "data.cache_dir")
-"""Paths of things that are compared by their content, or by names and shapes."""
+_MAY_MOVE = ("model.path", "data.cache_dir", "data.dispatch_batches", "data.dispatch_eval_batches")
+"""Paths of things that are compared by their content, or by names and shapes; who reads the samples, not which."""
 
 Differences = dict[str, tuple[Any, Any]]
 

@@ -23,6 +23,7 @@ from forgather_cli.errors import CheckpointError
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import merge_group_states
 from forgather_cli.sharding import held_rows, local
+from forgather_cli.strategies.base import Stateful
 from forgather_cli.trainer.compare import compare_configs
 from forgather_cli.trainer.setup import named_tensors, rows_of, trainable_parameters
 
@@ -96,6 +97,20 @@ class _CallbackStates:
                 callback.load_state_dict(state[name])
 
 
+class _StrategyState:
+    """What a strategy keeps besides weights; another kind of strategy leaves it alone."""
+
+    def __init__(self, own: Stateful) -> None:
+        self._own = own
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": type(self._own).__name__, "state": self._own.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["kind"] == type(self._own).__name__:
+            self._own.load_state_dict(state["state"])
+
+
 class _ToCompare:
     """State that is written as a component and read by hand: optimizer groups with their moments, the identity."""
 
@@ -128,9 +143,8 @@ class Persistence:
         self._checkpointer.close()
 
     def _restorable(self) -> list[Component]:
-        t, strategy = self._trainer, self._trainer.strategy
+        t = self._trainer
         assert t.train_loader is not None
-        own = [] if strategy.own_state is None else [Component("strategy", strategy.own_state, Sharing.PER_RANK)]
         position = Sharing.PER_RANK if t.train_loader.state_is_per_rank else Sharing.GLOBAL
         return [
             Component("trainer", _TrainerState(t), Sharing.GLOBAL),
@@ -138,8 +152,11 @@ class Persistence:
             Component("data", t.epochs, position),
             Component("callbacks", _CallbackStates(t), Sharing.GLOBAL),
             Component("rng", _RandomState(), Sharing.PER_RANK),
-            *own,
         ]
+
+    def _of_strategy(self) -> list[Component]:
+        own = self._trainer.strategy.own_state
+        return [] if own is None else [Component("strategy", _StrategyState(own), Sharing.PER_RANK)]
 
     def _components(self) -> list[Component]:
         """Collective."""
@@ -150,6 +167,7 @@ class Persistence:
         own = [Component(OWN_MOMENTS, moments, Sharing.PER_RANK)] if t.strategy.averaging is not None else []
         return [
             *self._restorable(),
+            *self._of_strategy(),
             *own,
             Component("optimizer", groups, Sharing.GLOBAL),
             Component("identity", identity, Sharing.GLOBAL),
@@ -237,9 +255,11 @@ class Persistence:
             self._restore_optimizer(reader)
         if t.args.ignore_data_skip:
             wanted.discard("data")
-        if "optimizer" in wanted:
-            wanted.add("strategy")  # how gradients come about belongs to how they are used
         restore_components(reader, self._restorable(), rank=t.world.rank, world_size=t.world.size, only=wanted)
+        if "optimizer" in wanted and "strategy" in reader.components():
+            # how gradients come about belongs to how they are used; another number of ranks goes on with rank 0's
+            same = reader.manifest.world_size == t.world.size
+            restore_components(reader, self._of_strategy(), rank=t.world.rank if same else 0)
         self._checkpointer.protected = {reader.step}
         t.state.resumed_step = t.state.global_step
         log.info("resumed from %s at step %d", reader.path, reader.step)

@@ -1,0 +1,245 @@
+"""Data parallel: every rank holds the whole model, reads its slice of each batch, and gets the average gradient."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from forgather_cli.config.schema import DDPSettings, PrecisionOption
+from forgather_cli.distributed import world
+from forgather_cli.errors import ConfigError
+from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits
+from forgather_cli.models.init import allocate
+from forgather_cli.precision import Autocast, autocast_for
+from forgather_cli.strategies.base import Batch, Strategy, Supports
+from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, compressed
+from forgather_cli.strategies.local_sgd import LocalSGD
+
+log = logging.getLogger(__name__)
+
+_HALF = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}
+
+
+class DataParallel(Strategy):
+    """PyTorch's DistributedDataParallel over all ranks of the default process group.
+
+    With one rank, or without a process group, nothing is wrapped and nothing is sent. Evaluation and generation use the
+    bare model: they take part in no collective.
+    """
+
+    name = "ddp"
+    supports = Supports(optimizer_in_backward=False, fp16=False, torch_compile=True)
+    model_group = None
+
+    def __init__(
+        self, device: torch.device, loss: Loss, autocast: Autocast, settings: DDPSettings | None = None
+    ) -> None:
+        self._world = world()
+        self.data_rank, self.data_size, self.data_group = self._world.rank, self._world.size, self._world.group
+        self.device = device
+        self._loss = loss
+        self._autocast = autocast
+        self._settings = settings or DDPSettings()
+        self._arguments = _arguments(self._settings)
+        self._replica: DistributedDataParallel | None = None
+        self._local: LocalSGD | None = None
+        self._last: Batch | None = None
+
+    @classmethod
+    def from_settings(
+        cls, option: DDPSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None
+    ) -> DataParallel:
+        """As the config's options say."""
+        return cls(device, loss, autocast_for(precision, device), option)
+
+    # ------------------------------------------------------------------------------------------------------- set-up
+
+    def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
+        model = build()
+        if allocate(model, self.device) and init is None:
+            raise AssertionError("a model built on meta needs an init")
+        model.to(self.device)
+        if init is not None:
+            init(model)
+        self.parts = [model]
+        self._with_loss = ModelWithLoss(model, self._loss)
+        if self._world.size > 1:
+            self._replica = DistributedDataParallel(
+                _OrNothing(self._with_loss),
+                device_ids=[self.device] if self.device.type == "cuda" else None,
+                **self._arguments,
+            )
+            self._rebuild_buckets(model)
+            self._register_hook(self._replica, model)
+
+    def _rebuild_buckets(self, model: nn.Module) -> None:
+        """Collective. A backward whose gradients are zero and thrown away; two of a static graph.
+
+        DDP assigns gradients to other buckets after its first backward, of a static graph after its second (torch 2.13,
+        ``Reducer::rebuild_buckets``), and three ranks' sums then round differently: without this a resumed run would
+        differ from one that went on.
+        """
+        if self._settings.find_unused_parameters and not self._settings.static_graph:
+            return  # DDP keeps its buckets
+        with _untouched(model, self.device):
+            try:
+                for _ in range(2 if self._settings.static_graph else 1):
+                    self._backward_of_nothing()
+            except Exception as error:  # of a user's model
+                if not self._settings.static_graph:
+                    raise
+                log.warning(
+                    "static_graph: %s cannot be tried with two tokens (%s); on three ranks and more a resumed run will "
+                    "differ in rounding from an uninterrupted one",
+                    type(model).__name__,
+                    error,
+                )
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def _register_hook(self, replica: DistributedDataParallel, model: nn.Module) -> None:
+        hook = self._hook(model)
+        if hook is not None:
+            # a lambda, since DDP refuses annotations that are strings (torch 2.13, _check_comm_hook)
+            replica.register_comm_hook(None, lambda state, bucket: hook(bucket))
+
+    def _hook(self, model: nn.Module) -> Hook | None:
+        settings, group = self._settings, self._world.group
+        if settings.post_local_sgd.enabled:
+            trained = (p for p in model.parameters() if p.requires_grad)
+            self._local = self.averaging = self.own_state = LocalSGD(settings.post_local_sgd, self._world, trained)
+            return self._local
+        if settings.comm_hook == "powersgd":
+            self.own_state = powersgd = PowerSGD(group, self.device)
+            return powersgd
+        return None if settings.comm_hook == "none" else compressed(_HALF[settings.comm_hook], group)
+
+    # ---------------------------------------------------------------------------------------------------- the verbs
+
+    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+        share = torch.zeros((), device=self.device)
+        synced = False
+        self._begin(num_tokens)
+        for batch, synced in _with_last(microbatches):
+            with self._exchange(synced):
+                total, count = self._forward(batch, num_tokens)
+                if self._local is not None:
+                    self._local.add_targets(count)
+                loss = total / num_tokens
+                (loss * self.data_size).backward()  # DDP divides by their number
+            share += loss.detach()
+            self._remember(batch)
+        if not synced and self._replica is not None:
+            self._backward_of_nothing()
+        return share
+
+    def _begin(self, num_tokens: Tensor) -> None:
+        if self._local is not None and self._replica is not None:
+            self._local.begin_step(num_tokens)
+            # while each rank trains by itself, buffers too are sent only where the weights were averaged
+            self._replica.broadcast_buffers = self._settings.broadcast_buffers and self._local.settled
+
+    def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Any:
+        """(sum over targets, number of targets); an exchange of gradients begins in its backward."""
+        with self._autocast():
+            return (self._replica or self._with_loss)(batch, num_tokens)
+
+    def _exchange(self, now: bool) -> AbstractContextManager[None]:
+        """Around a forward and backward: the gradients so far are averaged over ranks, or only added up."""
+        return nullcontext() if now or self._replica is None else self._replica.no_sync()
+
+    def _backward_of_nothing(self) -> None:
+        """Collective. Take part in the exchange of gradients without a batch (an empty slice)."""
+        total, _ = self._forward(self._empty_batch(), None)
+        total.backward()
+
+    @property
+    def _watches_graph(self) -> bool:
+        """DDP reads from the graph of a step which parameters it uses: they must be those of a real batch."""
+        return self._settings.static_graph or self._settings.find_unused_parameters
+
+    def _remember(self, batch: Batch) -> None:
+        if self._watches_graph:
+            self._last = batch
+
+    def _empty_batch(self) -> Batch | None:
+        """A batch without targets, or None, which reaches every parameter of any model and costs nothing."""
+        if not self._watches_graph:
+            return None
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+        like = self._last or {"input_ids": tokens, "labels": tokens}
+        return {**like, "labels": torch.full_like(like["labels"], IGNORED)}
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            total, count = self._with_loss(batch)
+        return total, count
+
+    @torch.no_grad()
+    def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:
+        with self._autocast():
+            return model_logits(self.parts[0], model_kwargs(batch), last_only=last_only, cache=cache)
+
+
+class _OrNothing(nn.Module):
+    """The model with its loss, or, for no batch, a zero that depends on every parameter."""
+
+    def __init__(self, with_loss: ModelWithLoss) -> None:
+        super().__init__()
+        self.with_loss = with_loss
+
+    def forward(self, batch: Batch | None, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        if batch is not None:
+            result: tuple[Tensor, Tensor] = self.with_loss(batch, num_tokens)
+            return result
+        # sums over nothing: zero, and so are their gradients, whatever the weights are
+        sums = [p.flatten()[:0].sum(dtype=torch.float32) for p in self.parameters() if p.requires_grad]
+        return torch.stack(sums).sum(), torch.zeros((), device=sums[0].device)
+
+
+def _with_last(microbatches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Each with True for the last one; False for all where their number is not known beforehand."""
+    count = len(microbatches) if isinstance(microbatches, Sized) else 0
+    for n, batch in enumerate(microbatches, 1):
+        yield batch, n == count
+
+
+@contextmanager
+def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Random state and buffers are afterwards what they were, and nothing is compiled for the shapes inside."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+def _arguments(settings: DDPSettings) -> dict[str, Any]:
+    """What DDP is called with. Raises ConfigError for what the installed torch cannot do."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    # torch 2.13 renamed it, and warns at the old name
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    arguments: dict[str, Any] = {
+        buffers: settings.broadcast_buffers,
+        "init_sync": settings.init_sync,
+        "bucket_cap_mb": settings.bucket_cap_mb,
+        "find_unused_parameters": settings.find_unused_parameters,
+        "gradient_as_bucket_view": settings.gradient_as_bucket_view,
+        "static_graph": settings.static_graph,
+    }
+    if settings.skip_all_reduce_unused_params:
+        name = "skip_all_reduce_unused_params"
+        if name not in known:
+            raise ConfigError(f"{name}: torch {torch.__version__} cannot do it; set it to false, or install torch 2.13")
+        arguments[name] = True
+    return arguments

@@ -1,0 +1,65 @@
+"""One run under three strategies, killed on the way twice, against the same run on one device without a break."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.program import Process
+
+SETTINGS = (
+    "model=nano", "data.seq_len=64", "max_steps=60", "save_steps=6", "logging_steps=1", "eval_steps=30",
+    "max_eval_samples=8", "async_save=false", "~callbacks.textgen", "~callbacks.tensorboard",
+)  # fmt: skip
+
+
+def killed_after_save(words: tuple[str, ...], step: int, run: Path) -> None:
+    """Start a job and kill its launcher with SIGKILL once ``step`` is saved and another step is logged."""
+    with Process(*words) as job:
+        job.read_until(rf"checkpoint saved: .*step-0*{step}\b")
+        job.process.kill()
+        job.finish()
+    wait_for_ranks_to_end(run)
+
+
+def wait_for_ranks_to_end(run: Path) -> None:
+    """They are killed with their launcher; until they are gone they could still write."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not any(str(run) in line for line in command_lines()):
+            return
+        time.sleep(0.05)
+    raise AssertionError("ranks outlive their launcher")
+
+
+def command_lines() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return [line for line in found if "forgather_cli" in line]
+
+
+def test_pipeline_killed_then_fsdp2_killed_then_single_is_the_uninterrupted_single_run(tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    with Process("train", *SETTINGS, f"output_dir={alone}") as job:
+        assert job.finish() == 0, job.output
+    pipeline = ("trainer=pipeline", "nproc_per_node=2", "n_microbatches=4")
+    killed_after_save(("train", *SETTINGS, *pipeline, f"output_dir={run}"), 18, run)
+    killed_after_save(("resume", str(run), "trainer=fsdp2", "nproc_per_node=4"), 36, run)
+    with Process("resume", str(run), "trainer=single") as job:
+        assert job.finish() == 0, job.output
+    expected, curve = tiny.training_curve(alone), tiny.training_curve(run)
+    assert [step for step, _, _ in curve] == list(range(1, 61))
+    for (step, loss, norm), (_, loss_alone, norm_alone) in zip(curve, expected, strict=True):
+        assert loss == pytest.approx(loss_alone, rel=1e-5), step
+        assert norm == pytest.approx(norm_alone, rel=1e-4), step
+    evals = [[r["eval_loss"] for r in tiny.metrics(path) if "eval_loss" in r] for path in (alone, run)]
+    assert evals[1] == pytest.approx(evals[0], rel=1e-5)
+    assert json.loads((run / "exit.json").read_text())["code"] == 0
