@@ -181,7 +181,13 @@ def progress(done, total):
     if sys.argv[3] == "hang":
         time.sleep(60)
 
-option = TextSettings(files=[sys.argv[1]], cache_dir=sys.argv[2], seq_len=32)
+def train_bpe(*args):
+    print("training", flush=True)
+    return make_bpe(*args)
+
+make_bpe, corpus.train_bpe = corpus.train_bpe, train_bpe
+bpe = {"tokenizer": "bpe", "bpe_vocab_size": 300} if sys.argv[3] == "bpe" else {}
+option = TextSettings(files=[sys.argv[1]], cache_dir=sys.argv[2], seq_len=32, **bpe)
 print("built" if len(load_data(option, seed=1, progress=progress).train) else "empty", flush=True)
 """
 
@@ -205,16 +211,20 @@ def test_killed_builder_leaves_nothing_in_the_way(corpus: Path, cache: str) -> N
     assert not token_dirs(cache)[0].startswith(".")
 
 
-def test_two_processes_build_once(corpus: Path, cache: str) -> None:
-    processes = [start_build(corpus, cache, "go") for _ in range(2)]
+@pytest.mark.parametrize("mode", ["go", "bpe"])
+def test_two_processes_build_once(corpus: Path, cache: str, mode: str) -> None:
+    processes = [start_build(corpus, cache, mode) for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0].split() for process in processes]
     assert [output[-1] for output in outputs] == ["built", "built"]
-    assert sorted("building" in output for output in outputs) == [False, True]
+    whole = [word for output in outputs for word in output]
+    assert whole.count("training") == (mode == "bpe")
+    assert len(token_dirs(cache)) == 1
+    if mode == "go":
+        assert sorted("building" in output for output in outputs) == [False, True]
 
 
-def test_one_builder_waits_for_the_other(tmp_path: Path) -> None:
-    code = """
-import sys, time
+_BUILD_ONCE = """
+import sys
 from pathlib import Path
 from forgather_cli.data.cache import build_once
 
@@ -224,19 +234,56 @@ def write(directory):
     (directory / "data").write_text("x")
     return {"by": sys.argv[2]}
 
+print("ready", flush=True)
+sys.stdin.readline()
 print(build_once(Path(sys.argv[1]), "kind", "key", write)[1]["by"], flush=True)
 """
 
-    def start(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code, str(tmp_path), name]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    first = start("first")
-    assert first.stdout is not None
-    assert first.stdout.readline() == "writing\n"
-    second = start("second")
-    assert first.communicate("\n", timeout=60)[0] == "first\n"
-    assert second.communicate("\n", timeout=60)[0] == "first\n"
+class Builder:
+    """A process that builds an entry of a cache, told step by step; as a rank of a node where ``rank`` says so."""
+
+    def __init__(self, cache: Path, name: str, rank: int | None = None) -> None:
+        own = {} if rank is None else {"LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-c", _BUILD_ONCE, str(cache), name]
+        environ = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"} | own
+        self.process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert self.hears() == "ready"
+
+    def hears(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+
+    def ends(self) -> str:
+        return self.process.communicate(timeout=60)[0].strip()
+
+
+def test_one_builder_waits_for_the_other(tmp_path: Path) -> None:
+    first, second = Builder(tmp_path, "first"), Builder(tmp_path, "second")
+    first.tell()
+    assert first.hears() == "writing"
+    second.tell()
+    first.tell()
+    assert (first.ends(), second.ends()) == ("first", "first")
+
+
+def test_a_nodes_first_rank_builds_even_if_another_is_there_before(tmp_path: Path) -> None:
+    """Rank 0's progress is what a person sees."""
+    ranks = [Builder(tmp_path, f"rank {rank}", rank) for rank in range(3)]
+    ranks[1].tell()
+    ranks[2].tell()
+    while not (tmp_path / "locks").exists():  # rank 1 or 2 has come to the cache
+        time.sleep(0.01)
+    ranks[0].tell()
+    assert ranks[0].hears() == "writing"
+    ranks[0].tell()
+    assert [builder.ends() for builder in ranks] == ["rank 0"] * 3
 
 
 def test_damaged_cache_is_built_again(corpus: Path, cache: str) -> None:

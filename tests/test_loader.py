@@ -348,7 +348,7 @@ def test_evaluation_with_workers() -> None:
 
 def test_evaluation_without_a_sample_for_a_rank() -> None:
     for rank in range(3):
-        with pytest.raises(DataError, match=r"2 samples for 3 ranks leaves ranks \[2\] without any"):
+        with pytest.raises(DataError, match=r"2 samples for 3 ranks leaves ranks \[0\] without any"):
             EvalLoader(Numbers(2), batch_size=4, rank=rank, size=3)
 
 

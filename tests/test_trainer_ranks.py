@@ -230,3 +230,46 @@ def test_divergence_ends_all_ranks_at_one_step(tmp_path: Path) -> None:
     first, second = caught.value.causes.values()
     assert type(first).__name__ == type(second).__name__ == "DivergenceError"
     assert str(first) == str(second)
+
+
+# -------------------------------------------------------------------------------------------------------- ordered data
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The samples of tiny.RandomTokens in order."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.tokens = tiny.RandomTokens(length, seed)
+
+    def __iter__(self) -> Any:
+        return iter(self.tokens)
+
+
+def from_stream(root: str, lengths: list[int], *, own_seed: bool = False, **settings: Any) -> tuple[list[float], int]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    data = Stream(lengths[rank], rank if own_seed else 0)
+    args = TrainingArguments(
+        root, report_to="none", use_cpu=True, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2,
+        global_batch_size=4, num_train_epochs=-1, lr_scheduler_type="constant", save_strategy="no", **settings,
+    )  # fmt: skip
+    trainer = Trainer(model_init=tiny.decoder, args=args, train_dataset=data, eval_dataset=Stream(7, 1))
+    trainer.train()
+    return [record["loss"] for record in trainer.state.log_history if "grad_norm" in record], trainer.state.global_step
+
+
+def test_a_stream_is_read_by_rank_0_for_all(tmp_path: Path) -> None:
+    alone = from_stream(str(tmp_path / "one"), [18])
+    assert alone[1] == 5
+    for losses, steps in run_ranks(2, from_stream, str(tmp_path / "two"), [18, 0]):
+        assert steps == 5
+        assert losses == pytest.approx(alone[0], rel=1e-5)
+
+
+def test_shards_of_uneven_length_end_training_together(tmp_path: Path) -> None:
+    ranks = run_ranks(2, shards, str(tmp_path))
+    assert ranks[0] == ranks[1]
+    assert ranks[0][1] == 6  # of 2 samples each, the last of one: the shorter shard has 11
+
+
+def shards(root: str) -> tuple[list[float], int]:
+    return from_stream(root, [11, 30], own_seed=True, dispatch_batches=False, eval_strategy="no")

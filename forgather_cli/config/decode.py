@@ -119,7 +119,8 @@ def _adapter() -> TypeAdapter[Config]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Target):
-        return {"_target_": value.path, **{key: _plain(item) for key, item in value.kwargs.items()}}
+        beside = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in ("path", "kwargs")}
+        return {"_target_": value.path, **beside, **{key: _plain(item) for key, item in value.kwargs.items()}}
     if isinstance(value, CallbackSettings):
         named = {
             field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name != "custom"

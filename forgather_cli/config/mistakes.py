@@ -83,13 +83,15 @@ def _covered(path: str, known: set[str]) -> bool:
 def _path(error: Any, tree: Any) -> str:
     """The dotted path of an error: pydantic's location without the names of union members in it."""
     parts: list[str | int] = []
-    node = tree
-    for part in error["loc"]:
+    node, loc = tree, error["loc"]
+    for part, following in zip(loc, (*loc[1:], None), strict=True):
+        if part == "_target_" and isinstance(node, dict) and following in node:
+            continue  # the union's name for an option with a _target_, beside which the setting stands
         if isinstance(node, dict) and part in node:
             parts, node = [*parts, part], node[part]
         elif isinstance(node, list) and isinstance(part, int):
             parts, node = ([*parts, part], node[part]) if part < len(node) else (parts, None)
-        elif part == error["loc"][-1] and error["type"] == "missing" and not isinstance(part, int):
+        elif part == loc[-1] and error["type"] == "missing" and not isinstance(part, int):
             parts.append(part)
     return ".".join(map(str, parts))
 

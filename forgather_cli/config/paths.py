@@ -54,7 +54,7 @@ def members(annotation: Any) -> list[type]:
     return [
         cls
         for cls in candidates
-        if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls is not schema.Target
+        if isinstance(cls, type) and dataclasses.is_dataclass(cls) and not issubclass(cls, schema.Target)
     ]
 
 

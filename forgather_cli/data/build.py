@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import (
     DataOption,
+    DataTarget,
     PythonStdlibSettings,
     SyntheticSettings,
     Target,
@@ -172,7 +173,13 @@ def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:
 def _target(option: Target) -> DataSplits:
     """Data of the user's: a DataSplits, a mapping with ``train`` and, if any, ``eval``, ``tokenizer`` (a name or an
     object; bytes) and ``seq_len``, a (train, eval) pair, or a training dataset alone."""
-    made = import_target(option.path, "data")(**option.kwargs)
+    made = _splits(option, import_target(option.path, "data")(**option.kwargs))
+    if isinstance(option, DataTarget):
+        _check_dispatch(option, made)
+    return made
+
+
+def _splits(option: Target, made: Any) -> DataSplits:
     if isinstance(made, DataSplits):
         return made
     parts: dict[str, Any] = {"train": made}
@@ -194,6 +201,25 @@ def _target(option: Target) -> DataSplits:
         _seq_len(parts, option.path),
         {"type": option.path},
     )
+
+
+def _check_dispatch(option: DataTarget, made: DataSplits) -> None:
+    """Raise DataError for settings that only data without numbers has, given for data with numbers."""
+    from forgather_cli.data.stream import is_map_style
+
+    splits = {"train": made.train, "eval": made.eval}
+    streams = {name: data is not None and not is_map_style(data) for name, data in splits.items()}
+    follows = option.dispatch_eval_batches is None
+    reads = {
+        "dispatch_batches": streams["train"] or (follows and streams["eval"]),
+        "dispatch_eval_batches": streams["eval"],
+    }
+    for name, is_read in reads.items():
+        if getattr(option, name) is not None and not is_read:
+            raise DataError(
+                f"data.{name}: nothing reads it, since what {option.path} returned has numbers, by which each rank "
+                "reads its own samples; leave it out"
+            )
 
 
 def _seq_len(parts: dict[str, Any], path: str) -> int:

@@ -18,13 +18,15 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from forgather_cli.errors import DataError
 
 Meta = dict[str, Any]
+_PATIENCE = 10.0  # seconds that a rank leaves a cache to its node's first
 
 
 def cache_root(cache_dir: str | None) -> Path:
@@ -62,6 +64,8 @@ def build_once(root: Path, kind: str, key: str, write: Callable[[Path], Meta]) -
     directory = root / kind / key
     if (meta := find(root, kind, key)) is not None:
         return directory, meta
+    with _disk_errors(root):
+        _give_way(root, f"{kind}-{key}", lambda: find(root, kind, key) is not None)
     with _disk_errors(root), _locked(root, f"{kind}-{key}"):
         if (meta := find(root, kind, key)) is None:
             meta = _build(directory, write)
@@ -89,17 +93,25 @@ def _build(directory: Path, write: Callable[[Path], Meta]) -> Meta:
     return meta
 
 
-def remember(path: Path, value: Meta) -> None:
-    """Write a small JSON file atomically. Raises DataError when the disk refuses."""
-    with _disk_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(value))
-        temporary.replace(path)
+def remember_once(root: Path, path: Path, make: Callable[[], Meta]) -> Meta:
+    """The value in a small JSON file, made by one process if it is missing, and written atomically.
+
+    Raises DataError when the disk refuses.
+    """
+    if (known := recall(path)) is not None:
+        return known
+    with _disk_errors(root), _locked(root, f"{path.parent.name}-{path.stem}"):
+        if (known := recall(path)) is None:
+            known = make()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(known))
+            temporary.replace(path)
+    return known
 
 
 def recall(path: Path) -> Meta | None:
-    """What ``remember`` wrote, None if there is nothing that can be read."""
+    """What ``remember_once`` wrote, None if there is nothing that can be read."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -107,14 +119,33 @@ def recall(path: Path) -> Meta | None:
     return value if isinstance(value, dict) else None
 
 
+def _give_way(root: Path, name: str, is_done: Callable[[], bool]) -> None:
+    """On a rank that is not its node's first: let that one take the lock, since what rank 0 does is shown on the
+    terminal. After a while a rank does it itself."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline and not is_done():
+        with _lock_file(root, name) as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others that look are not in the way
+            except BlockingIOError:
+                return
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def _locked(root: Path, name: str) -> Iterator[None]:
     """Hold an flock; the kernel drops it when the process dies. The file stays, since removing it would race."""
-    path = root / "locks" / f"{name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as handle:
+    with _lock_file(root, name) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+def _lock_file(root: Path, name: str) -> IO[str]:
+    path = root / "locks" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a")
 
 
 @contextlib.contextmanager

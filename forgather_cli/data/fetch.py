@@ -20,7 +20,7 @@ class Workers:
 
     num: int = 0
     prefetch_factor: int | None = None
-    """Micro-batches that each worker reads ahead; null: 2."""
+    """Micro-batches (of data without numbers: global batches) that each worker reads ahead; null: 2."""
     persistent: bool = False
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
-from forgather_cli.data.cache import digest, recall, remember
+from forgather_cli.data.cache import Meta, digest, recall, remember_once
 from forgather_cli.errors import DataError
 
 Split = Literal["train", "eval"]
@@ -93,10 +93,11 @@ def content_hash(root: Path, files: Sequence[SourceFile], *, read: bool = True) 
     stats = [source.path.stat() for source in files]
     stamp = digest([[str(f.path), f.label, s.st_size, s.st_mtime_ns] for f, s in zip(files, stats, strict=True)])
     note = root / "content" / f"{stamp}.json"
-    known = recall(note)
-    if known is None and read:
-        known = {"content": digest([[source.label, _file_hash(source.path)] for source in files])}
-        remember(note, known)
+
+    def read_all() -> Meta:
+        return {"content": digest([[source.label, _file_hash(source.path)] for source in files])}
+
+    known = remember_once(root, note, read_all) if read else recall(note)
     return None if known is None else str(known["content"])
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -40,6 +41,8 @@ class Stream:
 
     Where the dataset, its iterator or the dataloader has ``state_dict`` and ``load_state_dict``, a pass goes on exactly
     from a state; else the items before it are read again. Raises DataError if that cannot be done.
+
+    ``chunk`` samples are read at once; their order depends on it where there are workers, who take turns by chunks.
     """
 
     def __init__(self, dataset: Any, workers: Workers, seed: int, chunk: int, state: State | None) -> None:
@@ -47,15 +50,17 @@ class Stream:
         self._workers = Workers(workers.num, workers.prefetch_factor) if iterable else Workers()
         self._stateful = _is_stateful(dataset) or (iterable and _is_stateful(iter(dataset)))
         in_lists = iterable and (self._stateful or self._workers.num > 0)
-        self._holder = worker_loader(dataset, self._workers, seed, batch_size=chunk) if in_lists else dataset
-        self._buffer: list[Any] = []
-        self._used = 0  # items handed out since _before
+        self._chunk = chunk if state is None else int(state.get("chunk", chunk))
+        self._holder = worker_loader(dataset, self._workers, seed, batch_size=self._chunk) if in_lists else dataset
+        self._chunks: deque[_Chunk] = deque()  # read and not used up, or the last one read
+        self._used = 0  # items handed out of the first chunk
         self._num_items = 0
-        self._before: State | None = None
+        self._ended = False
         skip = self._restore(state)
         items = start_workers(self._holder)
         self._lists = items if in_lists else ([item] for item in items)
-        self.take(skip)
+        while skip > 0 and (dropped := len(self.take(min(skip, 1024)))):
+            skip -= dropped
         self._num_items = state["items"] if state else 0
 
     def _restore(self, state: State | None) -> int:
@@ -76,40 +81,44 @@ class Stream:
         self._holder.load_state_dict(copy.deepcopy(state["source"]))
         return int(state["used"])
 
-    def peek(self) -> Any | None:
-        """The next item, without taking it; None at the end."""
-        if not self._buffer:
-            self._fill()
-        return self._buffer[0] if self._buffer else None
+    def peek(self, count: int) -> list[Any]:
+        """The next items without taking them, fewer at the end."""
+        items = [item for chunk in self._chunks for item in chunk.items][self._used :]
+        while len(items) < count and not self._ended:
+            before = copy.deepcopy(self._holder.state_dict()) if self._stateful else None
+            chunk = _Chunk(before, next(self._lists, []))
+            self._ended = not chunk.items
+            if chunk.items:
+                self._chunks.append(chunk)
+                items += chunk.items
+        return items[:count]
 
     def take(self, count: int) -> list[Any]:
         """The next items, fewer at the end."""
-        taken: list[Any] = []
-        while len(taken) < count and self.peek() is not None:
-            part = self._buffer[: count - len(taken)]
-            del self._buffer[: len(part)]
-            self._used += len(part)
-            taken += part
-        self._num_items += len(taken)
-        return taken
+        items = self.peek(count)
+        self._used += len(items)
+        self._num_items += len(items)
+        while len(self._chunks) > 1 and self._used >= len(self._chunks[0].items):
+            self._used -= len(self._chunks.popleft().items)
+        return items
 
     def state(self) -> State:
         """Where ``take`` stands. Workers may have read further."""
         return {
             "items": self._num_items,
             "num_workers": self._workers.num,
+            "chunk": self._chunk,
             "used": self._used,
-            "source": self._before,
+            "source": self._chunks[0].before if self._chunks else None,
         }
 
-    def _fill(self) -> None:
-        self._remember()
-        self._buffer = next(self._lists, [])
 
-    def _remember(self) -> None:
-        if self._stateful:
-            self._before = copy.deepcopy(self._holder.state_dict())
-        self._used = 0
+@dataclass(frozen=True)
+class _Chunk:
+    """Items that were read at once, and the source's state before."""
+
+    before: State | None
+    items: list[Any]
 
 
 def _is_stateful(value: Any) -> bool:
@@ -119,11 +128,3 @@ def _is_stateful(value: Any) -> bool:
 def batches_of(items: list[Any], size: int) -> list[list[Any]]:
     """Lists of at most ``size`` items."""
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def stepwise(stream: Stream, count: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    """The items of each step, ``count`` of them; the last may have fewer without ``drop_last``."""
-    while items := stream.take(count):
-        if len(items) < count and drop_last:
-            return
-        yield items

@@ -255,6 +255,10 @@ class Persistence:
             self._restore_optimizer(reader)
         if t.args.ignore_data_skip:
             wanted.discard("data")
+        if "data" in wanted and "data" in reader.components():
+            # read by every rank, also of another number of them: the loader knows which positions it can go on from
+            t.epochs.load_state_dict(reader.state("data", t.world.rank % reader.manifest.world_size))
+            wanted.discard("data")
         restore_components(reader, self._restorable(), rank=t.world.rank, world_size=t.world.size, only=wanted)
         if "optimizer" in wanted and "strategy" in reader.components():
             # how gradients come about belongs to how they are used; another number of ranks goes on with rank 0's

@@ -96,6 +96,8 @@ def train_loader(trainer: Trainer) -> TrainLoader:
         drop_last=args.dataloader_drop_last,
         set_dataset_epoch=args.set_dataset_epoch,
         collate_fn=trainer.data_collator,
+        peers=trainer.peers,
+        dispatch=args.dispatch_batches,
         **_loader_settings(args, strategy.device),
     )
 
@@ -110,6 +112,8 @@ def eval_loader(trainer: Trainer, dataset: Any) -> EvalLoader:
         max_samples=args.max_eval_samples,
         max_steps=args.max_eval_steps,
         collate_fn=trainer.data_collator,
+        peers=trainer.peers,
+        dispatch=args.dispatch_batches if args.dispatch_eval_batches is None else args.dispatch_eval_batches,
         **_loader_settings(args, strategy.device),
     )
 

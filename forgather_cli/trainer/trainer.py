@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerSt
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.schema import Config
+from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, world
 from forgather_cli.errors import ConfigError, DataError, DivergenceError
@@ -188,6 +189,13 @@ class Trainer:
 
     # --------------------------------------------------------------------------------------------------- preparation
 
+    @cached_property
+    def peers(self) -> Peers | None:
+        """Collective. The ranks as data sees them, with a group that rank 0 may send batches over; None alone."""
+        if self.world.size == 1:
+            return None
+        return Peers(cpu_group(), self.world.rank, self.strategy.data_rank)
+
     def _agreed_seed(self) -> int:
         """Collective. The setting's, or a random one of rank 0."""
         drawn = int.from_bytes(os.urandom(4), "little") >> 1
@@ -285,7 +293,7 @@ class Trainer:
         targets = torch.full((), max(step.counts.targets, 1), dtype=torch.float32, device=strategy.device)
         loss = strategy.forward_backward(Microbatches(step.microbatches, self.emit), targets)
         if self.args.fuse_optim_with_backward:
-            norm = self.optimizer.grad_norm()
+            norm = self.optimizer.grad_norm(strategy.model_group, strategy.duplicates)
         else:
             norm = clip_grad_norm(self._parameters, self.args.max_grad_norm, strategy.model_group, strategy.duplicates)
         self.emit("on_pre_optimizer_step")

@@ -32,6 +32,7 @@ from forgather_cli.config.schema.callbacks import (
 )
 from forgather_cli.config.schema.data import (
     DataOption,
+    DataTarget,
     PythonStdlibSettings,
     SyntheticSettings,
     TextSettings,
@@ -74,7 +75,7 @@ from forgather_cli.config.schema.trainer import (
 __all__ = [
     "AdafactorSettings", "AdamWSettings", "BF16Settings", "Betas", "CallbackOption", "CallbackSettings",
     "Config", "ConstantSettings", "CosineSettings", "Count", "CrossEntropySettings", "DDPSettings",
-    "DataOption", "DecoderSettings", "EarlyStoppingSettings", "FP32Settings", "FSDP2Settings", "Fraction",
+    "DataOption", "DataTarget", "DecoderSettings", "EarlyStoppingSettings", "FP32Settings", "FSDP2Settings", "Fraction",
     "GroupSettings", "InfiniteSettings", "InfoSettings", "Interval", "InverseSqrtSettings", "JsonSettings",
     "LinearCrossEntropySettings", "LinearSettings", "LossOption", "MetricsSettings", "ModelOption",
     "MuonSettings", "NonNegative", "OptimizerOption", "PipelineSettings", "PositiveFloat", "PositiveInt",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
-from pydantic import Tag
+from pydantic import BeforeValidator, ConfigDict, Tag
 
-from forgather_cli.config.schema.base import Count, Fraction, PositiveInt, TargetOption, by_type, settings
+from forgather_cli.config.schema.base import Count, Fraction, PositiveInt, Target, by_type, settings
 
 
 @settings
@@ -19,6 +19,8 @@ class _DataBase:
     packing: Literal["concat", "best_fit", "pad"] = "concat"
     isolate_documents: bool = False
     cache_dir: str | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
+    dispatch_batches: bool | None = None  # iterable data: null: true, rank 0 reads and sends; false: each its shard
+    dispatch_eval_batches: bool | None = None  # null: as dispatch_batches
 
 
 @settings
@@ -62,11 +64,29 @@ class SyntheticSettings(_DataBase):
     ragged: bool = False  # sequences of random length, padded, padding without targets
 
 
+@dataclass(frozen=True)
+class DataTarget(Target):
+    """Data of the user's. How ranks share what it returns stands beside ``_target_`` and is not passed to it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    dispatch_batches: bool | None = None
+    dispatch_eval_batches: bool | None = None
+
+
+def _to_data_target(value: Any) -> Any:
+    if not (isinstance(value, dict) and "_target_" in value):
+        return value
+    own = {key: value[key] for key in ("dispatch_batches", "dispatch_eval_batches") if key in value}
+    kwargs = {key: item for key, item in value.items() if key not in own and key != "_target_"}
+    return {"path": value["_target_"], "kwargs": kwargs, **own}
+
+
 DataOption = Annotated[
     Annotated[PythonStdlibSettings, Tag("python_stdlib")]
     | Annotated[TextSettings, Tag("text")]
     | Annotated[TokensSettings, Tag("tokens")]
     | Annotated[SyntheticSettings, Tag("synthetic")]
-    | TargetOption,
+    | Annotated[DataTarget, BeforeValidator(_to_data_target), Tag("_target_")],
     by_type,
 ]

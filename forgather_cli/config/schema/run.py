@@ -123,3 +123,13 @@ class Config(RunSettings):
     loss: LossOption
     precision: PrecisionOption
     callbacks: CallbackOption
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """``data.dispatch_batches``."""
+        return self.data.dispatch_batches
+
+    @property
+    def dispatch_eval_batches(self) -> bool | None:
+        """``data.dispatch_eval_batches``."""
+        return self.data.dispatch_eval_batches

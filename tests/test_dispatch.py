@@ -1,0 +1,594 @@
+"""Data on several real ranks: dispatched by rank 0, sharded, or sliced by number; all of it against one rank's pass."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_loader import Count, Numbers, StatefulCount, flat, sample
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from forgather_cli.config.decode import decode, to_tree
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import DataTarget
+from forgather_cli.data.build import load_data
+from forgather_cli.data.collate import Step, default_collate
+from forgather_cli.data.dispatch import Peers
+from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.errors import ConfigError, DataError, TrainingError
+from forgather_cli.trainer.evaluate import Uninterrupted, in_rounds
+from forgather_cli.trainer.ticket import Sum
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
+
+
+def rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def new_peers(data_rank: int | None = None) -> Peers | None:
+    rank, size = rank_and_size()
+    if size == 1:
+        return None
+    return Peers(dist.new_group(backend="gloo"), rank, rank if data_rank is None else data_rank)
+
+
+class Sharded(StatefulCount):
+    """Samples of this rank alone, as RANK says: 0, 2, 4, ... on the first of two. Ranks may have ``spare`` more."""
+
+    def __init__(self, length: int, spare: int = 0) -> None:
+        self.rank, self.size = rank_and_size()
+        super().__init__(length // self.size + spare * self.rank)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for each in super().__iter__():
+            i = int(each["input_ids"][0])
+            yield sample(i * self.size + self.rank)
+
+
+class WithShards(Count):
+    """What the ``datasets`` library has: parts by number."""
+
+    def __init__(self, length: int, num_shards: int = 4, first: int = 0, every: int = 1) -> None:
+        super().__init__(length)
+        self.num_shards, self.first, self.every = num_shards, first, every
+
+    def shard(self, num_shards: int, index: int) -> WithShards:
+        return WithShards(self.length, self.num_shards // num_shards, index, num_shards)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (sample(i) for i in range(self.first, self.length, self.every))
+
+
+class Noise(IterableDataset[Any]):
+    """Other samples in every pass and on every rank."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in os.urandom(24):
+            yield sample(number)
+
+
+class Breaks(IterableDataset[Any]):
+    def __init__(self, error: Exception, after: int) -> None:
+        self.error, self.after = error, after
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from map(sample, range(self.after))
+        raise self.error
+
+
+class Wide(IterableDataset[Any]):
+    """Every dtype there may be, of several shapes."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for i in range(8):
+            yield {
+                **sample(i),
+                "mask": torch.tensor([True, i % 2 == 0, False]),
+                "half": torch.full((2, 2), i + 0.5, dtype=torch.bfloat16),
+                "weight": torch.tensor(float(i)),
+            }
+
+
+def ready(length: int = 20, kind: Any = DataLoader) -> Any:
+    return kind(Numbers(length), batch_size=2, collate_fn=default_collate)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "stateless": lambda: Count(59),
+    "stateful": lambda: StatefulCount(59),
+    "ready dataloader": lambda: ready(58),
+    "stateful dataloader": lambda: ready(58, StatefulDataLoader),
+    "generator": lambda: (sample(i) for i in range(59)),
+}
+
+
+def train_loader(dataset: Any, size: int | None = None, data_rank: int | None = None, **kwargs: Any) -> TrainLoader:
+    """Of a rank; ``size`` 1: all ranks read the same."""
+    rank, world = rank_and_size()
+    size = world if size is None else size
+    data_rank = rank % size if data_rank is None else data_rank
+    options = {"global_batch_size": 6, "micro_batch_size": 2, "seed": 1, "drop_last": False} | kwargs
+    return TrainLoader(dataset, rank=data_rank, size=size, peers=new_peers(data_rank), **options)
+
+
+def numbers(step: Step) -> list[list[int]]:
+    return [batch["input_ids"][:, 0].tolist() for batch in step.microbatches]
+
+
+def trained(loader: TrainLoader, steps: int = 1000) -> list[tuple[list[list[int]], dict[str, Any]]]:
+    """(samples of this rank's micro-batches, position) of each step, with the next one fetched ahead as the Trainer
+    does; ends on all ranks when one has no more."""
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    seen: list[tuple[list[list[int]], dict[str, Any]]] = []
+    source = iter(loader)
+
+    def fetch() -> tuple[Step | None, dict[str, Any], Sum]:
+        step = next(source, None)
+        return step, loader.state_dict(), Sum([int(step is not None)], group)
+
+    ahead = fetch()
+    while len(seen) < steps:
+        step, position, agreement = ahead
+        if agreement.read() != [rank_and_size()[1]]:
+            break
+        assert step is not None
+        seen.append((numbers(step), position))
+        ahead = fetch()
+    ahead[2].read()
+    return seen
+
+
+def samples(steps: Any) -> list[list[int]]:
+    """Of each step, micro-batches joined."""
+    return [[i for part in parts for i in part] for parts, _ in steps]
+
+
+def together(ranks: list[Any]) -> list[list[int]]:
+    """Samples of each step over all ranks."""
+    assert len({len(steps) for steps in ranks}) == 1, "training ends together"
+    return [[i for part in parts for i in part] for parts in zip(*map(samples, ranks), strict=True)]
+
+
+def may_have_workers() -> None:
+    """The pool's processes are daemons, which ``multiprocessing`` allows no children, and would spawn them."""
+    if dist.is_initialized():
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
+    """On a rank: what a call raises. A rank that fails would cost the pool its processes."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- dispatched
+
+
+def dispatched(name: str, kwargs: dict[str, Any], state: dict[str, Any] | None = None, steps: int = 1000) -> Any:
+    source = SOURCES[name]()
+    loader = train_loader(source, global_batch_size=12, **kwargs)
+    if state is not None:
+        loader.load_state_dict(state)
+    return trained(loader, steps), getattr(source, "made", 0), loader.epoch
+
+
+def all_dispatched() -> dict[str, Any]:
+    return {name: dispatched(name, {"drop_last": name == "stateless"}) for name in SOURCES}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_dispatched_ranks_get_what_one_rank_would(size: int) -> None:
+    results = run_ranks(size, all_dispatched)
+    for name, (alone, made, _) in all_dispatched().items():
+        ranks = [result[name] for result in results]
+        found = [steps for steps, _, _ in ranks]
+        assert together(found) == samples(alone), name
+        assert [len(part) for part in found[0][0][0]] == [2] * (6 // size)
+        assert [count for _, count, _ in ranks] == [made] + [0] * (size - 1), "only rank 0 reads"
+        assert {epoch for _, _, epoch in ranks} == {1}
+        for (_, alone_at), *at in zip(alone, *found, strict=True):
+            assert at[0][1] == alone_at, "rank 0 has the position"
+            assert all(position == {**alone_at, "stream": None} for _, position in at[1:])
+
+
+@pytest.mark.parametrize("name", ["stateless", "stateful", "stateful dataloader"])
+def test_dispatched_goes_on_exactly_on_any_number_of_ranks(name: str) -> None:
+    whole, made, _ = dispatched(name, {})
+    first = run_ranks(2, dispatched, name, {}, None, 2)[0][0]
+    state = first[-1][1]
+    assert samples(first) == [step[:6] for step in samples(whole)[:2]]
+    for size in (1, 3):
+        ranks = run_ranks(size, dispatched, name, {}, state) if size > 1 else [dispatched(name, {}, state)]
+        assert together([steps for steps, _, _ in ranks]) == samples(whole)[2:]
+        if name == "stateful":
+            assert ranks[0][1] < made - 8, "samples before the position are not made again"
+
+
+def with_workers(kind: type[Count], state: dict[str, Any] | None) -> Any:
+    may_have_workers()
+    loader = train_loader(kind(40), num_workers=2, micro_batch_size=6 // rank_and_size()[1])
+    if state is not None:
+        loader.load_state_dict(state)
+    return trained(loader)
+
+
+@pytest.mark.parametrize("kind", [Count, StatefulCount])
+def test_the_order_of_workers_does_not_depend_on_the_layout(kind: type[Count]) -> None:
+    alone = with_workers(kind, None)
+    ranks = run_ranks(2, with_workers, kind, None)
+    assert together(ranks) == samples(alone)
+    assert samples(with_workers(kind, ranks[0][2][1])) == samples(alone)[3:]
+
+
+def same_for_all(layout: tuple[int, ...]) -> Any:
+    data_rank = layout[dist.get_rank()]
+    return trained(train_loader(Noise(), size=max(layout) + 1, data_rank=data_rank))
+
+
+@pytest.mark.parametrize("layout", [(0, 0), (0, 0, 1)], ids=["pipeline", "mixed"])
+def test_ranks_that_train_the_same_samples_get_the_same_from_random_data(layout: tuple[int, ...]) -> None:
+    found = [samples(steps) for steps in run_ranks(len(layout), same_for_all, layout)]
+    assert found[0] == found[1]
+    assert [len(step) for step in found[0]] == [6 if layout == (0, 0) else 3] * 4
+    assert found[0] != found[-1] or layout == (0, 0)
+
+
+def wide() -> list[list[dict[str, torch.Tensor]]]:
+    return [step.microbatches for step in train_loader(Wide(), global_batch_size=4)]
+
+
+def test_tensors_arrive_as_they_are() -> None:
+    alone = [batch for batches in wide() for batch in batches]
+    ranks = run_ranks(2, wide)
+    found = [batch for both in zip(*ranks, strict=True) for batches in both for batch in batches]
+    assert len(found) == len(alone) == 4
+    for one, other in zip(alone, found, strict=True):
+        assert list(one) == list(other)
+        assert all(torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype for key in one)
+
+
+def left_early() -> Any:
+    loader = train_loader(StatefulCount(23))
+    first = [numbers(step) for step in islice(iter(loader), 2)]
+    loader.set_epoch(4)
+    return first, samples(trained(loader)), loader.epoch
+
+
+def test_a_pass_that_is_left_early_is_begun_anew() -> None:
+    ranks = run_ranks(2, left_early)
+    assert [first for first, _, _ in ranks] == [[[[0, 1], [2]], [[6, 7], [8]]], [[[3, 4], [5]], [[9, 10], [11]]]]
+    assert ranks[0][1][0] + ranks[1][1][0] == list(range(12, 18)), "where it stood"
+    assert [epoch for _, _, epoch in ranks] == [5, 5]
+
+
+def failing() -> list[Any]:
+    sampler = DistributedSampler(range(8), rank=dist.get_rank(), num_replicas=2)  # type: ignore[arg-type]
+    return [
+        caught(trained, train_loader(Breaks(ValueError("boom\nat length"), 8))),
+        caught(trained, train_loader(Breaks(DataError("data.files: gone"), 0))),
+        caught(trained, train_loader(Count(5), drop_last=True)),
+        caught(trained, train_loader([default_collate([sample(0)]), {"input_ids": ["x"]}])),
+        caught(train_loader, DataLoader(Numbers(8), sampler=sampler)),
+        samples(trained(train_loader(Count(6)))),
+    ]
+
+
+def test_an_error_of_rank_0_is_raised_on_all() -> None:
+    first, second = run_ranks(2, failing)
+    assert (type(first[0]), str(first[0])) == (ValueError, "boom\nat length")
+    assert type(second[0]) is TrainingError
+    assert str(second[0]) == "train_dataset: rank 0, which reads it for all ranks, failed (ValueError: boom); mend it"
+    for one, other in zip(first[1:5], second[1:5], strict=True):
+        assert type(one) is type(other) is DataError
+        assert str(one) == str(other)
+    assert "ended before the first step of 6 samples" in str(first[2])
+    assert "set dispatch_batches=false, or leave the sampler out" in str(first[4])
+    assert [first[5], second[5]] == [[[0, 1, 2]], [[3, 4, 5]]], "the ranks can go on"
+
+
+# ------------------------------------------------------------------------------------------------------------- sharded
+
+
+def sharded(kind: str, state: dict[str, Any] | None = None, steps: int = 1000, **kwargs: Any) -> Any:
+    """Every rank for itself; ``state``: its own, or by rank."""
+    may_have_workers()
+    rank, size = rank_and_size()
+    sampler = DistributedSampler(range(20), num_replicas=size, rank=rank, shuffle=False)  # type: ignore[arg-type]
+    datasets: dict[str, Callable[[], Any]] = {
+        "by rank": lambda: Sharded(24),
+        "uneven": lambda: Sharded(24, spare=5),
+        "shards": lambda: WithShards(24),
+        "too few shards": lambda: WithShards(24, num_shards=1),
+        "all": lambda: StatefulCount(24),
+        "random": Noise,
+        "sampler": lambda: DataLoader(Numbers(20), batch_size=2, sampler=sampler, collate_fn=default_collate),
+    }
+    loader = train_loader(datasets[kind](), dispatch=False, **kwargs)
+    if state is not None:
+        loader.load_state_dict(state[rank] if isinstance(state, list) else state)
+    found = trained(loader, steps)
+    try:
+        length = len(loader)
+    except TypeError:
+        length = None
+    return found, length, loader.state_is_per_rank
+
+
+def all_sharded() -> dict[str, Any]:
+    return {kind: sharded(kind) for kind in ("by rank", "shards", "sampler", "all", "too few shards", "uneven")}
+
+
+def test_shards_are_read_by_their_ranks_and_end_together() -> None:
+    results = run_ranks(2, all_sharded)
+    uneven = [result.pop("uneven")[0] for result in results]
+    assert list(map(len, uneven)) == [4, 4], "17 samples of rank 1 would make 6 steps"
+    for kind in results[0]:
+        ranks = [result[kind] for result in results]
+        steps = together([found for found, _, _ in ranks])
+        assert sorted(i for step in steps for i in step) == list(range(20 if kind == "sampler" else 24)), kind
+        odd = {i % 2 for step in samples(ranks[1][0]) for i in step}
+        assert odd == ({0, 1} if kind in ("all", "too few shards") else {1}), "a shard of its own, or a part of all"
+        lengths = [length for _, length, _ in ranks]
+        assert lengths == ([5, 5] if kind == "sampler" else [None, None]), "a rank cannot tell whose length it is"
+        assert all(per_rank for _, _, per_rank in ranks)
+        assert len({position["sample"] for found, _, _ in ranks for _, position in found[-1:]}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shards_resume_exactly_on_as_many_ranks_and_nowhere_else(workers: int) -> None:
+    whole = run_ranks(2, resumed_shards, workers, None)
+    states = [found[1][1] for found in whole]
+    assert [state["shards"] for state in states] == [2, 2]
+    again = run_ranks(2, resumed_shards, workers, states)
+    for before, after in zip(whole, again, strict=True):
+        assert after == before[2:]
+    with pytest.raises(DataError, match="rank 0 reads for all; resume as it was, or set ignore_data_skip=true"):
+        TrainLoader(Count(4), global_batch_size=2, micro_batch_size=2, seed=1).load_state_dict(states[0])
+    for error in run_ranks(3, refused, states[0]) if workers == 0 else ():
+        assert "of 2 ranks that read a shard each (dispatch_batches=false), now 3 ranks do" in str(error)
+        assert "data.dispatch_batches=true" in str(error)
+
+
+def resumed_shards(workers: int, states: Any) -> Any:
+    return sharded("by rank", states, num_workers=workers)[0]
+
+
+def refused(state: Any) -> Any:
+    return caught(sharded, "by rank", state)
+
+
+def parts_of_all(state: Any = None) -> Any:
+    return sharded("all", state)[0]
+
+
+def test_parts_of_one_stream_can_be_changed_to_another_number_of_ranks() -> None:
+    alone = [list(range(first, first + 6)) for first in range(0, 24, 6)]
+    ranks = run_ranks(2, parts_of_all)
+    assert [position for _, position in ranks[0]] == [position for _, position in ranks[1]]
+    assert together(run_ranks(3, parts_of_all, ranks[1][1][1])) == alone[2:]
+    for error in run_ranks(2, refused, ranks[0][0][1]):
+        assert "now each rank reads a shard of its own; set dispatch_batches=true" in str(error)
+
+
+def bad_shards() -> list[Any]:
+    return [
+        caught(trained, train_loader(Sharded(4, spare=8), dispatch=False, drop_last=True)),
+        caught(trained, train_loader(Sharded(0, spare=8), dispatch=False)),
+        caught(trained, train_loader(Noise(), size=1, dispatch=False)),
+    ]
+
+
+def test_shards_that_cannot_be_trained_on_are_told_on_all_ranks() -> None:
+    for errors in run_ranks(2, bad_shards):
+        assert all(isinstance(error, DataError) for error in errors)
+        assert "ended before the first step of 6 samples on ranks [0]; lower" in str(errors[0])
+        assert "of 6 samples on ranks [0]" in str(errors[1])
+        assert "ranks that train the same samples get different ones from it; set dispatch_batches=true" in str(
+            errors[2]
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def eval_loader(dataset: Any, **kwargs: Any) -> EvalLoader:
+    rank, size = rank_and_size()
+    return EvalLoader(dataset, **{"batch_size": 2, "rank": rank, "size": size, "peers": new_peers()} | kwargs)
+
+
+def evaluated(loader: EvalLoader) -> list[list[int]]:
+    """This rank's batches that count, in the rounds of the Trainer."""
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    rounds = in_rounds(loader, group, Uninterrupted())
+    return [batch["input_ids"][:, 0].tolist() for batch, counted in rounds if counted]
+
+
+def evaluations(length: int) -> dict[str, list[list[int]]]:
+    may_have_workers()
+    splits = {
+        "map": eval_loader(Numbers(length)),
+        "dispatched": eval_loader(Count(length)),
+        "parts": eval_loader(Count(length), dispatch=False),
+        "shards": eval_loader(WithShards(length), dispatch=False),
+        "ready": eval_loader(ready(length)),
+        "sampler": eval_loader(ready(length), dispatch=False),
+    }
+    found = {name: evaluated(loader) for name, loader in splits.items()}
+    again = {name: evaluated(loader) for name, loader in splits.items()}
+    assert found == again, "a second pass"
+    limited = {f"{name} limited": evaluated(limit(name, length)) for name in ("map", "dispatched", "parts", "ready")}
+    few = {f"{name} few": evaluated(limit(name, length, max_steps=1)) for name in ("map", "dispatched")}
+    return found | limited | few
+
+
+def limit(name: str, length: int, **kwargs: Any) -> EvalLoader:
+    kwargs = kwargs or {"max_samples": length - 2}
+    data = {"map": Numbers, "dispatched": Count, "parts": WithShards, "ready": ready}[name](length)
+    return eval_loader(data, dispatch=name != "parts", **kwargs)
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 7), (3, 16)])
+def test_evaluation_counts_every_example_once(size: int, length: int) -> None:
+    ranks = run_ranks(size, evaluations, length)
+    for name in ranks[0]:
+        seen = sorted(i for rank in ranks for batch in rank[name] for i in batch)
+        if name.endswith("few"):
+            assert [len(rank[name]) for rank in ranks] == [1] * size, "one batch of each rank"
+        else:
+            assert seen == list(range(length - 2 if "limited" in name else length)), name
+
+
+def empty_shards() -> list[str]:
+    return [
+        str(caught(evaluated_from, Numbers(1))),
+        str(caught(evaluated_from, Numbers(9), max_samples=1)),
+        str(caught(evaluated_from, Count(1))),
+        str(caught(evaluated_from, Count(1), dispatch=False)),
+        str(caught(evaluated_from, Sharded(0, spare=5), dispatch=False)),
+        str(caught(evaluated_from, ready(2))),
+        str(caught(evaluated_from, Sharded(8), dispatch=False, max_samples=4)),
+        str(caught(evaluated_from, Count(0))),
+    ]
+
+
+def evaluated_from(dataset: Any, **kwargs: Any) -> Any:
+    return evaluated(eval_loader(dataset, **kwargs))
+
+
+def test_an_empty_shard_is_an_error_on_every_rank() -> None:
+    first, second = run_ranks(2, empty_shards)
+    assert first == second
+    lacks = "eval_dataset: 1 samples for 2 ranks leaves ranks [0] without any (per_device_eval_batch_size=2, "
+    give = "give it 2 or more (data.eval_fraction, data.num_eval_samples, data.eval_files), or use fewer ranks"
+    assert first[0] == f"{lacks}max_eval_samples=null); {give}"
+    assert first[1] == f"{lacks}max_eval_samples=1); raise max_eval_samples to 2 or more, or use fewer ranks"
+    assert first[2] == f"{lacks}max_eval_samples=null, dispatch_eval_batches=true); {give}"
+    assert first[3] == f"{lacks}max_eval_samples=null, dispatch_eval_batches=false); {give}"
+    assert first[4].startswith("eval_dataset: at least 2 samples for 2 ranks leaves ranks [0] without any")
+    assert "set dispatch_eval_batches=true, or use fewer ranks" in first[4]
+    assert "1 batches for 2 ranks leaves ranks [0] without any" in first[5]
+    assert "max_eval_samples: 4 are the first of the whole split, but each rank reads a shard of its own" in first[6]
+    assert "eval_dataset: 0 samples for 2 ranks leaves ranks [0, 1] without any" in first[7]
+
+
+def test_an_empty_split_on_one_rank() -> None:
+    for dataset in (Numbers(0), iter([])):
+        with pytest.raises(DataError, match="eval_dataset: has no samples"):
+            list(EvalLoader(dataset, batch_size=2))
+
+
+# --------------------------------------------------------------------------------------------------- data with numbers
+
+
+@pytest.mark.parametrize("length", [30, 35])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_slices_of_any_number_of_ranks_make_up_the_same_steps(length: int, drop_last: bool) -> None:
+    def loaders(size: int, state: dict[str, Any] | None = None) -> list[TrainLoader]:
+        made = [
+            TrainLoader(
+                Numbers(length), global_batch_size=6, micro_batch_size=2, seed=3, rank=r, size=size, drop_last=drop_last
+            )
+            for r in range(size)
+        ]
+        for loader in made:
+            loader.load_state_dict(state or {"epoch": 0, "sample": 0})
+        return made
+
+    def steps(size: int) -> list[list[int]]:
+        return [flat(parts) for parts in zip(*loaders(size), strict=True)]
+
+    alone = steps(1)
+    for size in (2, 3, 4, 5, 6, 8):
+        assert steps(size) == alone
+
+    seen: list[list[int]] = []
+    state: dict[str, Any] | None = None
+    for size in (1, 2, 4, 3, 1):
+        ranks = loaders(size, state)
+        seen += [flat(parts) for parts in islice(zip(*ranks, strict=True), 1)]
+        positions = [loader.state_dict() for loader in ranks]
+        state = positions[0]
+        assert all(position == state for position in positions)
+    assert seen == alone[:5]
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+MINE = """
+import torch
+from forgather_cli.data.build import DataSplits
+
+def rows(n=8):
+    return [{"input_ids": torch.arange(4) + i, "labels": torch.arange(4)} for i in range(n)]
+
+def stream(n=8):
+    return {"train": iter(rows(n)), "eval": rows(2), "seq_len": 4}
+
+def streams(n=8):
+    return {"train": iter(rows(n)), "eval": iter(rows(2)), "seq_len": 4}
+
+def numbered(n=8):
+    return {"train": rows(n), "eval": rows(2), "seq_len": 4}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_streams.py").write_text(MINE)
+    return tmp_path
+
+
+def test_settings_stand_beside_the_target_and_are_not_passed_to_it(here: Path) -> None:
+    chosen = ["trainer=ddp", "+data._target_=own_streams.stream", "+data.n=4", "dispatch_batches=false"]
+    config = load_config(None, chosen).config
+    assert config.data == DataTarget(path="own_streams.stream", kwargs={"n": 4}, dispatch_batches=False)
+    assert (config.dispatch_batches, config.dispatch_eval_batches) == (False, None)
+    assert decode(to_tree(config)) == config
+    assert load_config(None, chosen[:1]).config.dispatch_batches is None
+    with pytest.raises(ConfigError, match=r"^data\.dispatch_batches: must be true or false, got 'maybe'"):
+        load_config(None, [*chosen[:2], "data.dispatch_batches=maybe"])
+    assert len(list(load_data(config.data, seed=1).train)) == 4
+
+
+def test_settings_that_nothing_reads_are_mistakes(here: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^dispatch_batches: nothing reads it with data=synthetic; ranks read its"):
+        load_config(None, ["trainer=ddp", "data=synthetic", "dispatch_batches=false"])
+    with pytest.raises(ConfigError, match=r"nothing reads it with trainer=single; choose trainer=ddp"):
+        load_config(None, ["+data._target_=own_streams.stream", "data.dispatch_eval_batches=true"])
+
+    def load(function: str, **kwargs: Any) -> None:
+        load_data(DataTarget(path=f"own_streams.{function}", **kwargs), seed=1)
+
+    load("streams", dispatch_batches=False, dispatch_eval_batches=True)
+    load("stream", dispatch_batches=False)
+    for function, name in (("numbered", "dispatch_batches"), ("stream", "dispatch_eval_batches")):
+        with pytest.raises(DataError, match=rf"data\.{name}: nothing reads it, since what own_streams\.{function}"):
+            load(function, **{name: True})
+
+
+def from_working_directory(folder: str) -> Any:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return len(load_data(DataTarget(path="own_streams.numbered"), seed=1).train)
+    finally:
+        os.chdir(before)
+
+
+def test_ranks_import_data_from_the_working_directory(here: Path) -> None:
+    assert run_ranks(2, from_working_directory, str(here)) == [8, 8]
