@@ -9,6 +9,7 @@
     ├── CallbackError              a user's callback raised; names callback and event
     └── TrainingError              the run failed after it had started, exit code 1
         ├── DivergenceError        a loss or gradient norm that is not finite
+        ├── ReplicationError       ranks hold different values of what must be equal
         └── OutOfMemoryError       with memory by kind and the settings most likely to help
 
 A message says what is wrong, what was got and what to do, with settings named as typed.
@@ -66,6 +67,10 @@ class TrainingError(ForgatherError):
 
 class DivergenceError(TrainingError):
     """Loss or gradient norm is not finite."""
+
+
+class ReplicationError(TrainingError):
+    """Ranks hold different values of state that must be equal on them, so what is trained is not one model."""
 
 
 class OutOfMemoryError(TrainingError):

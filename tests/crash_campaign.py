@@ -2,17 +2,22 @@
 
     scripts/crash_campaign 100            # 100 trials
     scripts/crash_campaign 10 --seed 7 model=tiny
+    scripts/crash_campaign 20 trainer=ddp nproc_per_node=2
 
-Half of the kills wait for a save to begin and strike inside it. Extra arguments are overrides for every run. Exit code
+Half of the kills wait for a save to begin and strike inside it. In a job of several ranks they strike the launcher, one
+rank, or all processes at once; what is left must end by itself. Extra arguments are overrides for every run. Exit code
 1 if a trial lost anything; each failure is printed with the seed that repeats it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +25,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_LEFT_OVER = 30.0  # seconds in which the rest of a job must end once one of its processes was killed
 SETTINGS = ("max_steps=60", "save_steps=7", "logging_steps=1", "eval_steps=20", "deterministic=true")
 SMALL = ("model=nano", "data.seq_len=64", "max_eval_samples=16", "~callbacks.textgen", "~callbacks.tensorboard")
 
@@ -83,13 +89,53 @@ def kill_once(run: Path, overrides: list[str], rng: random.Random, seconds: floa
             while process.poll() is None and time.monotonic() < deadline and not saving(run):
                 time.sleep(0.0005)
             time.sleep(rng.uniform(0.0, 0.02))
-        if process.poll() is not None:
-            return True
-        report.kills += 1
-        report.kills_inside_saves += saving(run)
-        process.kill()
-        process.wait()
-    return False
+        return strike(process, run, rng, report)
+
+
+def strike(process: subprocess.Popen[bytes], run: Path, rng: random.Random, report: Report) -> bool:
+    """Kill the job, or one process of it, and wait until the rest has ended. True if it had ended before."""
+    job = family(process.pid)
+    ranks = [pid for pid, words in job.items() if "forgather_cli.rank" in words]
+    doomed = rng.choice([[process.pid], [rng.choice(ranks)], list(job)]) if ranks else [process.pid]
+    if process.poll() is not None:
+        return True
+    report.kills += 1
+    report.kills_inside_saves += saving(run)
+    for pid in doomed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _LEFT_OVER
+    while (left := [pid for pid in job if is_running(pid)]) and time.monotonic() < deadline:
+        process.poll()
+        time.sleep(0.02)
+    for pid in left:
+        report.failures.append(f"process {pid} ({job[pid]}) went on after {doomed} of {list(job)} were killed")
+        os.kill(pid, signal.SIGKILL)
+    return process.wait() == 0
+
+
+def family(pid: int) -> dict[int, str]:
+    """A process and all that descend from it, parents first: pid -> its command line."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found, waiting = {}, [pid]
+    while waiting:
+        pid = waiting.pop(0)
+        with contextlib.suppress(OSError):
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        waiting += children.get(pid, [])
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that has ended, even if nobody has asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def saving(run: Path) -> bool:

@@ -14,6 +14,7 @@ from forgather_cli.checkpoint.components import Component, Rows, Sharing
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.config.schema import RunSettings
+from forgather_cli.distributed import cpu_group, world
 from forgather_cli.run_dir import RunDir
 
 
@@ -67,10 +68,17 @@ def rows(named: dict[str, Tensor]) -> dict[str, Rows]:
     return {name: Rows(tensor, 0, tuple(tensor.shape)) for name, tensor in named.items()}
 
 
+def settings_of(**changes: Any) -> RunSettings:
+    return RunSettings(**{"async_save": False, "save_total_limit": None, **changes})
+
+
 def checkpointer(root: Path, *, max_shard_bytes: int | None = None, **settings: Any) -> Checkpointer:
-    args = RunSettings(**{"async_save": False, "save_total_limit": None, **settings})
+    """Collective where there are several ranks."""
     more = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
-    return Checkpointer(RunDir(root), args=args, **more)
+    here = world()
+    return Checkpointer(
+        RunDir(root), args=settings_of(**settings), group=cpu_group(), rank=here.rank, world_size=here.size, **more
+    )
 
 
 def save(saver: Checkpointer, step: int, *, size: int = 64, **changes: Any) -> bool:

@@ -125,19 +125,23 @@ def test_ranks_write_byte_ranges_of_one_file(tmp_path: Path) -> None:
     full = {"a": torch.randn(5, 3), "b": torch.arange(300), "c": torch.tensor(2.5)}
     local = [{"a": full["a"][:3], "b": full["b"]}, {"a": full["a"][3:], "b": full["b"], "c": full["c"]}]
     starts = [{"a": 0, "b": 0}, {"a": 3, "b": 0, "c": 0}]
-    held = [
-        [Rows(t, starts[rank][name], tuple(full[name].shape)).piece(name) for name, t in local[rank].items()]
+    rows = [
+        {name: Rows(t, starts[rank][name], tuple(full[name].shape)) for name, t in local[rank].items()}
         for rank in (0, 1)
     ]
+    held = [[row.piece(name) for name, row in mine.items()] for mine in rows]
     files = plan(held, "model/model")
-    reports = [write_share(tmp_path, files, rank, local[rank]) for rank in (1, 0)]
+    mine = [
+        {piece.spec.name: rows[rank][piece.spec.name].part(piece) for piece in files.writes[rank]} for rank in (0, 1)
+    ]
+    reports = [write_share(tmp_path, files, rank, mine[rank]) for rank in (1, 0)]
     loaded = load_file(tmp_path / "model" / "model.safetensors")
     for name, tensor in full.items():
         saving.assert_equal(loaded[name], tensor)
     entry = merge_entries(reports)["model/model.safetensors"]
     assert len(entry.ranges) > 1
     assert entry.problem(tmp_path / "model" / "model.safetensors", "full") is None
-    assert sum(piece.spec.name == "b" for pieces in files.writes for piece in pieces) == 1
+    assert sum(piece.rows for pieces in files.writes for piece in pieces if piece.spec.name == "b") == 300
 
 
 def test_rows_that_nobody_or_two_ranks_hold_are_errors() -> None:
@@ -277,7 +281,7 @@ def test_a_save_that_takes_longer_than_save_timeout_is_not_published(
 def test_a_writer_that_hangs_is_left_to_itself_and_never_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forgather_cli.checkpoint.save._GRACE", 0.05)
+    monkeypatch.setattr("forgather_cli.checkpoint.publish.GRACE", 0.05)
     saver = saving.checkpointer(tmp_path, async_save=True, save_timeout=0.1)
     release, threads = threading.Event(), set(threading.enumerate())
     saving.save(saver, 1, write_model_files=lambda directory: release.wait(30) and None)
@@ -444,7 +448,9 @@ for round in range(16):
     child = os.fork()
     if child == 0:
         train()
-    time.sleep(seconds.uniform(0.05, 0.3))
+    while round % 2 and (run.checkpoint_steps() or [0])[-1] == reached:
+        time.sleep(0.002)
+    time.sleep(seconds.uniform(0.0, 0.25))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     dirty = bool(saving.debris(run)) if run.checkpoints.exists() else False
@@ -465,4 +471,4 @@ def test_writers_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path
     result = run_python(KILLED, str(tmp_path), str(os.getpid()))
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.count("killed in a save") >= 1
-    assert int(result.stdout.split()[-1]) >= 10
+    assert int(result.stdout.split()[-1]) >= 8

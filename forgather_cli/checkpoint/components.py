@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -25,14 +26,19 @@ class Sharing(Enum):
     PER_RANK = "per_rank"
     """Each rank stores its own."""
     PER_GROUP = "per_group"
-    """Equal within a group of ranks; each rank stores it, so that any rank finds its group's."""
+    """Equal within a group of ranks; one rank of each stores it, and any rank finds its group's."""
     PER_NODE = "per_node"
-    """Equal on one node; each rank stores it, so that any rank finds its node's."""
+    """Equal on one node; one rank of each stores it, and any rank finds its node's."""
 
     @property
     def is_shared(self) -> bool:
         """True if one state serves all ranks."""
         return self in (Sharing.GLOBAL, Sharing.REPLICATED)
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if one state serves a group of ranks, or a node."""
+        return self in (Sharing.PER_GROUP, Sharing.PER_NODE)
 
 
 class Stateful(Protocol):
@@ -42,12 +48,23 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Component:
-    """An object whose state belongs into checkpoints under ``key``. ``required``: no resume without it."""
+    """An object whose state belongs into checkpoints under ``key``. ``required``: no resume without it.
+
+    ``group_id``: this rank's group, for PER_GROUP; the same in a later run for the group that goes on with its state.
+    """
 
     key: str
     object: Stateful
     sharing: Sharing
     required: bool = False
+    group_id: str | int | None = None
+
+    @property
+    def group(self) -> str:
+        """The group, or node, whose state this rank shares, as manifests name it."""
+        given = node_index() if self.group_id is None and self.sharing is Sharing.PER_NODE else self.group_id
+        assert given is not None, f"{self.key}: PER_GROUP needs a group_id"
+        return str(given)
 
     def state(self) -> Any:
         """The object's state. Raises SetupError, naming the component, from what its ``state_dict`` raised."""
@@ -77,6 +94,11 @@ class Rows:
         assert self.start + rows <= (full[0] if full else 1), f"{name}: {rows} rows from {self.start} of {full}"
         return Piece(spec_of(name, self.tensor.dtype, full), self.start, rows)
 
+    def part(self, piece: Piece) -> Tensor:
+        """The rows of a piece of these rows, shared memory."""
+        tensor = self.tensor.detach()
+        return tensor[piece.start - self.start :][: piece.rows] if tensor.ndim else tensor
+
 
 def total_bytes(rows: Mapping[str, Rows]) -> int:
     """Bytes of the full tensors, over all ranks."""
@@ -93,15 +115,52 @@ def rank_file(rank: int) -> str:
     return f"state-rank-{rank:05d}"
 
 
-def encode_components(components: Iterable[Component], rank: int) -> dict[str, Encoded]:
-    """What ``rank`` stores of the components' present state, by file stem; tensors are copied to host memory.
+def node_index() -> int:
+    """Which of the job's nodes this process is on, by what torchrun, Slurm or another launcher says; 0 without."""
+    for name in ("GROUP_RANK", "SLURM_NODEID"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return int(os.environ.get("RANK", "0")) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def encode_components(components: Iterable[Component], rank: int, *, compared: bool = False) -> dict[str, Encoded]:
+    """The components' present state by key, of those that ``rank`` may have to store; tensors are copied to host
+    memory. ``compared``: of REPLICATED ones on every rank.
 
     Raises SetupError with the path of a value that cannot be stored.
     """
+    encoded: dict[str, Encoded] = {}
+    for component in components:
+        if rank != 0 and component.sharing.is_shared and not (compared and component.sharing is Sharing.REPLICATED):
+            continue
+        encoded[component.key] = Encoded()
+        encoded[component.key].add(component.key, component.state())
+    return encoded
+
+
+Holders = Mapping[str, Mapping[str, int]]
+"""Component key -> group -> the rank whose file has the group's state."""
+
+
+def holders_of(groups: Sequence[Mapping[str, str]]) -> dict[str, dict[str, int]]:
+    """The lowest rank of each group, from the groups that each rank is in, by component key."""
+    holders: dict[str, dict[str, int]] = {}
+    for rank, found in enumerate(groups):
+        for key, group in found.items():
+            holders.setdefault(key, {}).setdefault(group, rank)
+    return holders
+
+
+def state_files(
+    encoded: Mapping[str, Encoded], components: Iterable[Component], rank: int, holders: Holders
+) -> dict[str, Encoded]:
+    """What ``rank`` stores of encoded components, by file stem."""
     files: dict[str, Encoded] = {}
     for component in components:
-        if component.sharing.is_shared and rank != 0:
+        shared, key = component.sharing.is_shared, component.key
+        if (shared and rank != 0) or (component.sharing.is_grouped and holders[key][component.group] != rank):
             continue
-        stem = shared_file() if component.sharing.is_shared else rank_file(rank)
-        files.setdefault(stem, Encoded()).add(component.key, component.state())
+        file = files.setdefault(shared_file() if shared else rank_file(rank), Encoded())
+        file.documents |= encoded[key].documents
+        file.tensors |= encoded[key].tensors
     return files

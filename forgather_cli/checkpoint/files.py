@@ -98,6 +98,14 @@ def sync_file(path: Path) -> None:
         os.close(fd)
 
 
+def refresh(path: Path) -> None:
+    """Make this host see what others have written: a network file system asks its server when a file is opened, and
+    may otherwise answer with the size it had seconds ago. What is missing is left to who looks.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDONLY))
+
+
 def hash_range(path: Path, start: int, stop: int) -> str:
     """SHA-256 of bytes [start, stop), in hex. Raises OSError; a file that ends before ``stop`` gives another hash."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 1))))

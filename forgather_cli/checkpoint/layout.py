@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from forgather_cli.errors import CheckpointError
 
@@ -75,11 +76,9 @@ class TensorFile:
     def header(self) -> bytes:
         """The header with its length in front, padded with blanks so that the data starts at a multiple of 8."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        begin = 0
-        for spec in self.specs:
+        for spec, begin in self.places():
             offsets = [begin, begin + spec.num_bytes]
             entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
-            begin = offsets[1]
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -87,11 +86,14 @@ class TensorFile:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Tensor name -> its first byte in the file."""
-        result, offset = {}, len(self.header)
+        return {spec.name: len(self.header) + offset for spec, offset in self.places()}
+
+    def places(self) -> Iterator[tuple[TensorSpec, int]]:
+        """Each tensor and its first byte after the header."""
+        offset = 0
         for spec in self.specs:
-            result[spec.name] = offset
+            yield spec, offset
             offset += spec.num_bytes
-        return result
 
     @property
     def size(self) -> int:
@@ -143,7 +145,8 @@ def plan(held: Sequence[Sequence[Piece]], stem: str, max_bytes: int = MAX_SHARD_
     shards = _split(sorted(specs.values(), key=lambda spec: spec.name), max_bytes)
     names = _file_names(stem, len(shards))
     files = tuple(TensorFile(name, _in_file_order(shard)) for name, shard in zip(names, shards, strict=True))
-    return Plan(stem, files, _share_out(held, specs))
+    _check_cover({piece for pieces in held for piece in pieces if piece.num_bytes}, specs)
+    return Plan(stem, files, _share_out(held, files))
 
 
 def _agree(held: Sequence[Sequence[Piece]]) -> dict[str, TensorSpec]:
@@ -182,21 +185,64 @@ def _in_file_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     return tuple(sorted(specs, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name)))
 
 
-def _share_out(held: Sequence[Sequence[Piece]], specs: dict[str, TensorSpec]) -> tuple[tuple[Piece, ...], ...]:
-    """Each distinct piece to one of the ranks that hold it, the one with the fewest bytes so far."""
+def _share_out(held: Sequence[Sequence[Piece]], files: Sequence[TensorFile]) -> tuple[tuple[Piece, ...], ...]:
+    """What each rank writes, so that all write about the same number of bytes.
+
+    What the same ranks hold is cut into one run of bytes for each of them, in the order of the files: few and long
+    ranges, whoever holds how much. What fewer ranks hold is given away first.
+    """
+    position = {spec.name: (n, offset) for n, file in enumerate(files) for spec, offset in file.places()}
+    writes: list[list[Piece]] = [[] for _ in held]
+    load = [0] * len(held)
+    by_ranks = _by_holders(held)
+    for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):
+        pieces = sorted(by_ranks[ranks], key=lambda piece: (*position[piece.spec.name], piece.start))
+        quotas = _quotas(sum(piece.num_bytes for piece in pieces), [load[rank] for rank in ranks])
+        for n, piece in _cut(pieces, quotas):
+            writes[ranks[n]].append(piece)
+            load[ranks[n]] += piece.num_bytes
+    return tuple(map(tuple, writes))
+
+
+def _by_holders(held: Sequence[Sequence[Piece]]) -> dict[tuple[int, ...], list[Piece]]:
+    """Ranks -> the distinct pieces that exactly these hold; pieces without bytes are left out."""
     holders: dict[Piece, list[int]] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:
             if piece.num_bytes:
                 holders.setdefault(piece, []).append(rank)
-    _check_cover(holders, specs)
-    writes: list[list[Piece]] = [[] for _ in held]
-    load = [0] * len(held)
-    for piece, ranks in sorted(holders.items(), key=lambda item: (item[0].spec.name, item[0].start)):
-        rank = min(ranks, key=lambda r: (load[r], r))
-        writes[rank].append(piece)
-        load[rank] += piece.num_bytes
-    return tuple(map(tuple, writes))
+    result: dict[tuple[int, ...], list[Piece]] = {}
+    for piece, ranks in holders.items():
+        result.setdefault(tuple(ranks), []).append(piece)
+    return result
+
+
+def _quotas(total: int, loads: Sequence[int]) -> list[float]:
+    """``total`` bytes among ranks that have ``loads`` already, so that the sums are as equal as they can be."""
+    ascending = sorted(loads)
+    level = 0.0
+    for count in range(1, len(loads) + 1):
+        level = (total + sum(ascending[:count])) / count
+        if count == len(loads) or level <= ascending[count]:
+            break
+    return [max(0.0, level - load) for load in loads]
+
+
+def _cut(pieces: Iterable[Piece], quotas: Sequence[float]) -> Iterator[tuple[int, Piece]]:
+    """``pieces`` as runs of about ``quotas`` bytes, cut between rows: (number of the run, piece)."""
+    ends = list(accumulate(quotas))
+    run, begin = 0, 0  # begin: first byte of the piece, of all pieces one behind the other
+    for piece in pieces:
+        row = 0
+        while row < piece.rows:
+            last = run == len(ends) - 1
+            stop = piece.rows if last else min(round((ends[run] - begin) / piece.spec.row_bytes), piece.rows)
+            if stop > row:
+                yield run, Piece(piece.spec, piece.start + row, stop - row)
+                row = stop
+            if row < piece.rows:
+                run += 1
+        begin += piece.num_bytes
 
 
 def _check_cover(pieces: Iterable[Piece], specs: dict[str, TensorSpec]) -> None:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, Sharing, rank_file, shared_file
 from forgather_cli.checkpoint.encoding import decode
-from forgather_cli.checkpoint.manifest import Level, NewerFormatError, read_manifest
+from forgather_cli.checkpoint.gather import on_rank_0, rank_in
+from forgather_cli.checkpoint.manifest import Level, Manifest, NewerFormatError, read_manifest
 from forgather_cli.checkpoint.tensors import TensorReader
+from forgather_cli.checkpoint.verify import find_problems
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir
 
@@ -23,14 +25,14 @@ Kind = Literal["model", "optimizer"]
 
 
 class Reader:
-    """One checkpoint, open for reading. Opening reads the manifest only.
+    """One checkpoint, open for reading. Opening reads the manifest only, unless it is given.
 
     Raises CheckpointError: no checkpoint, not one of ours, damaged, of a newer format, or asked for what it lacks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
-        self.manifest = read_manifest(self.path)
+        self.manifest = manifest or read_manifest(self.path)
         self._documents: dict[str, dict[str, Any]] = {}
         self._state_tensors: dict[str, TensorReader] = {}
 
@@ -38,9 +40,11 @@ class Reader:
     def step(self) -> int:
         return self.manifest.step
 
-    def verify(self, level: Level = "full") -> None:
-        """Raise CheckpointError, naming every damaged file, unless all files are as they were written."""
-        problems = self.manifest.problems(self.path, level)
+    def verify(self, level: Level = "full", group: Any = None) -> None:
+        """Collective in ``group``, whose ranks share the reading. Raise CheckpointError, naming every damaged file,
+        unless all files are as they were written.
+        """
+        problems = find_problems(self.path, self.manifest, level, group)
         if problems:
             raise CheckpointError(f"{self.path}: is damaged: {'; '.join(problems)}")
 
@@ -101,20 +105,37 @@ class Reader:
         log.warning("%s: has no state of %s, which starts fresh", self.path, component.key)
         return False
 
-    def state(self, key: str, rank: int = 0) -> Any:
-        """The state of a component, as ``rank`` saved it where ranks differ."""
+    def state(self, key: str, rank: int = 0, group: str = "") -> Any:
+        """The state of a component: as ``rank`` saved it where ranks differ, that of ``group`` where groups do."""
         if key not in self.manifest.components:
             raise CheckpointError(f"{self.path}: has no component {key}; it has {', '.join(self.components())}")
-        shared = Sharing(self.manifest.components[key]).is_shared
-        if not shared and rank >= self.manifest.world_size:
-            raise CheckpointError(
-                f"{self.path}: has {key} of {self.manifest.world_size} ranks only, rank {rank} was asked for"
-            )
-        stem = shared_file() if shared else rank_file(rank)
+        stem = self._stem(key, rank, group)
         document = self._document(stem)
         if key not in document:
             raise CheckpointError(f"{self.path / stem}.json: is damaged (has no {key})")
         return decode(document[key], lambda name: self._state_tensor(stem, name))
+
+    def _stem(self, key: str, rank: int, group: str) -> str:
+        sharing, world_size = Sharing(self.manifest.components[key]), self.manifest.world_size
+        if sharing.is_shared:
+            return shared_file()
+        if sharing.is_grouped:
+            holders = self.manifest.holders.get(key, {})
+            if group not in holders:
+                raise CheckpointError(f"{self.path}: has {key} of {', '.join(holders)}, {group!r} was asked for")
+            return rank_file(holders[group])
+        if rank >= world_size:
+            raise CheckpointError(f"{self.path}: has {key} of {world_size} ranks only, rank {rank} was asked for")
+        return rank_file(rank)
+
+    def fits(self, component: Component, world_size: int) -> bool:
+        """True if the state of ``component`` belongs to a rank of a job of ``world_size``: that of all ranks always, a
+        rank's own in a job as large as the one that saved it, a group's where a group of that name had one.
+        """
+        saved = Sharing(self.manifest.components[component.key])
+        if saved.is_grouped:
+            return component.sharing.is_grouped and component.group in self.manifest.holders.get(component.key, {})
+        return saved.is_shared or world_size == self.manifest.world_size
 
     def _document(self, stem: str) -> dict[str, Any]:
         if stem not in self._documents:
@@ -134,10 +155,13 @@ class Reader:
 
 
 def named(path: Path, verify: Level = "full", group: Any = None) -> Reader:
-    """The checkpoint that ``resume_from_checkpoint`` names, verified. Raises CheckpointError."""
+    """Collective in ``group``. The checkpoint that ``resume_from_checkpoint`` names, verified by all ranks together.
+
+    Raises CheckpointError on all ranks alike.
+    """
     try:
-        reader = Reader(path)
-        reader.verify(verify)
+        reader = Reader(path, on_rank_0(lambda: read_manifest(path), group))
+        reader.verify(verify, group)
     except NewerFormatError as error:
         raise CheckpointError(f"resume_from_checkpoint: {error}") from error
     except CheckpointError as error:
@@ -149,25 +173,22 @@ def named(path: Path, verify: Level = "full", group: Any = None) -> Reader:
 
 
 def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Reader | None:
-    """The run's newest whole checkpoint, a healthy one if there is any; None if the run has none at all.
+    """Collective in ``group``. The run's newest whole checkpoint, a healthy one if there is any; None if the run has
+    none at all. All ranks verify it together and get the same one.
 
-    Every damaged one on the way is a warning with file and reason. Raises CheckpointError if all are damaged, or if
-    one is of a newer format: falling back behind it would lose work that an upgrade keeps.
+    Every damaged one on the way is a warning of rank 0 with file and reason. Raises CheckpointError on all ranks if all
+    are damaged, or if one is of a newer format: falling back behind it would lose work that an upgrade keeps.
     """
-    problems: list[str] = []
-    readers = _open_all(run, problems)
+    manifests, problems = on_rank_0(lambda: _read_all(run), group)
+    readers = [Reader(path, manifest) for path, manifest in manifests.items()]
     for reader in sorted(readers, key=lambda reader: not reader.manifest.healthy):  # stable: newest first within each
         try:
-            reader.verify(verify)
+            reader.verify(verify, group)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        for problem in problems:
-            log.warning("%s; %s is used", problem, reader.path)
-        if not reader.manifest.healthy:
-            log.warning("%s: was saved while training looked diverged, but no healthy one is left", reader.path)
-        elif reader is not readers[0] and not readers[0].manifest.healthy:
-            log.warning("%s: was saved while training looked diverged; %s is used", readers[0].path, reader.path)
+        if rank_in(group) == 0:
+            _tell(reader, readers[0], problems)
         return reader
     if problems:
         raise CheckpointError(
@@ -177,40 +198,75 @@ def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Read
     return None
 
 
-def _open_all(run: RunDir, problems: list[str]) -> list[Reader]:
-    """The run's readable checkpoints, newest first."""
-    readers = []
+def _tell(used: Reader, newest: Reader, problems: Iterable[str]) -> None:
+    """Why ``used`` is not simply the newest checkpoint of the run."""
+    for problem in problems:
+        log.warning("%s; %s is used", problem, used.path)
+    if not used.manifest.healthy:
+        log.warning("%s: was saved while training looked diverged, but no healthy one is left", used.path)
+    elif not newest.manifest.healthy:
+        log.warning("%s: was saved while training looked diverged; %s is used", newest.path, used.path)
+
+
+def _read_all(run: RunDir) -> tuple[dict[Path, Manifest], list[str]]:
+    """The manifests of the run's checkpoints by path, newest first, and what is wrong with those that have none."""
+    manifests, problems = {}, []
     for step in reversed(run.checkpoint_steps()):
+        path = run.checkpoint(step)
         try:
-            readers.append(Reader(run.checkpoint(step)))
+            manifests[path] = read_manifest(path)
         except NewerFormatError:
             raise
         except CheckpointError as error:
             problems.append(str(error))
-    return readers
+    return manifests, problems
 
 
 def restore_components(
-    reader: Reader, components: Iterable[Component], *, rank: int = 0, only: Collection[str] | None = None
+    reader: Reader,
+    components: Iterable[Component],
+    *,
+    rank: int = 0,
+    world_size: int | None = None,
+    only: Collection[str] | None = None,
 ) -> list[str]:
     """Load what the checkpoint has of ``components``; with ``only``, of those with these keys.
 
-    Returns the keys that start fresh because the checkpoint lacks them, each with a warning. Raises CheckpointError if
-    a required one is missing, and names the component whose state does not fit.
+    ``world_size``: of this job, None for that of the checkpoint's. Returns the keys that start fresh: because the
+    checkpoint lacks them, each with a warning, or because ranks' or groups' own states belong to another layout, which
+    is one line of information. Raises CheckpointError if a required one starts fresh, and names the component whose
+    state does not fit.
     """
-    fresh = []
+    fresh, foreign = [], []
+    size = reader.manifest.world_size if world_size is None else world_size
     for component in components:
         if only is not None and component.key not in only:
             continue
-        if reader.has(component):
-            _load(reader, component, rank)
-        else:
+        if not reader.has(component):
             fresh.append(component.key)
-    return fresh
+        elif not reader.fits(component, size):
+            foreign.append(component)
+        else:
+            _load(reader, component, rank)
+    if foreign:
+        _tell_foreign(reader, foreign, size)
+    return fresh + [component.key for component in foreign]
+
+
+def _tell_foreign(reader: Reader, foreign: Iterable[Component], size: int) -> None:
+    saved = reader.manifest.world_size
+    for component in foreign:
+        if component.required:
+            raise CheckpointError(
+                f"{reader.path}: {component.key} was saved by each of {saved} ranks for itself, without which a run of "
+                f"{size} cannot go on; resume it with {saved} ranks"
+            )
+    keys = ", ".join(component.key for component in foreign)
+    log.info("%s: what %d ranks or their groups saved for themselves starts fresh here: %s", reader.path, saved, keys)
 
 
 def _load(reader: Reader, component: Component, rank: int) -> None:
-    state = reader.state(component.key, rank)
+    state = reader.state(component.key, rank, component.group if component.sharing.is_grouped else "")
     try:
         component.object.load_state_dict(state)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -32,13 +33,22 @@ class FileEntry:
     size: int
     ranges: tuple[Range, ...]
 
-    def problem(self, path: Path, level: Level) -> str | None:
-        """What is wrong with the file at ``path``, None if nothing is. Reads the file at level full."""
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the ranges, ascending, are the whole file."""
+        stops = [0, *(stop for _, stop, _ in self.ranges)]
+        if [start for start, _, _ in self.ranges] != stops[:-1] or stops[-1] != self.size:
+            raise ValueError("hashed ranges are not the whole file")
+
+    def problem(self, path: Path, level: Level, ranges: Sequence[Range] | None = None) -> str | None:
+        """What is wrong with the file at ``path``, None if nothing is. Reads the file at level full: all of it, or
+        ``ranges``.
+        """
         try:
             size = path.stat().st_size
             if size != self.size:
                 return f"has {size} bytes instead of {self.size}"
-            if level == "full" and any(hash_range(path, a, b) != sha256 for a, b, sha256 in self.ranges):
+            looked_at = self.ranges if ranges is None else ranges
+            if level == "full" and any(hash_range(path, a, b) != sha256 for a, b, sha256 in looked_at):
                 return "has other content than was written (SHA-256 differs)"
         except FileNotFoundError:
             return "is missing"
@@ -79,6 +89,8 @@ class Manifest:
     info: dict[str, Any] = field(default_factory=dict)
     components: dict[str, str] = field(default_factory=dict)
     """Component key -> how it is shared among ranks."""
+    holders: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Component key -> group or node -> the rank whose file has its state, of components that groups share."""
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -159,11 +171,7 @@ def _build(document: dict[str, Any]) -> Manifest:
 
 def _entry(entry: dict[str, Any]) -> FileEntry:
     ranges = tuple((int(start), int(stop), str(sha256)) for start, stop, sha256 in entry["ranges"])
-    size = int(entry["size"])
-    stops = [0, *(stop for _, stop, _ in ranges)]
-    if [start for start, _, _ in ranges] != stops[:-1] or stops[-1] != size:
-        raise ValueError("hashed ranges are not the whole file")
-    return FileEntry(size, ranges)
+    return FileEntry(int(entry["size"]), ranges)
 
 
 def _inside(name: str) -> str:
@@ -196,6 +204,16 @@ def merge_entries(reports: list[dict[str, list[Range]]]) -> dict[str, FileEntry]
     }
 
 
-def now() -> str:
-    """UTC, ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def manifest_of(info: Mapping[str, Any], *, versions: Mapping[str, str], **known: Any) -> Manifest:
+    """A new checkpoint's manifest, still without files: what is ``known``, and what a caller's ``info`` says."""
+    rest = dict(info)
+    rest.pop("world_size", None)
+    return Manifest(
+        **known,
+        strategy=rest.pop("strategy", ""),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        config_fingerprint=rest.pop("config_fingerprint", None),
+        versions={**versions, **rest.pop("versions", {})},
+        final=bool(rest.pop("final", False)),
+        info=rest,
+    )

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from forgather_cli.checkpoint import files
 from forgather_cli.checkpoint.encoding import Encoded
 from forgather_cli.checkpoint.files import Check, Range, remove, sync_directory, write_file
-from forgather_cli.checkpoint.gather import gather
+from forgather_cli.checkpoint.gather import NoAnswerError, gather, joined
 from forgather_cli.checkpoint.layout import plan
 from forgather_cli.checkpoint.manifest import NAME, Manifest, NewerFormatError, merge_entries, read_manifest
 from forgather_cli.checkpoint.retention import sibling
@@ -25,6 +25,10 @@ from forgather_cli.errors import CheckpointError, ForgatherError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+GRACE = 5.0
+"""Seconds after save_timeout in which a rank may still say why it is late; as many again, and it is left to itself."""
 
 
 class SaveError(CheckpointError):
@@ -51,7 +55,8 @@ class Publication:
     """One checkpoint on its way to disk. ``run`` is for a thread of its own; it raises nothing.
 
     Afterwards ``path`` is the published checkpoint, or ``failure`` says why there is none; with both, what went wrong
-    after the publication. Every rank runs it.
+    after the publication. Every rank runs it, with a ``group`` that nobody else uses meanwhile; what happened is known
+    for certain on rank 0 alone, where others may have waited for it in vain (``unanswered``).
     """
 
     def __init__(
@@ -69,9 +74,15 @@ class Publication:
         self.step = manifest.step
         self.path: Path | None = None
         self.failure: str | None = None
+        self.group_is_lost = False
+        """The other ranks gave no answer in time; ``group`` is of no use any more."""
+        self.unanswered = False
+        """That is all this rank knows of the failure."""
         self.deadline = time.monotonic() + timeout
         self._timeout = timeout
         self._temporary: Path | None = None
+        self._own_failure: str | None = None
+        self._foreign: dict[str, list[Range]] = {}
         self._snapshot = snapshot
         self._manifest = manifest
         self._write_model_files = write_model_files
@@ -85,8 +96,16 @@ class Publication:
             self.path = self._publish()
         except Exception as error:  # the edge of the thread
             log.debug("checkpoint", exc_info=True)
-            self.failure = reason(error)
+            self.group_is_lost = isinstance(error, NoAnswerError)
+            self.unanswered = self.group_is_lost and self._own_failure is None
+            own = self._own_failure if self.group_is_lost else None  # too late for the others to hear of
+            self.failure = own or reason(error)
             self._remove_temporary()
+
+    @property
+    def give_up_at(self) -> float:
+        """When a writer that has not ended by itself is left to itself (``time.monotonic``)."""
+        return self.deadline + 2 * GRACE
 
     def abandon(self) -> bool:
         """See to it that this checkpoint is not published any more; False if it is already."""
@@ -94,46 +113,59 @@ class Publication:
             self._abandoned = self._abandoned or self.path is None
             return self._abandoned
 
+    @property
+    def too_long(self) -> str:
+        return f"it took longer than save_timeout={self._timeout:g} seconds"
+
     # ------------------------------------------------------------------------------------------------------- phases
 
     def _publish(self) -> Path:
         """Collective."""
-        temporary = self._temporary = self._on_rank_0(self._prepare)
+        temporary = self._on_rank_0(self._prepare)
         if temporary is None:
             return self.target
-        reports = gather(self._attempt(lambda: self._write(temporary)), self._group)
+        reports = self._gather(self._attempt(lambda: self._write(temporary)))
         self._on_rank_0(lambda: self._finish(temporary, reports))
         return self.target
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Collective. What ``action`` returns on rank 0, on all ranks; its failure is everybody's."""
         outcome = self._attempt(action) if self._rank == 0 else _Outcome()
-        outcome = gather(outcome, self._group)[0]
+        outcome = self._gather(outcome)[0]
         if outcome.failure is not None:
             raise SaveError(outcome.failure)
         result: T = outcome.value
         return result
+
+    def _gather(self, value: T) -> list[T]:
+        """Collective."""
+        return gather(value, self._group, self.deadline + GRACE)
 
     def _attempt(self, action: Callable[[], Any]) -> _Outcome:
         try:
             return _Outcome(action())
         except Exception as error:  # another rank must hear of it
             log.debug("checkpoint", exc_info=True)
-            return _Outcome(failure=reason(error))
+            self._own_failure = reason(error)
+            return _Outcome(failure=self._own_failure)
 
     def _check(self) -> None:
         """Raise SaveError when the time is over."""
         if self._abandoned or time.monotonic() > self.deadline:
-            raise SaveError(f"it took longer than save_timeout={self._timeout:g} seconds")
+            raise SaveError(self.too_long)
 
     # ------------------------------------------------------------------------------------------------------ rank 0
 
     def _prepare(self) -> Path | None:
-        """A new temporary directory; None if this step has a good checkpoint already."""
+        """A new temporary directory with the files that others write; None if this step has a good checkpoint already.
+
+        Only here, before any rank writes, are all files in it theirs.
+        """
         if self._is_kept():
             return None
-        temporary = sibling(self.target, "tmp")
+        temporary = self._temporary = sibling(self.target, "tmp")
         (temporary / "model").mkdir(parents=True)
+        self._foreign = self._write_foreign(temporary)
         return temporary
 
     def _is_kept(self) -> bool:
@@ -163,10 +195,11 @@ class Publication:
 
     def _finish(self, temporary: Path, reports: list[_Outcome]) -> None:
         """Manifest, sync, rename."""
-        for rank, report in enumerate(reports):
-            if report.failure is not None:
-                raise SaveError(f"rank {rank}: {report.failure}" if len(reports) > 1 else report.failure)
+        if failed := joined([report.failure for report in reports]):
+            raise SaveError(failed)
         manifest = replace(self._manifest, files=merge_entries([report.value for report in reports]))
+        for name in manifest.files:
+            files.refresh(temporary / name)
         problems = manifest.problems(temporary, "size")
         if problems:
             raise SaveError("; ".join(problems))
@@ -204,10 +237,8 @@ class Publication:
 
     def _write(self, temporary: Path) -> dict[str, list[Range]]:
         """This rank's share of the files; what it wrote by file."""
-        report: dict[str, list[Range]] = {}
-        if self._rank == 0:
-            report |= self._write_foreign(temporary)
         self._snapshot.wait()
+        report = dict(self._foreign)
         for tensors, rows in zip(self._snapshot.plans, self._snapshot.rows, strict=True):
             report |= write_share(temporary, tensors, self._rank, rows, self._check)
             if self._rank == 0:

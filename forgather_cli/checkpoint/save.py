@@ -11,7 +11,8 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,40 @@ import torch
 
 import forgather_cli
 from forgather_cli.checkpoint import retention
-from forgather_cli.checkpoint.components import Component, Rows, encode_components, total_bytes
-from forgather_cli.checkpoint.encoding import Encoded
-from forgather_cli.checkpoint.files import remove, write_file
-from forgather_cli.checkpoint.gather import gather
-from forgather_cli.checkpoint.layout import MAX_SHARD_BYTES, Piece, plan
-from forgather_cli.checkpoint.manifest import BestBy, Manifest, now
+from forgather_cli.checkpoint.components import Component, Rows
+from forgather_cli.checkpoint.gather import gather, joined, new_group_like
+from forgather_cli.checkpoint.layout import MAX_SHARD_BYTES
+from forgather_cli.checkpoint.manifest import BestBy, Manifest, manifest_of
 from forgather_cli.checkpoint.publish import Publication, reason
-from forgather_cli.checkpoint.snapshot import HostBuffers, Snapshot, copy_events
+from forgather_cli.checkpoint.snapshot import Snapshot, Snapshots
+from forgather_cli.checkpoint.trial import try_save
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.errors import ForgatherError, SetupError
+from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
 _MUST_BE_FINITE = ("loss", "grad_norm", "max_grad_norm")
-_GRACE = 5.0
-"""Seconds after save_timeout in which a writer may notice it; then it is left to itself."""
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How a save ended on one rank."""
+
+    published: bool
+    failure: str | None
+    unanswered: bool
+    """It failed for want of an answer, so that another rank knows better why."""
+    group_is_lost: bool
 
 
 class Checkpointer:
-    """Writes one run's checkpoints. One save is in flight at most.
+    """Writes one run's checkpoints. One save is in flight at most. Construction is collective.
 
-    ``group``: an own CPU process group of all ranks, None where there is one rank. Methods named collective are called
-    by all ranks in the same order. After start-up nothing here raises because of a checkpoint that cannot be written:
-    it is an error in the log and in ``failures``, the checkpoints before it stand, and training goes on.
+    ``group``: a CPU process group of all ranks, None where there is one rank. Methods named collective are called by
+    all ranks in the same order, from the thread that ``group`` belongs to; writers have a group of their own. After
+    start-up nothing here raises because of a checkpoint that cannot be written: it is an error in the log and in
+    ``failures``, on all ranks alike, the checkpoints before it stand, and training goes on.
     """
 
     def __init__(
@@ -64,10 +74,18 @@ class Checkpointer:
         self.best_by = BestBy(args.metric_for_best_model, args.greater_is_better)
         self._args = args
         self._group, self._rank, self._world_size = group, rank, world_size
-        self._max_shard_bytes = max_shard_bytes
-        self._buffers = HostBuffers()
+        self._snapshots = Snapshots(
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            check=args.replication_check,
+            max_shard_bytes=max_shard_bytes,
+        )
+        self._writers_group = new_group_like(group)
         self._job: Publication | None = None
         self._thread: threading.Thread | None = None
+        self._stuck: threading.Thread | None = None
+        """A writer that was left to itself."""
         self._published: list[Path] = []
 
     # ----------------------------------------------------------------------------------------------------- at start
@@ -81,34 +99,12 @@ class Checkpointer:
     def trial(
         self, components: Iterable[Component], *, rows: Mapping[str, Rows] | None = None, num_bytes: int = 0
     ) -> None:
-        """Try what a save does, before the first step: encode every state, write to the directory, look at free space.
+        """Collective. Try what a save does, before the first step: encode every state, write, look at free space.
 
-        A checkpoint is taken to need the full tensors of ``rows``, and ``num_bytes`` for what does not exist yet.
-        Raises SetupError.
+        A checkpoint is taken to need the full tensors of all ranks' ``rows``, and in proportion ``num_bytes`` beside
+        this rank's for what does not exist yet. Raises SetupError on all ranks alike.
         """
-        encode_components(components, self._rank)
-        if self._rank == 0:
-            self._try_directory(total_bytes(rows or {}) + num_bytes)
-
-    def _try_directory(self, need: int) -> None:
-        directory = self.run.checkpoints
-        probe = retention.sibling(directory / "trial", "tmp")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            write_file(probe, b"trial")
-            remove(probe)
-            disk = os.statvfs(directory)
-        except OSError as error:
-            raise SetupError(
-                f"output_dir: cannot write checkpoints to {directory} ({error.strerror}); "
-                "set output_dir to another directory"
-            ) from error
-        have = disk.f_bavail * disk.f_frsize
-        if have < need:
-            raise SetupError(
-                f"output_dir: one checkpoint needs {_gb(need)}, {directory} has {_gb(have)} free; free some space, "
-                "or set output_dir to another disk"
-            )
+        try_save(self.run, components, rows or {}, num_bytes, group=self._group, rank=self._rank)
 
     # --------------------------------------------------------------------------------------------------------- saving
 
@@ -127,97 +123,68 @@ class Checkpointer:
         """Collective. Save this step; returns when the state is copied (async_save) or published.
 
         Waits for the save before. False: it failed already; with async_save a later failure is seen in ``failures``.
-        ``write_model_files`` puts config and tokenizer into the directory it is given, from another thread. ``info``
-        has strategy, config_fingerprint, final (training ends here), versions, and what else is worth keeping (JSON).
+        ``write_model_files`` puts config and tokenizer into the directory it is given, on rank 0 and from another
+        thread. ``info`` has strategy, config_fingerprint, final (training ends here), versions, and what else is worth
+        keeping (JSON). Raises ReplicationError, on all ranks, where they differ in what must be equal.
         """
         self.wait()
-        failures = len(self.failures)
-        components = list(components)
-        manifest = self._manifest(step, info, metrics, healthy, components)
+        failures, components = len(self.failures), list(components)
         try:
-            _refuse_non_finite(metrics)
-            snapshot = self._snapshot([("model/model", model), ("optimizer/optimizer", optimizer)], components)
-        except ForgatherError as error:
+            snapshot = self._snapshots.take(
+                step,
+                {"model/model": model, "optimizer/optimizer": optimizer},
+                components,
+                failure=self._obstacle(metrics),
+                share=not self._args.async_save,
+            )
+        except SetupError as error:
             self._failed(step, reason(error))
             return False
-        self._job = Publication(
-            self.run.checkpoint(step),
+        manifest = manifest_of(
+            info,
+            versions=_versions(),
+            step=step,
+            world_size=self._world_size,
+            metrics={key: float(value) for key, value in metrics.items()},
+            healthy=healthy,
+            best_by=self.best_by,
+            components={component.key: component.sharing.value for component in components},
+            holders=snapshot.holders,
+        )
+        self._start(self._publication(snapshot, manifest, write_model_files))
+        return len(self.failures) == failures
+
+    def _publication(
+        self, snapshot: Snapshot, manifest: Manifest, write_model_files: Callable[[Path], None]
+    ) -> Publication:
+        """Collective."""
+        if self._writers_group is None:
+            self._writers_group = new_group_like(self._group)
+        return Publication(
+            self.run.checkpoint(manifest.step),
             snapshot=snapshot,
             manifest=manifest,
             write_model_files=write_model_files,
             timeout=self._args.save_timeout,
-            group=self._group,
+            group=self._writers_group,
             rank=self._rank,
         )
-        self._start(self._job)
-        return len(self.failures) == failures
 
-    def _manifest(
-        self,
-        step: int,
-        info: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        healthy: bool,
-        components: list[Component],
-    ) -> Manifest:
-        rest = dict(info)
-        rest.pop("world_size", None)
-        versions = {
-            "forgather": forgather_cli.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        return Manifest(
-            step=step,
-            strategy=rest.pop("strategy", ""),
-            world_size=self._world_size,
-            created=now(),
-            config_fingerprint=rest.pop("config_fingerprint", None),
-            versions={**versions, **rest.pop("versions", {})},
-            metrics={key: float(value) for key, value in metrics.items()},
-            healthy=healthy,
-            final=bool(rest.pop("final", False)),
-            best_by=self.best_by,
-            info=rest,
-            components={component.key: component.sharing.value for component in components},
-        )
-
-    def _snapshot(self, kinds: Sequence[tuple[str, Mapping[str, Rows]]], components: list[Component]) -> Snapshot:
-        """Collective. Agree on who writes what, and copy this rank's share to host memory. Raises on all ranks."""
-        states, pieces = self._own_share(kinds, components)
-        held = gather((pieces, states if isinstance(states, str) else None), self._group)
-        for _, failure in held:
-            if failure is not None:
-                raise SetupError(failure)
-        assert not isinstance(states, str)
-        # Equality of REPLICATED components and of rows that several ranks hold is checked here, once there are several.
-        by_kind = [(stem, rows, [rank_pieces[i] for rank_pieces, _ in held]) for i, (stem, rows) in enumerate(kinds)]
-        used = [(stem, rows, pieces) for stem, rows, pieces in by_kind if any(pieces)]
-        plans = [plan(pieces, stem, self._max_shard_bytes) for stem, _, pieces in used]
-        snapshot = Snapshot(plans, [], states)
-        try:
-            for files, (_, rows, _) in zip(plans, used, strict=True):
-                copies = self._buffers.copy(files, self._rank, rows, share=not self._args.async_save)
-                snapshot.rows.append(copies)
-            snapshot.copies = copy_events([rows for _, rows in kinds])
-        except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
-            snapshot.failure = f"the copy to host memory failed ({reason(error)})"
-        return snapshot
-
-    def _own_share(
-        self, kinds: Sequence[tuple[str, Mapping[str, Rows]]], components: list[Component]
-    ) -> tuple[dict[str, Encoded] | str, list[list[Piece]]]:
-        """This rank's states and pieces by kind; a failure is a message, since the other ranks must hear of it."""
-        try:
-            states = encode_components(components, self._rank)
-            return states, [[row.piece(name) for name, row in rows.items()] for _, rows in kinds]
-        except ForgatherError as error:
-            return str(error), [[] for _ in kinds]
+    def _obstacle(self, metrics: Mapping[str, float]) -> str | None:
+        """Why this rank cannot save now."""
+        for key in _MUST_BE_FINITE:
+            if key in metrics and not math.isfinite(metrics[key]):
+                return f"{key} is {metrics[key]}, so the weights are not worth keeping"
+        if self._stuck is not None and self._stuck.is_alive():  # it holds a whole share in host memory
+            return "the writer of a save before still hangs"
+        self._stuck = None
+        return None
 
     def _start(self, job: Publication) -> None:
+        self._job = job
         if not self._args.async_save:
             self._publish_and_thin_out(job)
-            self._collect()
+            self._collect(self._group)
             return
         atexit.unregister(self.close)
         atexit.register(self.close)  # the thread is a daemon: a disk that hangs must not hang the interpreter's exit
@@ -235,6 +202,9 @@ class Checkpointer:
         self._publish_and_thin_out(job)
 
     def _publish_and_thin_out(self, job: Publication) -> None:
+        if self._rank == 0 and self.failures:
+            with contextlib.suppress(OSError):
+                retention.clean(self.run)  # what a rank was still writing when its save was given up
         job.run()
         if job.path is None or self._rank != 0:
             return
@@ -253,42 +223,75 @@ class Checkpointer:
 
     @property
     def is_done(self) -> bool:
-        """True if no save is in flight on this rank."""
-        return self._thread is None or not self._thread.is_alive()
+        """True if no save is in flight on this rank, or its writer is past all patience. Costs nothing."""
+        if self._job is None or self._thread is None or not self._thread.is_alive():
+            return True
+        return time.monotonic() > self._job.give_up_at
 
     def poll(self) -> list[Path]:
-        """Checkpoints published since the last call. Never waits."""
-        if self._job is not None and not (self._thread and self._thread.is_alive()):
-            self._collect()
+        """Checkpoints published since the last call. Never waits on one rank.
+
+        With several ranks collective: call it where all ranks know that all of them are done (``is_done``), else it
+        waits for the last one.
+        """
+        if self._group is not None or self.is_done:
+            self.wait()
         published, self._published = self._published, []
         return published
 
     def wait(self) -> None:
-        """Wait for the save in flight, at most until save_timeout."""
-        if self._job is None:
-            return
-        if self._thread is not None:
-            self._thread.join(max(0.0, self._job.deadline - time.monotonic()) + _GRACE)
-        if self._thread is not None and self._thread.is_alive() and self._job.abandon():
-            self._job.failure = f"it took longer than save_timeout={self._args.save_timeout:g} seconds"
-            self._buffers.clear()  # the stuck thread still reads the old ones
-        self._collect()
+        """Collective. Wait for the save in flight, at most until save_timeout and a little; agree on how it ended."""
+        if self._job is not None:
+            self._join(self._job)
+            self._collect(self._group)
 
-    def close(self) -> None:
-        """Wait for the save in flight and give the host memory back. Also called when the interpreter exits."""
-        self.wait()
-        self._buffers.clear()
+    def close(self, patience: float | None = None) -> None:
+        """Wait for the save in flight and give the host memory back. Also called when the interpreter exits.
+
+        Asks no other rank, as it may be called while an error ends this one. After ``patience`` seconds the writer goes
+        on by itself until the process ends.
+        """
+        if self._job is not None and not self._ends_within(patience):
+            log.warning("the checkpoint of step %d is not finished as this run ends", self._job.step)
+            self._job = self._thread = None
+        if self._job is not None:
+            self._join(self._job)
+            self._collect(None)
+        self._snapshots.free()
         atexit.unregister(self.close)
 
-    def _collect(self) -> None:
+    def _ends_within(self, patience: float | None) -> bool:
+        if patience is not None and self._thread is not None:
+            self._thread.join(patience)
+        return patience is None or self._thread is None or not self._thread.is_alive()
+
+    def _join(self, job: Publication) -> None:
+        """Wait for the writer; then see to it that one that is still at it publishes nothing."""
+        if self._thread is None:
+            return
+        self._thread.join(max(0.0, job.give_up_at - time.monotonic()))
+        if self._thread.is_alive():
+            self._stuck = self._thread
+            self._snapshots.free()  # the stuck thread still reads that memory
+            if job.abandon():
+                job.failure = job.too_long
+
+    def _collect(self, group: Any) -> None:
+        """Collective in ``group``. Rank 0 knows whether the checkpoint is published; why not, any rank may know."""
         job, self._job, self._thread = self._job, None, None
         assert job is not None
-        if job.path is not None:
-            self._published.append(job.path)
-            if job.failure is not None:
-                log.warning("%s: is published, but %s", job.path, job.failure)
-        else:
-            self._failed(job.step, job.failure or "the writer ended without an answer")
+        failure = job.failure or (None if job.path else "the writer ended without an answer")
+        ending = _Ending(job.path is not None, failure, job.unanswered, job.group_is_lost or self._stuck is not None)
+        endings = gather(ending, group)
+        if any(other.group_is_lost for other in endings):
+            self._writers_group = None
+        if not endings[0].published:
+            known = [None if other.unanswered else other.failure for other in endings]
+            self._failed(job.step, joined(known) or joined([other.failure for other in endings]) or "no rank knows why")
+            return
+        self._published.append(job.target)
+        if endings[0].failure is not None:
+            log.warning("%s: is published, but %s", job.target, endings[0].failure)
 
     def _failed(self, step: int, why: str) -> None:
         self.failures.append((step, why))
@@ -297,11 +300,9 @@ class Checkpointer:
         log.error("the checkpoint of step %d was not saved: %s; training goes on, %s", step, why, stands)
 
 
-def _refuse_non_finite(metrics: Mapping[str, float]) -> None:
-    for key in _MUST_BE_FINITE:
-        if key in metrics and not math.isfinite(metrics[key]):
-            raise SetupError(f"{key} is {metrics[key]}, so the weights are not worth keeping")
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
+def _versions() -> dict[str, str]:
+    return {
+        "forgather": forgather_cli.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -58,14 +58,15 @@ def write_share(
 ) -> dict[str, list[Range]]:
     """Write what ``rank`` has to write of a plan's files into ``directory`` and sync it.
 
-    ``rows``: the rank's rows in host memory by tensor name, contiguous. Returns the ranges by file path.
+    ``rows``: by tensor name the rows that the plan has this rank write, in host memory, contiguous. Returns the ranges
+    by file path.
     """
     report = {}
     for file in plan.files:
         parts = [(at, _content(file.header, piece, rows)) for at, piece in plan.parts(file, rank)]
         if parts:
             path = directory / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)  # not its parents: where the save was given up, ``directory`` is gone
             report[file.path] = write_ranges(path, parts, check)
     return report
 
@@ -80,6 +81,7 @@ def write_index(directory: Path, plan: Plan) -> dict[str, list[Range]]:
     if content is None:
         return {}
     path = f"{plan.stem}.safetensors.index.json"
+    (directory / path).parent.mkdir(exist_ok=True)
     return {path: write_file(directory / path, content)}
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, Rows, Sharing, total_bytes
-from forgather_cli.checkpoint.gather import gather
+from forgather_cli.checkpoint.gather import gather, on_rank_0
 from forgather_cli.checkpoint.load import Reader, named, newest_valid, restore_components
 from forgather_cli.checkpoint.retention import best_checkpoint
 from forgather_cli.checkpoint.save import Checkpointer
-from forgather_cli.distributed import all_sum, cpu_group
+from forgather_cli.distributed import all_sum
 from forgather_cli.errors import CheckpointError
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import merge_group_states
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PATIENCE = 10.0  # seconds that a save in flight gets when training fails
 OWN_MOMENTS = "own_moments"
 """Key of the component with a rank's own moments, beside their mean among the optimizer's tensors."""
 COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks")
@@ -130,17 +131,19 @@ class Persistence:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         world = trainer.world
-        self._group = cpu_group()  # of the writer thread, beside the trainer's own
         self._checkpointer = Checkpointer(
-            trainer.run_dir, args=trainer.args, group=self._group, rank=world.rank, world_size=world.size
+            trainer.run_dir, args=trainer.args, group=trainer.cpu_group, rank=world.rank, world_size=world.size
         )
         self._checkpointer.clean()
 
     def __enter__(self) -> Persistence:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._checkpointer.close()
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if failure is None:
+            self._checkpointer.close()
+        else:  # the other ranks may be gone, for whom a save would wait until save_timeout
+            self._checkpointer.close(patience=_PATIENCE)
 
     def _restorable(self) -> list[Component]:
         t = self._trainer
@@ -207,7 +210,10 @@ class Persistence:
         )
 
     def _model_rows(self) -> dict[str, Rows]:
-        return rows_of(named_tensors(self._trainer.strategy.parts))
+        """Buffers, which may differ between ranks (batch statistics), are those of the first data rank."""
+        strategy = self._trainer.strategy
+        kept = {n: t for n, t in named_tensors(strategy.parts).items() if _is_parameter(t) or strategy.data_rank == 0}
+        return rows_of(kept)
 
     def _optimizer_rows(self) -> dict[str, Rows]:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
@@ -324,7 +330,7 @@ class Persistence:
     def load_best(self) -> None:
         """Put the kept checkpoint with the best metric into the model and say which it is."""
         t = self._trainer
-        best = best_checkpoint(t.run_dir)
+        best = on_rank_0(lambda: best_checkpoint(t.run_dir), t.cpu_group)
         if best is None:
             log.warning("load_best_model_at_end: no checkpoint has %s", t.args.metric_for_best_model)
             return
@@ -334,6 +340,10 @@ class Persistence:
         log.info(
             "the best model is loaded: step %d, %s %.6g, %s", best.step, t.args.metric_for_best_model, value, best.path
         )
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _fingerprint(identity: dict[str, Any]) -> str:

@@ -1,0 +1,114 @@
+"""What a save needs, tried before the first step: states that can be stored, a directory to write to, and room."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forgather_cli.checkpoint.components import Component, Rows, encode_components, total_bytes
+from forgather_cli.checkpoint.files import remove, write_file
+from forgather_cli.checkpoint.gather import gather
+from forgather_cli.checkpoint.layout import Piece, plan
+from forgather_cli.checkpoint.retention import sibling
+from forgather_cli.errors import SetupError
+from forgather_cli.run_dir import RunDir
+
+T = TypeVar("T")
+
+
+def try_save(
+    run: RunDir,
+    components: Iterable[Component],
+    rows: Mapping[str, Rows],
+    num_bytes: int,
+    *,
+    group: Any,
+    rank: int,
+) -> None:
+    """Collective. Encode every state, see that the ranks' rows make whole tensors, write to the directory, look for
+    room: for the full tensors of ``rows``, and for ``num_bytes`` more beside each rank's.
+
+    Raises SetupError on all ranks alike.
+    """
+    shares = _agree(_share, components, rows, num_bytes, rank, group=group)
+    files = plan([pieces for pieces, _ in shares], "trial").files
+    growth = max(growth for _, growth in shares)
+    need = int(growth * sum(spec.num_bytes for file in files for spec in file.specs))
+    probe = _agree(_make_probe, run, need, rank, group=group)[0]
+    assert probe is not None
+    try:
+        _agree(_write, probe, rank, group=group)
+    finally:
+        if rank == 0:
+            remove(probe)
+
+
+def _agree(action: Callable[..., T], *args: Any, group: Any) -> list[T]:
+    """Collective. What ``action`` returns on each rank, by rank. Where it raises SetupError, all ranks do."""
+    answer, failure = None, None
+    try:
+        answer = action(*args)
+    except SetupError as error:
+        failure = str(error)
+    answers = gather((answer, failure), group)
+    for _, failure in answers:
+        if failure is not None:
+            raise SetupError(failure)
+    results: Any = [answer for answer, _ in answers]
+    return list(results)
+
+
+def _share(
+    components: Iterable[Component], rows: Mapping[str, Rows], num_bytes: int, rank: int
+) -> tuple[list[Piece], float]:
+    """What this rank holds, and how many times as much it will be."""
+    encode_components(components, rank)
+    now = total_bytes(rows)
+    return [row.piece(name) for name, row in rows.items()], 1 + num_bytes / now if now else 1.0
+
+
+def _make_probe(run: RunDir, need: int, rank: int) -> Path | None:
+    """On rank 0: a new directory where checkpoints will be, if there is room for one."""
+    if rank != 0:
+        return None
+    probe = sibling(run.checkpoints / "trial", "tmp")
+    try:
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        probe.mkdir()
+        disk = os.statvfs(probe)
+    except OSError as error:
+        raise SetupError(_cannot_write(run.checkpoints, error)) from error
+    have = disk.f_bavail * disk.f_frsize
+    if have < need:
+        remove(probe)
+        raise SetupError(
+            f"output_dir: one checkpoint needs {_gb(need)}, {run.checkpoints} has {_gb(have)} free; free some space, "
+            "or set output_dir to another disk"
+        )
+    return probe
+
+
+def _write(probe: Path, rank: int) -> None:
+    """Every rank writes into the directory that rank 0 has made."""
+    try:
+        write_file(probe / str(rank), b"trial")
+    except FileNotFoundError as error:
+        raise SetupError(
+            f"output_dir: {socket.gethostname()} does not see {probe.parent} as rank 0's host does; set output_dir to "
+            "a directory that all nodes share"
+        ) from error
+    except OSError as error:
+        raise SetupError(_cannot_write(probe.parent, error)) from error
+
+
+def _cannot_write(directory: Path, error: OSError) -> str:
+    return (
+        f"output_dir: cannot write checkpoints to {directory} ({error.strerror}); set output_dir to another directory"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
