@@ -58,10 +58,6 @@ class Claim:
                 _settle_overwritten(self.run)
         self._traces = self._training_traces()
 
-    def begin_training(self) -> None:
-        """Delete what was set aside."""
-        _remove_tree(_aside(self.run))
-
     def has_set_aside(self) -> bool:
         """True if a run that is to be overwritten is still there."""
         return _aside(self.run).is_dir()
@@ -89,6 +85,10 @@ class Claim:
             _remove_empty([directory])
         _settle_overwritten(self.run)
 
+    def lock_text(self) -> str:
+        """What the lock file says. Read here: closing another descriptor of it would let go of the lock."""
+        return os.pread(self._lock, 200, 0).decode()
+
     def release(self) -> None:
         """Let another job have the directory."""
         os.close(self._lock)
@@ -114,6 +114,11 @@ def _aside(run: RunDir) -> Path:
 def _moving(run: RunDir) -> Path:
     """Where it is while it moves there or back: its files are here or in the run directory, never in both."""
     return run.root / ".overwriting"
+
+
+def begin_training(run: RunDir) -> None:
+    """Delete what was set aside. Any process may, for the one that holds the directory."""
+    _remove_tree(_aside(run))
 
 
 def _files_of(run: RunDir) -> list[Path]:
@@ -200,7 +205,9 @@ def claim(root: Path) -> Iterator[Claim]:
         held.release()
 
 
-def prepare(held: Claim, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool) -> Path:
+def prepare(
+    held: Claim, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool, ranks: int = 1
+) -> Path:
     """Refuse or empty a used directory and write what is started; returns the config file of this start.
 
     Raises SetupError for a used directory that is neither to be overwritten nor gone on with, and for one that cannot
@@ -217,7 +224,8 @@ def prepare(held: Claim, tree_text: str, origin: dict[str, Any], *, overwrite: b
             held.set_aside()
         held.remember(run.exit)
         run.exit.unlink(missing_ok=True)
-        held.remember(run.rank_log(0))
+        for rank in range(ranks):
+            held.remember(run.rank_log(rank))
         run.logs.mkdir(exist_ok=True)
         run.rank_log(0).touch()
         return _write_start(held, tree_text, origin, later=resume and run.config.exists())

@@ -1,38 +1,34 @@
-"""From a checked config to a finished run: the directory, the rank's log, signals and the exit code."""
+"""From a checked config to a finished run: the directory, where the ranks are, and the exit code."""
 
 from __future__ import annotations
 
-import shlex
-import signal
+import errno
+import logging
+import os
+import socket
 import sys
-import threading
-import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli import outcome, signals
+from forgather_cli import outcome
 from forgather_cli.claim import Claim, claim, prepare
-from forgather_cli.config.schema import Config, Target
-from forgather_cli.errors import CallbackError, ConfigError, ForgatherError, TrainingError
-from forgather_cli.rank_log import rank_log
-from forgather_cli.report import report_error
-from forgather_cli.run_dir import RunDir
+from forgather_cli.config.schema import Config
+from forgather_cli.ending import CUT, ERROR, MISTAKE, Ending
+from forgather_cli.errors import ConfigError, ForgatherError, SetupError
+from forgather_cli.job import Job
+from forgather_cli.layout import Layout, plan_layout
+from forgather_cli.meeting import Meeting
+from forgather_cli.place import Place, enter
+from forgather_cli.rank import Rank, Start, shared
+from forgather_cli.report import report_ending
+from forgather_cli.supervise import Supervisor
+from forgather_cli.watch import leave_now
 
 if TYPE_CHECKING:
-    from forgather_cli.checkpoint.retention import CheckpointInfo
     from forgather_cli.config.load import Loaded
-
-AVAILABLE_TRAINERS = ("single",)
-
-
-def require_available(config: Config) -> None:
-    """Raise ConfigError if the selected trainer is not built yet."""
-    if not isinstance(config.trainer, Target) and config.trainer.type not in AVAILABLE_TRAINERS:
-        raise ConfigError(
-            f"trainer={config.trainer.type} is not available in this version; use trainer={AVAILABLE_TRAINERS[0]}"
-        )
 
 
 def output_dir(loaded: Loaded) -> Path:
@@ -45,31 +41,95 @@ def output_dir(loaded: Loaded) -> Path:
 
 
 def launch(loaded: Loaded) -> int:
-    """Train in this process; returns the exit code (0, 1, 2, 75).
+    """Train in this process, or start ranks that do; returns the exit code (0, 1, 2, 75).
 
     Raises ConfigError and SetupError for what is found before the run directory is taken; later ones are shown and
     logged here.
     """
-    require_available(loaded.config)
+    layout = plan_layout(loaded.config, loaded.given)
+    if layout.node > 0:
+        return _supervised(layout, None, None).code
+    _check_port(layout)
     root = output_dir(loaded)
-    config = replace(loaded.config, output_dir=str(root))
     with claim(root) as held:
-        prepare(
-            held,
-            _config_text({**loaded.tree, "output_dir": str(root)}),
-            _origin(loaded),
-            overwrite=config.overwrite_output_dir and config.resume_from_checkpoint is not True,
-            resume=config.resume_from_checkpoint is not False,
-        )
-        code = _run_logged(config, held)
-    if code == outcome.STOPPED:
-        print(f"\nto go on:\n{resume_command(root)}", flush=True)
+        config, path = _begin(held, loaded, layout)
+        if layout.in_process:
+            ending = Rank(Place(), settle=lambda ending: _settle(held, ending)).train(lambda rank: _start(config, held))
+        else:
+            ending = _supervised(layout, held, path)
+        _settle(held, ending)
+    if ending.code == outcome.STOPPED:
+        print(f"\nto go on:\n{outcome.resume_command(held.run)}", flush=True)
+    return ending.code
+
+
+def join(place: Place, compose: Callable[[], Loaded]) -> int:
+    """Be one rank of a world that others have started; returns the exit code, which is 0 after a signal too.
+
+    Only rank 0 composes the config and takes the run directory; the others wait for what it says. Raises ConfigError
+    and SetupError like ``launch``, on rank 0.
+    """
+    enter(place)
+    if place.rank > 0:
+        rank = Rank(place)
+        ending = rank.train(shared)
+        return _left(rank, ending)
+    meeting: Meeting | None = None
+    try:
+        loaded = compose()
+        layout = plan_layout(loaded.config, loaded.given, place)
+        meeting = Meeting(place) if place.size > 1 else None
+        again = meeting.earlier_root() if meeting is not None and place.attempt else None
+        with claim(Path(again) if again else output_dir(loaded)) as held:
+            config, _ = _begin(held, loaded, layout, again=again is not None)
+            rank = Rank(place, meeting=meeting, settle=lambda ending: _settle(held, ending))
+            ending = rank.train(lambda rank: _start(config, held))
+            _settle(held, ending)
+        if ending.code == outcome.STOPPED:
+            print(f"\nto go on:\n{outcome.resume_command(held.run)}", flush=True)
+        return _left(rank, ending)
+    except ForgatherError as error:
+        _tell_mistake(place, meeting, error)
+        raise
+
+
+def _left(rank: Rank, ending: Ending) -> int:
+    code = rank.exit_code(ending)
+    if ending.failed and rank.place.size > 1:  # unwinding may wait for ranks that are gone
+        leave_now(code)
     return code
 
 
-def resume_command(root: Path) -> str:
-    """The command that goes on with a run."""
-    return f"forgather resume {shlex.quote(str(root))}"
+def _tell_mistake(place: Place, meeting: Meeting | None, error: ForgatherError) -> None:
+    """Let the other ranks leave too, which say nothing of it."""
+    if place.size == 1:
+        return
+    problems = tuple(error.problems) if isinstance(error, ConfigError) else ()
+    meeting = meeting or Meeting(place)
+    meeting.fail(Ending(0, MISTAKE, error.exit_code, str(error), problems))
+    meeting.leave()
+
+
+# ------------------------------------------------------------------------------------------------------ the directory
+
+
+def _begin(held: Claim, loaded: Loaded, layout: Layout, *, again: bool = False) -> tuple[Config, Path]:
+    """Write what is started; returns the config with its directory, and its file. ``again``: a restart of all ranks."""
+    root = held.run.root
+    config = replace(loaded.config, output_dir=str(root))
+    path = prepare(
+        held,
+        _config_text({**loaded.tree, "output_dir": str(root)}),
+        _origin(loaded),
+        overwrite=config.overwrite_output_dir and config.resume_from_checkpoint is not True and not again,
+        resume=config.resume_from_checkpoint is not False or again,
+        ranks=layout.world,
+    )
+    return config, path
+
+
+def _start(config: Config, held: Claim) -> Start:
+    return Start(held.run, lambda: config, held.lock_text)
 
 
 def _config_text(tree: dict[str, Any]) -> str:
@@ -89,115 +149,65 @@ def _origin(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _run_logged(config: Config, held: Claim) -> int:
-    """Run the worker with its output in the rank's log; errors become a message (or a traceback) and an exit code."""
-    run = held.run
-    with rank_log(run.rank_log(0)):
-        try:
-            return _run_worker(config, held)
-        except ForgatherError as error:
-            if isinstance(error, CallbackError) and error.__cause__ is not None:
-                traceback.print_exception(error.__cause__)  # of the user's code, who will want to mend it
-            report_error(error)
-            code, reason = error.exit_code, str(error)
-        except Exception as error:
-            traceback.print_exc()
-            code, reason = outcome.FAILED, f"{type(error).__name__}: {error}"
-    if (code == outcome.MISTAKE or held.has_set_aside()) and not held.has_trained():
+def _settle(held: Claim, ending: Ending) -> None:
+    """Leave the directory as an ending asks: as it was found after a mistake, else with ``exit.json``.
+
+    A run that has come to its end has written that itself.
+    """
+    if not ending.failed:
+        return
+    mistake = ending.code == outcome.MISTAKE or held.has_set_aside()
+    if mistake and ending.kind != CUT and not held.has_trained():
         held.undo()
     else:
-        outcome.write_outcome(run, code, reason)
-    return code
+        outcome.write_outcome(held.run, ending.code, ending.message)
 
 
-def _run_worker(config: Config, held: Claim) -> int:
-    """Train and write ``exit.json``; returns 0, or 75 when a signal ended it.
+# ----------------------------------------------------------------------------------------------------------- our ranks
 
-    Raises TrainingError when its last checkpoint could not be written.
+
+def _supervised(layout: Layout, held: Claim | None, path: Path | None) -> Ending:
+    """Run ranks of this node under torchrun's agent. Why they failed is shown here, once."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store's warnings of ranks that are gone
+    run = None if held is None else held.run
+    _quiet_elastic()
+
+    def settle(ending: Ending) -> None:
+        if held is not None:
+            _settle(held, ending)
+
+    with Job.made(node=layout.node, nodes=layout.nodes, restarts=layout.restarts) as job:
+        ending = Supervisor(layout, job, run, settle).train(path)
+    if ending.failed:
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid
+        report_ending(ending, rank_named=layout.world > 1)
+    if ending.kind == ERROR and run is not None:
+        print(f"the log of rank {ending.rank} is {run.rank_log(ending.rank)}", file=sys.stderr, flush=True)
+    return ending
+
+
+def _quiet_elastic() -> None:
+    """Its account of failed ranks would come before ours, on standard error, for want of a handler of its own."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+def _check_port(layout: Layout) -> None:
+    """Raise SetupError if the port where the ranks are to meet is taken.
+
+    torch takes whoever listens there for the store, and waits (2.13, ``_create_tcp_store``).
     """
-    run = held.run
-    with signals.watching() as stop:
-        stop.at_once = lambda signum, early: _end_at_once(run, signum, early)
-        stop.hung = lambda signum, where: _end_hung(run, signum, where)
-        from forgather_cli import worker
-
-        trainer = worker.run(config, run, should_stop=lambda: stop.signum, on_begin=held.begin_training)
-    step = trainer.state.global_step
-    code, reason = outcome.DONE, "done"
-    if trainer.stopped_by is not None:
-        code, reason = outcome.STOPPED, f"stopped by {signal.Signals(trainer.stopped_by).name}"
-    wanted = code == outcome.STOPPED or config.save_strategy != "no"
-    if wanted and not trainer.control.should_abort_without_save and step not in run.checkpoint_steps():
-        raise TrainingError(_not_saved(run, reason, step))
-    if code == outcome.DONE and 0 < step == trainer.state.resumed_step:
-        print(f"\nnothing left to train: step {step} is the last; raise max_steps to go on")
-    outcome.write_outcome(run, code, reason, step)
-    _print_places(run)
-    return code
-
-
-def _not_saved(run: RunDir, reason: str, step: int) -> str:
-    """Why a stop is a failure: the log above says what kept the checkpoint from being written."""
-    kept = run.checkpoint_steps()
-    remedy = f"{resume_command(run.root)} goes on from step {kept[-1]}" if kept else "the run has no checkpoint"
-    return f"{reason} at step {step}, but that step could not be saved (see above); {remedy}"
-
-
-def _print_places(run: RunDir) -> None:
-    """Where the run and its checkpoints are, as paths to copy."""
-    from forgather_cli.checkpoint.retention import list_checkpoints
-
-    found = list_checkpoints(run)
-    best = next((info for info in found if info.best), None)
-    newest = found[-1] if found else None
-    print(f"\nrun      {run.root}")
-    if newest is not None:
-        print(f"newest   {_place(newest, ' (best)' if newest is best else '')}")
-    if best is not None and best is not newest:
-        print(f"best     {_place(best)}")
-    sys.stdout.flush()
-
-
-def _place(info: CheckpointInfo, note: str = "") -> str:
-    """``RUN/checkpoints/step-00000060  eval_loss 2.7729``; the training loss where that was not measured."""
-    rule = info.best_by
-    name, value = (rule.metric, rule.value(info.metrics)) if rule else ("loss", None)
-    if value is None:
-        name, value = "loss", info.metrics.get("loss")
-    return f"{info.path}  {name} {value:.4f}{note}" if value is not None else f"{info.path}{note}"
-
-
-def _end_at_once(run: RunDir, signum: int, early: bool) -> int:
-    """A second signal, or one before the first step: note the end; a run with a checkpoint of its own can go on."""
-    _close_bars()
-    name = signal.Signals(signum).name
-    kept = run.checkpoint_steps()
-    resumable = early and bool(kept)
-    code = outcome.STOPPED if resumable else 128 + signum
-    reason = f"ended at once by {name}{' before the first step' if early else ''}"
-    outcome.write_outcome(run, code, reason)
-    _last_line(f"{reason}; {f'the newest checkpoint is step {kept[-1]}' if kept else 'there is no checkpoint'}")
-    if resumable:
-        _last_line(resume_command(run.root), out=True)
-    return code
-
-
-def _end_hung(run: RunDir, signum: int, where: str) -> int:
-    """A signal that training did not get to: what it stands in, with the stack printed before."""
-    _close_bars()
-    reason = f"{signal.Signals(signum).name} was not acted on within {signals.GRACE:g} s: rank 0 stands at {where}"
-    _last_line(f"error: {reason}")
-    return outcome.write_outcome(run, outcome.FAILED, reason).code
-
-
-def _close_bars() -> None:
-    """Take a progress bar off the terminal; given up where the main thread holds the terminal."""
-    display = sys.modules.get("forgather_cli.callbacks.display")
-    if display is not None:
-        thread = threading.Thread(target=display.close_bars, daemon=True)
-        thread.start()
-        thread.join(0.5)
-
-
-def _last_line(text: str, *, out: bool = False) -> None:
-    print(text, file=sys.stdout if out else sys.stderr, flush=True)
+    if layout.in_process or layout.endpoint is None:
+        return
+    port = int(layout.endpoint.rpartition(":")[2])
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise SetupError(
+                    f"rdzv_endpoint: port {port} of this machine cannot be taken: {error.strerror}; choose another one"
+                ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,6 +48,11 @@ def write_outcome(run: RunDir, code: int, reason: str, step: int | None = None) 
         log.error("%s cannot be written: %s", run.exit, error.strerror)
         temporary.unlink(missing_ok=True)
     return outcome
+
+
+def resume_command(run: RunDir) -> str:
+    """The command that goes on with a run."""
+    return f"forgather resume {shlex.quote(str(run.root))}"
 
 
 def read_outcome(run: RunDir) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""What a rank prints and logs goes to the terminal and to ``RUN/logs/rank-<r>.log``."""
+"""What rank 0 prints and logs goes to the terminal and to ``RUN/logs/rank-0.log``, other ranks' to their log alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import io
 import logging
+import os
 import re
 import signal
 import sys
@@ -23,20 +24,27 @@ class LogFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Raises OSError if it cannot be opened."""
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._failing = False
+        self.terminal: TextIO = sys.stderr
+        """Where errors of the process went before."""
 
     def write(self, text: str) -> None:
         try:
             self._file.write(text.encode("utf-8", errors="replace"))
             self._failing = False
         except OSError as error:
-            if not self._failing and sys.__stderr__ is not None:
-                print(f"error: {self._path} cannot be written: {error.strerror}", file=sys.__stderr__)
+            if not self._failing:
+                with contextlib.suppress(OSError):
+                    print(f"error: {self._path} cannot be written: {error.strerror}", file=self.terminal)
             self._failing = True
 
     def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return False
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -93,6 +101,23 @@ class Tee(io.TextIOBase):
         return self.terminal.errors
 
 
+class _ToLog(io.TextIOBase):
+    """A text stream of which all goes to a log."""
+
+    def __init__(self, log: LogFile) -> None:
+        self.log = log
+
+    def write(self, text: str) -> int:
+        self.log.write(text)
+        return len(text)
+
+    def fileno(self) -> int:
+        return self.log.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+
 def _visible(line: str) -> str:
     return _CONTROL.sub("", line).rsplit("\r", 1)[-1]
 
@@ -121,17 +146,47 @@ def configure_logging() -> logging.Handler:
 
 
 @contextlib.contextmanager
-def rank_log(path: Path) -> Iterator[LogFile]:
-    """Copy standard output, standard error and the log to ``path`` (appended); SIGUSR2 prints stacks to it."""
-    with contextlib.closing(LogFile(path)) as log:
-        out, err = Tee(sys.stdout, log), Tee(sys.stderr, log)
+def rank_log(path: Path, *, terminal: bool = True) -> Iterator[LogFile]:
+    """Copy standard output, standard error and the log to ``path`` (appended); SIGUSR2 prints stacks to it.
+
+    Without ``terminal`` nothing of them goes anywhere else, what C code and child processes write included.
+    """
+    with contextlib.closing(LogFile(path)) as log, _copied(log) if terminal else _moved(log):
         handler = configure_logging()
         faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
-        with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, err)):
-            try:
-                yield log
-            finally:
-                out.finish()
-                err.finish()
-                faulthandler.unregister(signal.SIGUSR2)
-                logging.getLogger().removeHandler(handler)
+        try:
+            yield log
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+            logging.getLogger().removeHandler(handler)
+
+
+@contextlib.contextmanager
+def _copied(log: LogFile) -> Iterator[None]:
+    out, err = Tee(sys.stdout, log), Tee(sys.stderr, log)
+    with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, err)):
+        try:
+            yield
+        finally:
+            out.finish()
+            err.finish()
+
+
+@contextlib.contextmanager
+def _moved(log: LogFile) -> Iterator[None]:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    log.terminal = os.fdopen(os.dup(kept[1]), "w", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    stream = cast(TextIO, _ToLog(log))
+    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        try:
+            yield
+        finally:
+            for descriptor, old in zip((1, 2), kept, strict=True):
+                os.dup2(old, descriptor)
+                os.close(old)
+            log.terminal.close()
+            log.terminal = sys.__stderr__ or sys.stderr

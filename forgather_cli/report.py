@@ -1,14 +1,22 @@
-"""How an error is shown at the edge of a process: one message, no traceback, every problem on a line of its own."""
+"""How an error is shown at the edge of a process: one message, every problem on a line of its own.
+
+A traceback is shown for errors that are not made for users, and for those of users' own code.
+"""
 
 from __future__ import annotations
 
 import sys
 from typing import IO, TYPE_CHECKING
 
+from forgather_cli.ending import CUT, ERROR, MISTAKE, Ending
 from forgather_cli.errors import ConfigError, ForgatherError
+from forgather_cli.outcome import FAILED
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+
+_SCREEN = 40  # lines of a traceback
 
 
 def report_error(error: ForgatherError, stream: IO[str] | None = None) -> None:
@@ -19,6 +27,28 @@ def report_error(error: ForgatherError, stream: IO[str] | None = None) -> None:
         _in_colour(problems, stream)
     else:
         print(*_plain(problems), sep="\n", file=stream, flush=True)
+
+
+def report_ending(ending: Ending, stream: IO[str] | None = None, *, rank_named: bool = False) -> None:
+    """Write why a rank failed. ``rank_named``: where the message is not about settings, say which rank it was."""
+    stream = stream or sys.stderr
+    if ending.kind == ERROR and rank_named:
+        print(f"rank {ending.rank} failed:", file=stream)
+    if ending.traceback and ending.kind in (ERROR, MISTAKE):
+        print(_on_one_screen(ending.traceback), file=stream, flush=True)
+    if ending.kind == CUT:
+        print(ending.message, file=stream, flush=True)
+    elif ending.kind != ERROR:
+        named = rank_named and ending.kind == MISTAKE and ending.code == FAILED
+        report_error(ForgatherError(f"rank {ending.rank}: {ending.message}") if named else ending.as_error(), stream)
+
+
+def _on_one_screen(traceback: str) -> str:
+    lines = traceback.rstrip().splitlines()
+    left_out = len(lines) - _SCREEN
+    if left_out > 0:
+        lines[3 : 3 + left_out] = [f"  ... {left_out} lines, which are in the log ..."]
+    return "\n".join(lines)
 
 
 def _plain(problems: list[str]) -> list[str]:

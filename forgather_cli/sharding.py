@@ -11,15 +11,18 @@ from torch import Tensor
 Full = tuple[int, ...]
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
-    """Without importing DTensor, which costs half a second: a process that has none has not imported it."""
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a rank holds only some rows of ``tensor``, which is a DTensor then.
+
+    DTensor is not imported for it, which costs half a second: a process that has none has not imported it.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """The memory this rank holds of ``tensor``: itself, or a DTensor's local rows. Writing to it writes the tensor."""
-    if not _is_dtensor(tensor):
+    if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor
     rows: Tensor = sharded._local_tensor  # to_local() goes through autograd; torch 2.13, tensor/_api.py
@@ -37,7 +40,7 @@ def held_rows(tensor: Tensor) -> tuple[int, int]:
     Raises AssertionError for a DTensor sharded over another dimension than the first.
     """
     rows = local(tensor).shape[0] if tensor.ndim else 1
-    if not _is_dtensor(tensor):
+    if not is_sharded(tensor):
         return 0, rows
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

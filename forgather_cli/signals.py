@@ -15,17 +15,37 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE = 25.0
 """Seconds from the first signal to a point where training can stop; schedulers kill after 30."""
 _OURS = f"{os.sep}forgather_cli{os.sep}"
 _SAVING = f"{_OURS}checkpoint{os.sep}"
+_TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _LAST_WORDS = 5.0  # seconds
+_AFTER_YOU = 5.0  # seconds that a rank which waits for others leaves them to say where they stand
 _LINGER = 30.0  # seconds that a forked worker outlives SIGTERM
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a StopSignal asks of the job around it. The defaults are those of a process alone."""
+
+    at_once: Callable[[int, bool], int] = lambda signum, early: 128 + signum
+    """The process ends at once by (signum, before the first step); returns the exit code."""
+    hung: Callable[[int, str, bool], int] = lambda signum, where, waits: 1
+    """Nobody acts on signum; the main thread stands where, and waits for other ranks or not. Returns the exit code."""
+    abandoned: Callable[[], bool] = lambda: False
+    """True if a SIGTERM only clears up after another rank's failure: this process is about to end anyway."""
+    heard: Callable[[int], None] = lambda signum: None
+    """This process has got a signal of its own."""
+    saving: Callable[[], None] = lambda: None
+    """The signal has to wait, since a checkpoint is being written."""
+    others_save: Callable[[], bool] | None = None
+    """True if another rank is writing a checkpoint; None where there are no others."""
 
 
 class StopSignal:
@@ -35,21 +55,16 @@ class StopSignal:
     the first signal already ends the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
         self._signum: int | None = None
         self._polled = False
         self._honoured = threading.Event()
-        self.at_once: Callable[[int, bool], int] | None = None
-        """Called as (signum, before the first step) when the process ends at once; returns the exit code."""
-        self.hung: Callable[[int, str], int] | None = None
-        """Called as (signum, where the main thread stands) when nobody acts on a signal; returns the exit code."""
 
     @property
     def signum(self) -> int | None:
         """Number of the first signal that arrived, None before. Reading it says that somebody listens."""
         self._polled = True
-        if self._signum is not None:
-            self._honoured.set()
         return self._signum
 
     @property
@@ -59,41 +74,68 @@ class StopSignal:
 
     def arrived(self, signum: int) -> None:
         """Note a signal; end the process if it is the second, or if nobody listens yet."""
-        first = self._signum is None
-        if first:
-            self._signum = signum
-        if first and self._polled:
-            _say(f"{self.name}: saving after this step; a second signal ends at once")
-            threading.Thread(target=self._watch_main_thread, name="forgather-grace", daemon=True).start()
+        if signum == signal.SIGTERM and self._hooks.abandoned():
+            return
+        if self._signum is None:
+            self._first(signum)
+            self._hooks.heard(signum)
         else:
             self._end(signum, early=not self._polled)
+
+    def told(self, signum: int, by: str = "") -> None:
+        """Note a signal that another process has got, which never counts as the second. ``by``: in rank 1."""
+        if self._signum is None:
+            self._first(signum, by)
+
+    def honour(self, signum: int) -> None:
+        """All ranks are about to act on a signal: from now on it may take its time."""
+        self._honoured.set()
 
     def leave(self) -> None:
         """Nothing is left to stop: a signal that nobody has acted on no longer ends the process."""
         self._honoured.set()
 
+    def _first(self, signum: int, by: str = "") -> None:
+        self._signum = signum
+        if not self._polled:
+            self._end(signum, early=True)
+        _say(f"{self.name}{by and f' {by}'}: saving after this step; a second signal ends at once")
+        threading.Thread(target=self._watch_main_thread, name="forgather-grace", daemon=True).start()
+
     def _watch_main_thread(self) -> None:
+        assert self._signum is not None
         while not self._honoured.wait(GRACE):
             stack = main_thread_stack()
-            if not any(_SAVING in entry.filename for entry in stack):  # a save is what was asked for: save_timeout
-                _say("".join(traceback.format_list(stack)).rstrip())
-                self._exit(1, self.hung, self._signum, standing_at(stack))
+            if _saves(stack):  # what was asked for; save_timeout is its limit
+                self._hooks.saving()
+                continue
+            waits = self._hooks.others_save is not None and waits_for_others(stack)
+            if waits and (self._honoured.wait(_AFTER_YOU) or (self._hooks.others_save and self._hooks.others_save())):
+                continue
+            _say("".join(traceback.format_list(stack)).rstrip())
+            signum, where = self._signum, standing_at(stack)
+            end_process(1, lambda: self._hooks.hung(signum, where, waits))  # noqa: B023, the loop ends here
 
     def _end(self, signum: int, *, early: bool) -> None:
-        self._exit(128 + signum, self.at_once, signum, early)
+        end_process(128 + signum, lambda: self._hooks.at_once(signum, early))
 
-    def _exit(self, code: int, last_words: Callable[..., int] | None, *about: Any) -> None:
-        """End the process; what it has to say or write may be stuck too, and gets a few seconds."""
-        told = [code]
 
-        def speak() -> None:
-            with contextlib.suppress(Exception):
-                told.append(last_words(*about) if last_words is not None else code)
+def end_process(code: int, last_words: Callable[[], int]) -> None:
+    """Exit from any thread, with the code that ``last_words`` returns.
 
-        thread = threading.Thread(target=speak, daemon=True)
-        thread.start()
-        thread.join(_LAST_WORDS)
-        os._exit(told[-1])
+    What they say or write may be stuck too, and gets a few seconds; then the code is ``code``.
+    """
+    told = [code]
+
+    def speak() -> None:
+        with contextlib.suppress(Exception):
+            told.append(last_words())
+            sys.stdout.flush()
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    thread.join(_LAST_WORDS)
+    os._exit(told[-1])
 
 
 def main_thread_stack() -> traceback.StackSummary:
@@ -108,26 +150,49 @@ def standing_at(stack: traceback.StackSummary) -> str:
     return ", inside it ".join(lines)
 
 
+def _saves(stack: traceback.StackSummary) -> bool:
+    ours = [entry.filename for entry in stack if _SAVING in entry.filename]
+    return any(not name.endswith("gather.py") for name in ours)  # which others use too
+
+
+def waits_for_others(stack: traceback.StackSummary) -> bool:
+    """True if the stack's thread stands in a collective: in torch's, or in a backward, which may contain some."""
+    if not stack:
+        return False
+    inner = stack[-1]
+    in_torch = any(_TORCH_DISTRIBUTED in entry.filename for entry in stack)
+    return in_torch or inner.name == "_engine_run_backward" or (inner.line or "").endswith(".wait()")
+
+
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[StopSignal]:
+def watching(hooks: Hooks = Hooks()) -> Iterator[StopSignal]:
     """Watch SIGINT, SIGTERM, SIGHUP and SIGUSR1 inside. Only in the main thread."""
-    stop = StopSignal()
+    stop = StopSignal(hooks)
+    with listening(stop.arrived, STOP_SIGNALS):
+        try:
+            yield stop
+        finally:
+            stop.leave()
+
+
+@contextlib.contextmanager
+def listening(arrived: Callable[[int], None], signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Call ``arrived(signum)`` for each signal, in a thread of its own. Only in the main thread."""
     read_end, write_end = socket.socketpair()
     write_end.setblocking(False)
-    thread = threading.Thread(target=_watch, args=(read_end, stop), name="forgather-signals", daemon=True)
+    thread = threading.Thread(target=_watch, args=(read_end, arrived, signals), name="forgather-signals", daemon=True)
     thread.start()
     old_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
-    old_handlers = {signum: signal.signal(signum, _handled) for signum in STOP_SIGNALS}
+    old_handlers = {signum: signal.signal(signum, _handled) for signum in signals}
     _leave_stopping_to_parent_in_forks()
     try:
-        yield stop
+        yield
     finally:
-        stop.leave()
         for signum, handler in old_handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(old_fd)
@@ -141,11 +206,11 @@ def _handled(signum: int, frame: FrameType | None) -> None:
     """A Python handler must exist for the C handler to write to the wake-up descriptor; the thread does the work."""
 
 
-def _watch(read_end: socket.socket, stop: StopSignal) -> None:
+def _watch(read_end: socket.socket, arrived: Callable[[int], None], signals: Sequence[signal.Signals]) -> None:
     while data := read_end.recv(64):
         for signum in data:
-            if signum in STOP_SIGNALS:
-                stop.arrived(signum)
+            if signum in signals:
+                arrived(signum)
 
 
 @functools.cache

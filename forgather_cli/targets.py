@@ -53,7 +53,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def call(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> Any:
+def call(function: Callable[..., Any], where: str, /, *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``; its complaints about arguments become a ConfigError naming ``where``."""
     try:
         return function(*args, **kwargs)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,18 @@ def forgather(*words: str) -> int:
 
 
 class Process:
-    """``forgather WORDS`` as a process on one thread, output and errors in one pipe."""
+    """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module, or code."""
 
-    def __init__(self, *words: str, cwd: Path | None = None, code: str = "") -> None:
-        command = ["-c", code] if code else ["-m", "forgather_cli", *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    def __init__(
+        self,
+        *words: str,
+        cwd: Path | None = None,
+        code: str = "",
+        module: str = "forgather_cli",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        command = ["-c", code] if code else ["-m", module, *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process = subprocess.Popen(
             [sys.executable, *command],
             stdout=subprocess.PIPE,

@@ -28,22 +28,42 @@ ALLOWED = {
     "sharding": set(),
     "signals": set(),
     "outcome": set(),
-    "report": set(),
+    "report": {"ending", "outcome"},
     "rank_log": set(),
     "claim": set(),
-    "launch": {"checkpoint.retention", "claim", "config", "outcome", "rank_log", "report", "signals", "worker"},
+    "place": set(),
+    "orphans": set(),
+    "ending": {"outcome"},
+    "job": {"ending"},
+    "meeting": {"ending", "job", "outcome", "place"},
+    "layout": {"config.check", "place"},
+    "process_group": {"meeting", "place"},
+    "finish": {"checkpoint.retention", "ending", "outcome", "trainer.trainer"},
+    "failures": {"ending", "job", "meeting", "outcome", "rank", "report", "signals"},
+    "watch": {"ending", "failures", "job", "meeting", "orphans", "outcome", "rank", "signals"},
+    "rank": {
+        "claim", "config.decode", "ending", "failures", "finish", "job", "meeting", "orphans", "outcome", "place",
+        "process_group", "rank_log", "signals", "watch", "worker",
+    },
+    "agent": {"job", "layout"},
+    "supervise": {"agent", "ending", "job", "layout", "outcome", "signals"},
+    "launch": {
+        "claim", "config", "ending", "job", "layout", "meeting", "outcome", "place", "rank", "report", "supervise",
+        "watch",
+    },
     "plan": {
-        "config.batch", "config.check", "config.pipeline_layout", "data", "models", "optim.groups", "trainer.metrics",
+        "config.batch", "config.pipeline_layout", "data", "layout", "models", "optim.groups", "trainer.metrics",
     },
     "worker": {"*"},
     "source": {"*"},
     "trainer": {
-        "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.loader", "loss",
-        "optim", "models.modes", "models.transform", "models.pretrained", "config.batch", "config.decode",
+        "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.dispatch",
+        "data.loader", "loss", "optim", "models.modes", "models.transform", "models.pretrained", "config.batch",
+        "config.decode",
     },
     "strategies": {
-        "config.pipeline_layout", "distributed", "loss", "precision", "models.init", "models.stages",
-        "models.transform",
+        "config.accelerate_file", "config.pipeline_layout", "distributed", "loss", "precision", "models.init",
+        "models.stages", "models.transform",
     },
     "callbacks": {"models.generate", "models.modes"},
     "distributed": set(),
@@ -57,8 +77,11 @@ ALLOWED = {
 
 # third-party package -> the only layer that may import it
 ONLY_IN = {"typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config"}
-NO_TORCH_AT_MODULE_LEVEL = ("cli", "config", "run_dir", "errors", "launch", "claim", "outcome", "report", "rank_log",
-                            "signals", "plan", "targets", "")  # fmt: skip
+NO_TORCH_AT_MODULE_LEVEL = (
+    "cli", "config", "run_dir", "errors", "launch", "claim", "outcome", "report", "rank_log", "signals", "plan",
+    "targets", "place", "orphans", "ending", "job", "meeting", "layout", "process_group", "finish", "failures", "watch",
+    "rank", "supervise", "",
+)  # fmt: skip
 TORCH_TOO = {"torch", "transformers", "accelerate", "torchdata", "numpy", "tensorboard", "datasets"}
 CONCRETE_STRATEGIES = {"strategies.single", "strategies.ddp", "strategies.fsdp2", "strategies.pipeline"}
 

@@ -18,8 +18,8 @@ from forgather_cli.models.init import init_parameters
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
-def decoder(seed: int = 0, **changes: Any) -> Decoder:
-    """A 2-layer decoder with a vocabulary of 64 and weights drawn by (seed, name)."""
+def decoder_settings(**changes: Any) -> DecoderSettings:
+    """2 layers and a vocabulary of 64, resolved."""
     shape = {
         **SHAPE,
         "vocab_size": 64,
@@ -28,7 +28,12 @@ def decoder(seed: int = 0, **changes: Any) -> Decoder:
         "head_dim": 16,
         **changes,
     }
-    model = Decoder(DecoderSettings(**shape))
+    return DecoderSettings(**shape)
+
+
+def decoder(seed: int = 0, **changes: Any) -> Decoder:
+    """A 2-layer decoder with a vocabulary of 64 and weights drawn by (seed, name)."""
+    model = Decoder(decoder_settings(**changes))
     init_parameters(model, seed)
     return model
 

@@ -6,15 +6,14 @@ that are done are skipped, others are resumed.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ import typer
 from forgather_cli.cli.common import Col, human_seconds, print_json, print_table, quoted
 from forgather_cli.cli.summary import summarize
 from forgather_cli.errors import ConfigError
+from forgather_cli.orphans import end_with_parent
 from forgather_cli.outcome import DONE, FAILED, STOPPED, read_outcome
 from forgather_cli.run_dir import RunDir
 from forgather_cli.signals import STOP_SIGNALS
@@ -73,7 +73,7 @@ def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> lis
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
     from forgather_cli.config.load import load_config
     from forgather_cli.config.sweep import expand, job_name
-    from forgather_cli.launch import require_available
+    from forgather_cli.layout import plan_layout
 
     jobs: list[Job] = []
     problems: dict[str, None] = {}
@@ -81,7 +81,7 @@ def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> lis
     for job_overrides in expanded:
         try:
             loaded = load_config(recipe, job_overrides, config_dir=config_dir)
-            require_available(loaded.config)
+            plan_layout(loaded.config, loaded.given)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
@@ -134,26 +134,12 @@ class _Forward:
         """Run one job to its end; returns its exit code, 128 + signal if one killed it."""
         if self.signum is not None:
             return 128 + self.signum
-        self._job = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent())
+        end_with_us = partial(end_with_parent, os.getpid(), signal.SIGTERM)
+        self._job = subprocess.Popen(command, process_group=0, preexec_fn=end_with_us)
         if self.signum is not None:  # arrived between the check and the start
             self._job.send_signal(self.signum)
         code = self._job.wait()
         return code if code >= 0 else 128 - code
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """What the job does before it starts so that SIGKILL of this process leaves no orphan (Linux's PDEATHSIG)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent, set_death_signal = os.getpid(), 1
-
-    def ask() -> None:
-        prctl(set_death_signal, int(signal.SIGTERM))
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGTERM)
-
-    return ask
 
 
 def _show(jobs: list[Job], recipe: str, config_dir: Path | None, as_json: bool) -> None:

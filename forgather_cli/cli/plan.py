@@ -23,7 +23,7 @@ from forgather_cli.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from forgather_cli.plan import RunPlan
+    from forgather_cli.plan import PlannedStage, RankMemory, RunPlan
 
 
 def plan(
@@ -49,38 +49,113 @@ def plan(
 
 
 def plan_document(made: RunPlan, *, params: bool = False) -> dict[str, Any]:
-    """The plan as plain values; parameters one by one only if asked for."""
-    document = {key: value for key, value in asdict(made).items() if key != "parameters"}
+    """The plan as plain values; parameters one by one only if asked for. Bytes at the top are the fullest rank's."""
+    document = {key: value for key, value in asdict(made).items() if key not in ("parameters", "ranks", "stages")}
     document |= {"num_parameters": made.num_parameters, "parameters_by_kind": made.by_kind()}
-    document |= {"memory_bytes": made.memory_bytes}
+    document |= _bytes(made.fullest)
+    document |= {"ranks": [{"rank": each.rank, **_bytes(each)} for each in made.ranks]}
+    document |= {"stages": [asdict(stage) for stage in made.stages]} if made.stages else {}
     return {**document, "parameters": [asdict(row) for row in made.parameters]} if params else document
+
+
+def _bytes(memory: RankMemory) -> dict[str, int | None]:
+    return {
+        "memory_bytes": memory.total,
+        "weight_bytes": memory.weights,
+        "gradient_bytes": memory.gradients,
+        "optimizer_bytes": memory.optimizer,
+        "activation_bytes": memory.activations,
+        "buffer_bytes": memory.buffers,
+        "host_bytes": memory.in_host_memory,
+    }
 
 
 def print_plan(made: RunPlan, *, params: bool = False) -> None:
     """Tables for people."""
     print_facts(dict(_rows(made)))
+    if made.stages:
+        _print_stages(made)
     if params:
         _print_parameters(made)
 
 
 def _rows(made: RunPlan) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{kind} {human(count)}" for kind, count in made.by_kind().items())
-    sequences = f"{made.global_batch} sequences = {made.micro_batch} x {made.accumulation} micro-steps"
     total = made.tokens_per_step * made.steps if made.steps else None
     return [
         ("model", f"{made.model}, vocabulary {made.vocab_size:,}, {made.seq_len} tokens per sequence"),
         ("parameters", f"{made.num_parameters:,}  ({kinds})"),
-        ("batch", f"{sequences}, {made.tokens_per_step:,} tokens per step"),
+        ("trainer", _trainer(made)),
+        ("batch", f"{_sequences(made)}, {made.tokens_per_step:,} tokens per step"),
         ("train split", f"{made.train_tokens:,} tokens" if made.train_tokens else "not tokenized yet"),
         ("steps", _steps(made, total)),
         ("operations", _flops(made, total)),
-        ("memory", f"about {human_bytes(made.memory_bytes)} on one device"),
-        ("  weights", human_bytes(made.weight_bytes)),
-        ("  gradients", human_bytes(made.gradient_bytes)),
-        ("  optimizer", human_bytes(made.optimizer_bytes) if made.optimizer_bytes is not None else "unknown"),
-        ("  activations", f"{human_bytes(made.activation_bytes)} (estimate)" if made.activation_bytes else "unknown"),
-        ("checkpoint", human_bytes(made.checkpoint_bytes) if made.checkpoint_bytes is not None else "unknown"),
+        *_memory(made),
+        ("checkpoint", _known(made.checkpoint_bytes)),
     ]  # fmt: skip
+
+
+def _trainer(made: RunPlan) -> str:
+    ranks = f" on {made.world_size} ranks" if made.world_size > 1 else ""
+    if made.bubble is not None:
+        return f"{made.trainer}{ranks}, schedule {made.schedule}, {len(made.stages)} stages, bubble {made.bubble:.1%}"
+    users = ", planned as if each rank held the whole model" if "." in made.trainer else ""
+    return f"{made.trainer}{ranks}{users}"
+
+
+def _sequences(made: RunPlan) -> str:
+    """``32 sequences = 8 x 2 micro-steps x 2 ranks``."""
+    ranks = made.global_batch // (made.micro_batch * made.accumulation)
+    of_ranks = f" x {ranks} ranks" if ranks > 1 else ""
+    return f"{made.global_batch} sequences = {made.micro_batch} x {made.accumulation} micro-steps{of_ranks}"
+
+
+def _memory(made: RunPlan) -> list[tuple[str, str]]:
+    """Of the fullest rank, by kind."""
+    rank = made.fullest
+    where = "on one device" if made.world_size == 1 else f"on rank {rank.rank}, the fullest of {made.world_size}"
+    if len({each.total for each in made.ranks}) == 1 < made.world_size:
+        where = "on each rank"
+    estimate = f"{human_bytes(rank.activations)} (estimate)" if rank.activations else "unknown"
+    rows = [
+        ("memory", f"about {human_bytes(rank.total)} {where}"),
+        ("  weights", human_bytes(rank.weights)),
+        ("  gradients", human_bytes(rank.gradients)),
+        ("  optimizer", _known(rank.optimizer)),
+        ("  activations", estimate),
+    ]
+    if rank.buffers:
+        rows.append(("  buffers", f"{human_bytes(rank.buffers)} (estimate)"))
+    if rank.in_host_memory:
+        rows.append(("  in host memory", f"{human_bytes(rank.in_host_memory)} of it (cpu_offload), not in the sum"))
+    return rows
+
+
+def _known(size: int | None) -> str:
+    return "unknown" if size is None else human_bytes(size)
+
+
+def _print_stages(made: RunPlan) -> None:
+    columns = (
+        Col("stage", right=True),
+        Col("rank", right=True),
+        Col("layers"),
+        Col("parameters", right=True),
+        Col("share", right=True),
+        Col("memory of the rank", right=True, droppable=1),
+    )
+    memory = {each.rank: each.total for each in made.ranks}
+    rows = [
+        (str(s.index), str(s.rank), _layers(s), f"{s.parameters:,}", f"{s.share:.1%}", human_bytes(memory[s.rank]))
+        for s in made.stages
+    ]
+    print_table(columns, rows)
+
+
+def _layers(stage: PlannedStage) -> str:
+    """``embedding, 0-3``."""
+    layers = f"{stage.first_layer}-{stage.last_layer}" if stage.last_layer > stage.first_layer else stage.first_layer
+    return f"{'embedding, ' if stage.has_embedding else ''}{layers}{', head' if stage.has_head else ''}"
 
 
 def _flops(made: RunPlan, total: int | None) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forgather_cli.cli.common import ConfigDir, Overrides, check_overrides
+from forgather_cli.cli.train import start
+from forgather_cli.place import joined
+
+if TYPE_CHECKING:
+    from forgather_cli.config.load import Loaded
 
 
 def resume(
@@ -20,7 +25,10 @@ def resume(
     Settings given here count from now on. Free to change are trainer, batch sizes per device, max_steps,
     logging, evaluation, saving and callbacks; [cyan]group=option[/] replaces the whole group.
     """
-    from forgather_cli.config.resume import reload_config
-    from forgather_cli.launch import launch
 
-    raise typer.Exit(launch(reload_config(run_dir, check_overrides(overrides), config_dir=config_dir)))
+    def compose() -> Loaded:
+        from forgather_cli.config.resume import reload_config
+
+        return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir)
+
+    raise typer.Exit(start(joined(overrides or []), compose))

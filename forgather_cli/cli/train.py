@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forgather_cli.cli.common import AsJson, ConfigDir, Words, load, only_json, print_json, split_words
 from forgather_cli.errors import ConfigError
+from forgather_cli.place import Place, joined
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,18 +39,28 @@ def train(
     """
     if as_json and not dry_run:
         raise ConfigError("--json: training prints no document; use it with --dry-run, or see RUN/metrics.jsonl")
+    place = joined(words or [])
+    if multirun and place is not None and place.size > 1:
+        raise ConfigError(
+            f"--multirun: starts runs of its own, but {place.by} has started ranks of one; use one of them"
+        )
+    if dry_run and place is not None and place.rank > 0:
+        return
     if multirun:
         from forgather_cli.cli.multirun import run_sweep
 
         raise typer.Exit(run_sweep(*split_words(words), config_dir=config_dir, dry_run=dry_run, as_json=as_json))
+    if dry_run:
+        _show(load(words, config_dir), train_command(*split_words(words), config_dir), as_json)
+        return
+    raise typer.Exit(start(place, partial(load, words, config_dir)))
+
+
+def start(place: Place | None, compose: Callable[[], Loaded]) -> int:
+    """Train what ``compose`` returns, which is not called in a rank that has to ask rank 0; returns the exit code."""
     from forgather_cli import launch
 
-    loaded = load(words, config_dir)
-    launch.require_available(loaded.config)
-    if dry_run:
-        _show(loaded, train_command(*split_words(words), config_dir), as_json)
-        return
-    raise typer.Exit(launch.launch(loaded))
+    return launch.launch(compose()) if place is None else launch.join(place, compose)
 
 
 def train_command(recipe: str, overrides: list[str], config_dir: Path | None) -> list[str]:
@@ -60,14 +74,19 @@ def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
     from forgather_cli.cli.config import print_config
     from forgather_cli.cli.plan import plan_document, print_plan
     from forgather_cli.launch import output_dir
+    from forgather_cli.layout import plan_layout
     from forgather_cli.plan import make_plan
 
+    layout = plan_layout(loaded.config, loaded.given)
     with only_json(as_json):
         made = make_plan(loaded.config)
     if as_json:
         document: dict[str, Any] = {"config": loaded.tree, "plan": plan_document(made), "command": command}
-        print_json({**document, "output_dir": str(output_dir(loaded))})
+        print_json(
+            {**document, "output_dir": str(output_dir(loaded)), "launch": {**asdict(layout), "world": layout.world}}
+        )
         return
     print_config(loaded)
     print_plan(made)
     typer.echo(f"\nwould train in  {output_dir(loaded)}\nby the command  {shlex.join(command)}")
+    typer.echo(f"ranks           {layout.describe()}")

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgather_cli.config.accelerate_file import accelerate_settings
 from forgather_cli.config.check import cross_check
 from forgather_cli.config.compose import Plain, plain
 from forgather_cli.config.decode import decode, option_types
@@ -87,6 +88,7 @@ class Build:
     def finish(self) -> Config:
         """Resolve, decode and check. Raises ConfigError with the problems of every stage."""
         self._fill_output_dir()
+        self._read_accelerate_file()
         resolved = plain(self.cfg)
         self.problems += resolved.problems
         config = self._decoded(resolved)
@@ -121,6 +123,38 @@ class Build:
         if OmegaConf.select(self.cfg, "output_dir", throw_on_resolution_failure=False) is None:
             fresh = f"outputs/{self.recipe}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
             OmegaConf.update(self.cfg, "output_dir", fresh, force_add=True)
+
+    def _read_accelerate_file(self) -> None:
+        """Take over what ``trainer.accelerate_config`` says, but for what the command line says."""
+        tree = self._raw()
+        kinds, trainer = option_types(tree), tree.get("trainer")
+        name = trainer.get("accelerate_config") if isinstance(trainer, dict) else None
+        if not isinstance(name, str) or kinds.get("trainer") != "fsdp2":
+            return
+        try:
+            said = accelerate_settings(Path(name).expanduser(), own_decoder=kinds.get("model") != "_target_")
+        except ConfigError as error:
+            self.problems += error.problems
+            return
+        for path, value in said.items():
+            if path not in self.on_command_line | self.chosen:
+                self._take_over(path, value, name)
+
+    def _take_over(self, path: str, value: Any, file: str) -> None:
+        from omegaconf import OmegaConf
+
+        if path == "precision":  # an option of its group; train.yaml chooses fp32
+            now, set_before = self.options[path], self.options[path] != "fp32"
+        else:
+            now, set_before = OmegaConf.select(self.cfg, path), path in self.in_recipe
+        if set_before and now != value:
+            was, wants = (str(v).lower() if isinstance(v, bool) else v for v in (now, value))
+            self.problems.append(f"{path}: accelerate_config={file} says {wants}, got {was} too; leave one of them out")
+        elif path == "precision":
+            OmegaConf.update(self.cfg, path, {"type": value}, merge=False)
+            self.options[path] = value
+        else:
+            OmegaConf.update(self.cfg, path, value, force_add=True)
 
     def _note(self, change: Change, path: str) -> None:
         """Remember who set a path and how it was typed, for messages and for the checks."""

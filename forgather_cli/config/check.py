@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.fsdp2_limits import fsdp2_problems
 from forgather_cli.config.pipeline_limits import pipeline_problems
 from forgather_cli.config.schema import (
     Config,
     DDPSettings,
+    FSDP2Settings,
     MuonSettings,
     PipelineSettings,
     SingleSettings,
@@ -22,6 +26,8 @@ _SEVERAL_RANKS = (
     "replication_check", "hang_timeout",
 )  # fmt: skip
 """Settings that only a job of several ranks reads."""
+_ENDPOINT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+_DISPATCH = ("dispatch_batches", "dispatch_eval_batches")
 
 
 def cross_check(config: Config, given: frozenset[str], command_line: frozenset[str] = frozenset()) -> list[str]:
@@ -38,15 +44,23 @@ def cross_check(config: Config, given: frozenset[str], command_line: frozenset[s
         *_loading(config),
         *_memory(config),
         *_trainer(config),
+        *_launch(config),
         *_unread(config, given, command_line),
     ]
+
+
+def world_problems(config: Config, world: int) -> list[str]:
+    """Problems of a config that is to be trained by ``world`` ranks, however it says so itself."""
+    return cross_check(replace(config, nproc_per_node=world, nnodes=1, node_rank=0), frozenset())
 
 
 def known_world(config: Config) -> int | None:
     """Ranks of the whole job where the config says so; None under ``nproc_per_node=auto``."""
     if isinstance(config.trainer, SingleSettings):
         return 1
-    return None if config.nproc_per_node == "auto" else config.nproc_per_node * config.nnodes
+    if config.nproc_per_node == "auto":
+        return config.nnodes if isinstance(config.trainer, Target) else None
+    return config.nproc_per_node * config.nnodes
 
 
 def planned_batch(config: Config) -> BatchPlan | None:
@@ -149,13 +163,36 @@ def _trainer(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if isinstance(trainer, PipelineSettings):
         yield from pipeline_problems(config, known_world(config))
-    if isinstance(trainer, DDPSettings) and trainer.post_local_sgd.enabled and trainer.comm_hook != "none":
+    if isinstance(trainer, FSDP2Settings):
+        yield from fsdp2_problems(config, trainer, known_world(config))
+    if isinstance(trainer, DDPSettings) and trainer.post_local_sgd.enabled:
+        yield from _post_local_sgd(trainer, known_world(config))
+
+
+def _launch(config: Config) -> Iterator[str]:
+    endpoint, world = config.rdzv_endpoint, known_world(config)
+    if config.node_rank >= config.nnodes:
+        yield f"node_rank: counts from 0 to nnodes-1, got {config.node_rank} with nnodes={config.nnodes}; set one below"
+    if config.nnodes > 1 and endpoint is None:
+        yield f"rdzv_endpoint: nnodes={config.nnodes} have to meet somewhere; set rdzv_endpoint=HOST:PORT, of node 0"
+    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+        yield f"rdzv_endpoint: must be HOST:PORT, got {endpoint!r}; set rdzv_endpoint=localhost:29500 or the like"
+    if re.fullmatch(r"cuda:\d+", config.device) and world is not None and world > 1:
+        yield f"device: {config.device} is one device for {world} ranks; set device=cuda, and each takes its own"
+
+
+def _post_local_sgd(trainer: DDPSettings, ranks: int | None) -> Iterator[str]:
+    if trainer.comm_hook != "none":
         yield (
             f"post_local_sgd.enabled: excludes comm_hook={trainer.comm_hook}, both replace the all-reduce; "
             "set comm_hook=none or post_local_sgd.enabled=false"
         )
-    if config.node_rank >= config.nnodes:
-        yield f"node_rank: counts from 0 to nnodes-1, got {config.node_rank} with nnodes={config.nnodes}; set one below"
+    subgroup = trainer.post_local_sgd.subgroup
+    if ranks is not None and subgroup is not None and ranks % subgroup:
+        yield (
+            f"post_local_sgd.subgroup: {ranks} ranks cannot be divided into groups of {subgroup}; "
+            f"set it to a divisor of {ranks}"
+        )
 
 
 def _unread(config: Config, given: frozenset[str], command_line: frozenset[str]) -> Iterator[str]:
@@ -181,15 +218,35 @@ def _void(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "overwrite_output_dir", "resume_from_checkpoint", "set resume_from_checkpoint=false"
     if config.save_strategy == "no":
         yield "eval_on_save", "save_strategy", "set save_strategy=steps"
+    if isinstance(config.trainer, DDPSettings):
+        yield from _void_ddp(config.trainer)
     if isinstance(config.trainer, SingleSettings):
         yield from ((name, "trainer", "choose trainer=ddp, fsdp2 or pipeline") for name in _SEVERAL_RANKS)
-    if not isinstance(config.data, Target) and config.data.tokenizer != "bpe":
-        yield "data.bpe_vocab_size", "data.tokenizer", "set tokenizer=bpe"
+    yield from _void_data(config)
     if not config.torch_compile:
         for name in ("backend", "mode", "dynamic", "fullgraph"):
             yield f"torch_compile_{name}", "torch_compile", "set torch_compile=true"
     if config.max_steps > 0:
         yield "num_train_epochs", "max_steps", "set max_steps=-1"
+
+
+def _void_data(config: Config) -> Iterator[tuple[str, str, str]]:
+    if not isinstance(config.data, Target):
+        if config.data.tokenizer != "bpe":
+            yield "data.bpe_vocab_size", "data.tokenizer", "set tokenizer=bpe"
+        remedy = "ranks read its samples by number; give iterable data (data._target_)"
+        yield from ((f"data.{name}", "data", remedy) for name in _DISPATCH)
+    elif isinstance(config.trainer, SingleSettings):
+        yield from ((f"data.{name}", "trainer", "choose trainer=ddp, fsdp2 or pipeline") for name in _DISPATCH)
+
+
+def _void_ddp(trainer: DDPSettings) -> Iterator[tuple[str, str, str]]:
+    local, unused = "trainer.post_local_sgd", "trainer.find_unused_parameters"
+    if not trainer.post_local_sgd.enabled:
+        for name in ("start_step", "period", "post_local_gradient_allreduce", "subgroup"):
+            yield f"{local}.{name}", f"{local}.enabled", "set post_local_sgd.enabled=true"
+    if not trainer.find_unused_parameters:
+        yield "trainer.skip_all_reduce_unused_params", unused, "set find_unused_parameters=true"
 
 
 def _value(config: Config, path: str) -> Any:

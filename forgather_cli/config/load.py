@@ -76,6 +76,8 @@ def load_resumed(
 
     search = search_path(config_dir, (cwd or Path.cwd()).resolve())
     tree = load_tree(saved)
+    if isinstance(trainer := tree.get("trainer"), dict) and trainer.get("accelerate_config"):
+        trainer["accelerate_config"] = None  # what the file said then stands in the tree
     parsed = parse(overrides, search)
     options = {**option_types(tree), **_replace_groups(tree, parsed, search)}
     name = str(tree.pop("recipe", "default"))

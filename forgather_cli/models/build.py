@@ -17,6 +17,7 @@ from forgather_cli.config.schema import DecoderSettings, ModelOption, Pretrained
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.pretrained import read_settings
+from forgather_cli.sharding import held_rows, local
 from forgather_cli.targets import import_target
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -50,8 +51,8 @@ def _from_target(target: Target, **sizes: int) -> nn.Module:
 def load_pretrained(module: nn.Module, path: str | Path) -> None:
     """Copy the weights of a Hugging Face directory into a decoder or a part of one, by name, in the module's dtype.
 
-    The directory must hold exactly the tensors of the whole model; one tensor at a time is in memory. Raises
-    ModelError with the missing, extra or wrong-shaped tensors.
+    The directory must hold exactly the tensors of the whole model; one tensor at a time is in memory, of a sharded one
+    the rows this rank holds. Raises ModelError with the missing, extra or wrong-shaped tensors.
     """
     directory = Path(path)
     files = _tensor_files(directory)
@@ -64,7 +65,8 @@ def load_pretrained(module: nn.Module, path: str | Path) -> None:
     for file, wanted in by_file.items():
         with _opened(file) as tensors:
             for name in wanted:
-                targets[name].copy_(_shaped(tensors.get_tensor(names[name]), name, targets[name], directory))
+                rows = _shaped(tensors.get_slice(names[name]), name, targets[name], directory)
+                local(targets[name]).copy_(rows)
 
 
 def _names_in_files(directory: Path, settings: DecoderSettings, files: dict[str, Path]) -> dict[str, str]:
@@ -93,13 +95,16 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} {noun} ({shown}{', ...' if len(names) > 5 else ''})"
 
 
-def _shaped(tensor: Tensor, name: str, target: Tensor, directory: Path) -> Tensor:
-    if tensor.shape != target.shape:
+def _shaped(stored: Any, name: str, target: Tensor, directory: Path) -> Tensor:
+    """The rows of ``stored``, a slice of a file, that ``target`` holds. Raises ModelError for another shape."""
+    shape = tuple(stored.get_shape())
+    if shape != target.shape:
         raise ModelError(
-            f"model.path: {name} in {directory} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)} "
-            f"{_REMEDY}"
+            f"model.path: {name} in {directory} has shape {shape}, expected {tuple(target.shape)} {_REMEDY}"
         )
-    return tensor
+    start, stop = held_rows(target)
+    rows: Tensor = stored[start:stop]
+    return rows
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:

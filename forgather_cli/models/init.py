@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from forgather_cli.errors import ModelError
+from forgather_cli.sharding import fill_local, is_sharded
 
 
 @runtime_checkable
@@ -33,8 +34,9 @@ def stable_seed(seed: int, name: str) -> int:
 def init_parameters(module: nn.Module, seed: int, *, device_generator: bool = False, prefix: str = "") -> None:
     """Fill every parameter of ``module``, which must have memory, from (seed, prefix + name).
 
-    Values are drawn on the CPU in fp32 and copied; with ``device_generator`` they are drawn where the parameter lives:
-    other numbers, no copy. Modules with ``fill`` are asked per parameter; others with ``reset_parameters`` draw all
+    Values are drawn on the CPU in fp32 and copied, of a sharded parameter this rank's rows: in full, one at a time, so
+    that they are those of one device. With ``device_generator`` they are drawn where the parameter lives: other
+    numbers. Modules with ``fill`` are asked per parameter; others with ``reset_parameters`` draw all
     their parameters in one go, seeded by the module's name. Raises ModelError naming a module that has neither.
     """
     done: set[int] = set()
@@ -60,27 +62,33 @@ def _fill(module: Fills, key: str, parameter: Tensor, seed: int, on_device: bool
     device = parameter.device if on_device else torch.device("cpu")
     drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     module.fill(key, drawn, torch.Generator(device).manual_seed(seed))
-    parameter.copy_(drawn)
+    fill_local(parameter, drawn)
 
 
 def _reset(module: nn.Module, seed: int, on_device: bool) -> None:
-    """Let ``reset_parameters`` draw, into fp32 copies on the CPU unless ``on_device``, with torch's own generators."""
+    """Let ``reset_parameters`` draw, into full fp32 copies on the CPU or the device, with torch's own generators."""
     real: dict[str, Any] = dict(module._parameters)
     used = {p.device for p in real.values() if p is not None and p.is_cuda} if on_device else set()
+    in_place = on_device and not any(p is not None and is_sharded(p) for p in real.values())
     try:
-        if not on_device:
+        if not in_place:
             for key, p in real.items():
-                module._parameters[key] = None if p is None else nn.Parameter(torch.empty(p.shape, device="cpu"))
+                module._parameters[key] = None if p is None else _blank(p, on_device)
         with torch.random.fork_rng(devices=[d.index for d in used]):
             torch.manual_seed(seed)
             module.reset_parameters()  # type: ignore[operator]
-        drawn = dict(module._parameters)
+        drawn: dict[str, Any] = dict(module._parameters)
     finally:
         module._parameters.update(real)
-    if not on_device:
+    if not in_place:
         for key, p in real.items():
             if p is not None:
-                p.copy_(drawn[key])
+                fill_local(p, drawn[key])
+
+
+def _blank(parameter: Tensor, on_device: bool) -> nn.Parameter:
+    device = parameter.device if on_device else torch.device("cpu")
+    return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device=device))
 
 
 def allocate(module: nn.Module, device: torch.device | str) -> bool:

@@ -14,6 +14,7 @@ from forgather_cli.config.schema import AdamWSettings, MuonSettings, OptimizerOp
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.groups import Assignment, assign, empty_groups, groups_of, label
 from forgather_cli.optim.state import ParameterOptimizer
+from forgather_cli.sharding import is_sharded
 from forgather_cli.targets import call, import_target
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,10 @@ def _factory(assignment: Assignment) -> Callable[..., Any]:
     if isinstance(assignment.option, Target):
         return import_target(assignment.option.path, "optimizer")
     optim = torch.optim
+    if assignment.kind == "muon" and any(is_sharded(p) for _, p in assignment.parameters):
+        from forgather_cli.optim.muon import Muon
+
+        return Muon
     return {"adamw": optim.AdamW, "adafactor": optim.Adafactor, "muon": optim.Muon, "sgd": optim.SGD}[assignment.kind]
 
 

@@ -7,7 +7,7 @@ memory by fusing the optimizer step into the backward pass" (PyTorch tutorials).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from forgather_cli.config.schema import OptimizerOption
 from forgather_cli.errors import SetupError
 from forgather_cli.optim.build import NamedParameters, build_optimizer
 from forgather_cli.optim.state import ParameterOptimizer
+from forgather_cli.sharding import local
 
 _HANDLE = "_optimizer_in_backward"  # attribute of a parameter: the hook that steps it
 
@@ -59,7 +60,10 @@ class FusedBackward(ParameterOptimizer):
                 f"fuse_optim_with_backward: {self.names[parameter]} got a second gradient within one optimizer step; "
                 "set gradient_accumulation_steps=1 or fuse_optim_with_backward=false"
             )
-        self._norms[parameter] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+        gradient = local(parameter.grad)
+        if gradient.is_pinned():  # before torch 2.13 fully_shard's copy to the host may still be under way here
+            torch.cuda.current_stream().synchronize()
+        self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         own = {**group, "params": [parameter]}  # takes over the learning rate of the moment
         stepper.param_groups = [own]
         stepper.step()
@@ -70,11 +74,20 @@ class FusedBackward(ParameterOptimizer):
                 "step parameter by parameter; set fuse_optim_with_backward=false"
             )
 
-    def grad_norm(self) -> Tensor:
-        """L2 norm over all gradients since the last ``step()``, 0-dim fp32, on the device."""
-        if not self._norms:
-            return torch.zeros((), device=next(iter(self.names)).device)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(list(self._norms.values())))
+    def grad_norm(self, model_group: Any = None, duplicates: Collection[nn.Parameter] = ()) -> Tensor:
+        """Collective. L2 norm over all gradients since the last ``step()``, 0-dim fp32, on the device.
+
+        ``model_group`` are the ranks that hold different parameters, or rows of them; ``duplicates`` those of this
+        rank that another one counts.
+        """
+        counted = [norm for parameter, norm in self._norms.items() if parameter not in duplicates]
+        norm: Tensor = torch.zeros((), device=next(iter(self.names)).device)
+        if counted:
+            norm = torch.linalg.vector_norm(torch.stack(counted))
+        if model_group is not None:
+            norm = norm.square()
+            torch.distributed.all_reduce(norm, group=model_group)
+            norm = norm.sqrt()
         return norm
 
     def step(self) -> None:

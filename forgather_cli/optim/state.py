@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.sharding import local
 
 Winner = Literal["config", "checkpoint"]
 
@@ -55,7 +56,10 @@ class ParameterOptimizer(ABC):
     # ----------------------------------------------------------------------------------------------------- taking out
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All tensor state by ``<parameter>.<key>``, the tensors themselves; empty before the first step."""
+        """All tensor state by ``<parameter>.<key>``, the tensors themselves; empty before the first step.
+
+        Of a sharded parameter those of its shape are DTensors.
+        """
         return {f"{name}.{key}": value for name, key, value in self._entries() if isinstance(value, Tensor)}
 
     def group_state(self) -> dict[str, Any]:
@@ -110,7 +114,9 @@ class ParameterOptimizer(ABC):
     ) -> list[str]:
         """Restore ``state_tensors()`` and ``group_state()``, also into an optimizer that has not stepped yet.
 
-        Tensors are copied to where the optimizer wants them; dtypes and bits stay. Returns one line for every setting
+        Tensors are copied to where the optimizer wants them; dtypes and bits stay. Of a sharded parameter's moments
+        they are this rank's rows, as plain tensors or DTensors. ``all_names`` are the parameters trained on all ranks
+        together where ``groups`` are merged (default: those trained here). Returns one line for every setting
         that differs between the checkpoint and this optimizer's groups; with ``hyperparameters="config"`` the groups
         keep theirs (lr keeps its place in the schedule: saved lr x new initial_lr / saved initial_lr), with
         ``"checkpoint"`` they take the saved ones. Raises CheckpointError listing every name that does not fit, before
@@ -159,20 +165,26 @@ class ParameterOptimizer(ABC):
     ) -> Iterator[str]:
         changed: dict[tuple[str, str], list[str]] = {}
         for optimizer in self.optimizers:
-            kind, ours = type(optimizer).__name__, type(optimizer).__module__.startswith("torch.optim")
+            kind = type(optimizer).__name__
+            ours = type(optimizer).__module__.startswith(("torch.optim", "forgather_cli.optim"))
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 name = self.names[parameter]
                 if kinds[name] != kind:
                     changed.setdefault((kinds[name], kind), []).append(name)
                 for key in saved["tensors"].get(name, ()) if ours else ():
-                    shape = tensors[f"{name}.{key}"].shape
-                    if not _fits(shape, parameter.shape):
-                        yield f"{name}.{key}: its shape is {tuple(shape)}, the parameter's {tuple(parameter.shape)}"
+                    shape, held = local(tensors[f"{name}.{key}"]).shape, local(parameter).shape
+                    if not _fits(shape, held):
+                        yield f"{name}.{key}: its shape is {tuple(shape)}, the parameter's {tuple(held)}"
         for (before, now), names in changed.items():
             yield from _listing(f"trained by {before} in the checkpoint, by {now} now", names)
 
     def _load_groups(self, saved: Mapping[str, Any], winner: Winner) -> list[str]:
-        lines = [f"group {name} is only in the checkpoint" for name in saved if name not in self._built]
+        own = set(self.names.values())
+        lines = [
+            f"group {name} is only in the checkpoint"
+            for name, group in saved.items()
+            if name not in self._built and not own.isdisjoint(group["parameters"])
+        ]
         for group in self.param_groups:
             name = group["name"]
             if name not in saved:
@@ -242,7 +254,7 @@ def _lr_in_schedule(saved: Mapping[str, Any], group: Mapping[str, Any]) -> float
 
 
 def _placed(key: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-    """A copy on the right device, laid out like the parameter.
+    """A copy on the right device, laid out like the parameter: the rows this rank holds, where it is sharded.
 
     Step counters live on the CPU unless the optimizer is fused or capturable (torch 2.13, ``optimizer.py``,
     ``_process_value_according_to_param_policy``). Unlike torch's ``load_state_dict`` the dtype is kept, so that fp32
@@ -251,8 +263,11 @@ def _placed(key: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str
     if key == "step":
         on_device = group.get("fused") or group.get("capturable")
         return value.detach().to(parameter.device if on_device else "cpu", copy=True)
-    if value.shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value.detach())
+    value = local(value)
+    if value.shape == local(parameter).shape:
+        placed = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        local(placed).copy_(value.detach())
+        return placed
     return value.detach().to(parameter.device, copy=True)
 
 

@@ -64,6 +64,7 @@ class FSDP2Settings:
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # null: from precision
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # null: from precision
     replicate: PositiveInt = 1
+    block_classes: list[str] | None = None  # null: the model's repeated blocks
     accelerate_config: str | None = None
 
 

@@ -1,0 +1,79 @@
+"""torchrun's elastic agent in this process: it lets the nodes meet, starts this node's ranks and restarts them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from forgather_cli.errors import SetupError
+from forgather_cli.job import Job
+from forgather_cli.layout import Layout
+
+_MEETING = 600  # seconds in which all nodes must have come
+
+
+def run_agent(layout: Layout, job: Job, config: Path | None) -> dict[int, int]:
+    """Run the ranks of this node to their end; returns the exit codes of those that failed, by rank on this node.
+
+    ``config`` is what the ranks are to read, None where rank 0 will tell them. Call it outside the main thread: there
+    the agent handles no signals (torch 2.13, ``PContext.start``). Raises SetupError if the nodes do not meet.
+    """
+    if layout.nodes > 1 and layout.restarts:  # a store for each attempt, since nodes may count attempts differently
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    arguments = [] if config is None else ["--config", str(config)]
+    command = [*_interpreter_flags(), "-m", "forgather_cli.rank", *arguments]
+    try:
+        elastic_launch(_launch_config(layout, job), sys.executable)(*command)
+    except ChildFailedError as error:
+        return {failure.local_rank: failure.exitcode for failure in error.failures.values()}
+    except (RuntimeError, ValueError, TimeoutError) as error:  # what rendezvous backends raise
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        where = f"{layout.endpoint} ({layout.backend})"
+        raise SetupError(f"rdzv_endpoint: the nodes could not meet at {where}: {reason}") from error
+    return {}
+
+
+def _launch_config(layout: Layout, job: Job) -> LaunchConfig:
+    alone = layout.nodes == 1
+    return LaunchConfig(
+        min_nodes=layout.nodes,
+        max_nodes=layout.nodes,
+        nproc_per_node=layout.ranks_per_node,
+        run_id=layout.job_id,
+        rdzv_endpoint=layout.endpoint or "localhost:0",
+        rdzv_backend=layout.backend,
+        rdzv_configs={
+            "timeout": _MEETING,
+            "read_timeout": _MEETING,
+            "rank": layout.node,
+            "is_host": layout.node == 0,
+        },
+        local_addr="localhost" if alone else None,  # a laptop's own name need not resolve
+        max_restarts=layout.restarts,
+        logs_specs=_Environment(job, layout.ranks_per_node),
+    )
+
+
+def _interpreter_flags() -> list[str]:
+    """``-P`` where this process does not find modules in the working directory first: a ``random.py`` there."""
+    return [] if sys.path[:1] in ([""], [str(Path.cwd())]) else ["-P"]
+
+
+class _Environment(DefaultLogsSpecs):
+    """Output stays where it is, ranks write their logs themselves; but this is where their environment can be set."""
+
+    def __init__(self, job: Job, ranks: int) -> None:
+        super().__init__(log_dir=os.devnull)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+        self._own = {"OMP_NUM_THREADS": threads, **job.environment()}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for environment in envs.values():
+            environment.update(self._own)
+        return super().reify(envs)

@@ -1,0 +1,230 @@
+"""Hugging Face Accelerate's FSDP2 config files, read as settings of ours. Needs neither torch nor accelerate.
+
+Keys are those of accelerate 1.15, ``commands/config/config_args.py: ClusterConfig`` and ``commands/config/cluster.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.config.options import did_you_mean
+from forgather_cli.errors import ConfigError
+
+ALWAYS_SO = (
+    "fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type",
+    "fsdp_backward_prefetch", "fsdp_forward_prefetch",
+)  # fmt: skip
+"""Keys about what is always so here: parameters keep their names, ranks start with the same weights, each reads its
+rows of a checkpoint, and the next weights are gathered ahead."""
+
+_RESHARDS = {
+    "FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False,
+    "True": True, "False": False,
+}  # fmt: skip
+"""fsdp_sharding_strategy or fsdp_reshard_after_forward -> whether weights are freed after the forward."""
+_STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
+_OWN_LAYERS = ("DecoderLayer", *(f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")))
+_PORT = 29500  # accelerate's and torch's default
+_SILENT = ("main_training_function", "rdzv_backend", "same_network")
+_UNSUPPORTED = {
+    "debug": "set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment",
+    "downcast_bf16": "it is for TPUs",
+    "enable_cpu_affinity": "bind the processes with numactl or Slurm",
+    "deepspeed_config": "DeepSpeed is not supported",
+    "megatron_lm_config": "Megatron-LM is not supported",
+    "fp8_config": "set precision=... instead",
+    "parallelism_config": "set trainer.replicate for HSDP",
+    "mpirun_config": "start the ranks with torchrun",
+    "dynamo_config": "set torch_compile=true and torch_compile_* instead",
+    "dynamo_backend": "set torch_compile=true and torch_compile_backend instead",
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), "no TPUs here"),
+    **dict.fromkeys(("command_file", "commands"), "they are for TPUs"),
+}
+"""Keys that must be unset -> why, or what to do instead."""
+_FSDP_UNSUPPORTED = {
+    "fsdp_ignored_modules": "all parameters are sharded",
+    "fsdp_activation_checkpointing_offload": "activations stay on the device, or are recomputed",
+    "fsdp_min_num_params": "the model is sharded block by block",
+}
+
+
+@dataclass
+class _File:
+    """A file on its way to settings: ``left`` are its keys that nobody has asked for yet."""
+
+    path: Path
+    left: dict[str, Any]
+    section: str = ""
+    problems: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        self.asked.append(key)
+        return self.left.pop(key, default)
+
+    def wrong(self, key: str, problem: str) -> None:
+        self.problems.append(f"accelerate_config: {self.section}{key} in {self.path}: {problem}")
+
+    def boolean(self, key: str) -> bool | None:
+        """None where the key is missing. Also as text, which accelerate writes."""
+        value = self.take(key)
+        text = str(value).lower()
+        if value is not None and text not in ("true", "false"):
+            self.wrong(key, f"must be true or false, got {value!r}")
+        return None if value is None else text == "true"
+
+    def number(self, key: str, least: int) -> int | None:
+        value = self.take(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            self.wrong(key, f"must be a whole number, {least} or more, got {value!r}")
+            return None
+        return value
+
+    def finish(self, unsupported: dict[str, str], known: tuple[str, ...]) -> None:
+        """What is left must have no effect, or is wrong."""
+        for key, value in self.left.items():
+            if key in unsupported and _is_set(value):
+                self.wrong(key, f"nothing reads it, got {value!r}; {unsupported[key]}, and leave it out")
+            elif key not in unsupported and key not in known:
+                near = did_you_mean(key, [*self.asked, *known])
+                self.wrong(key, f"no such key;{near} leave it out")
+
+
+def _is_set(value: Any) -> bool:
+    """True for what is neither empty nor one of accelerate's words for no."""
+    if isinstance(value, dict):
+        return any(_is_set(item) for item in value.values())
+    return bool(value) and str(value).lower() not in ("no", "false", "none")
+
+
+def accelerate_settings(path: Path, *, own_decoder: bool) -> dict[str, Any]:
+    """Our settings by dotted path, ``precision`` as the option's name, for what the file says; no others.
+
+    ``own_decoder``: the model is the decoder, whose layers stand for the Hugging Face classes they equal. Raises
+    ConfigError with every problem, naming file and key.
+    """
+    file = _File(path, _read(path))
+    _check_kind(file)
+    machines = file.number("num_machines", 1)
+    settings: dict[str, Any] = {} if machines is None else {"nnodes": machines}
+    settings |= _precision(file) | _launch(file, machines or 1) | _device(file)
+    inner = file.take("fsdp_config")
+    if isinstance(inner, dict):
+        section = _File(path, dict(inner), "fsdp_config.", file.problems)
+        settings |= _sharding(section, machines or 1) | _wrapping(section, own_decoder)
+        section.finish(_FSDP_UNSUPPORTED, ALWAYS_SO)
+    else:
+        file.wrong("fsdp_config", f"must be a mapping with fsdp_version: 2, got {inner!r}")
+    file.finish(_UNSUPPORTED, _SILENT)
+    if file.problems:
+        raise ConfigError(file.problems)
+    return settings
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"accelerate_config: {path} cannot be read ({reason}); give an Accelerate YAML file"
+        ) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"accelerate_config: {path} must hold a mapping, got {type(tree).__name__}")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _check_kind(file: _File) -> None:
+    where, kind = file.take("compute_environment", "LOCAL_MACHINE"), file.take("distributed_type")
+    if where != "LOCAL_MACHINE":
+        file.wrong("compute_environment", f"must be LOCAL_MACHINE, got {where!r}; start the ranks on their machines")
+    if kind == "DEEPSPEED":
+        file.wrong("distributed_type", "DEEPSPEED is not supported; run accelerate config again and choose FSDP 2")
+    elif str(kind).startswith("MULTI_"):
+        file.wrong("distributed_type", f"must be FSDP, got {kind!r}; set trainer=ddp, without accelerate_config")
+    elif kind != "FSDP":
+        file.wrong("distributed_type", f"must be FSDP, got {kind!r}")
+
+
+def _precision(file: _File) -> dict[str, Any]:
+    value = file.take("mixed_precision")
+    if value is None:
+        return {}
+    text = "no" if value is False else str(value)  # YAML 1.1 reads a bare no as false
+    if text in ("no", "bf16"):
+        return {"precision": "fp32" if text == "no" else text}
+    file.wrong("mixed_precision", f"must be 'no' or bf16 with trainer=fsdp2, got {text!r}; set bf16")
+    return {}
+
+
+def _launch(file: _File, machines: int) -> dict[str, Any]:
+    """num_processes counts the ranks of all machines, nproc_per_node those of one."""
+    settings: dict[str, Any] = {}
+    processes, node = file.number("num_processes", -1), file.number("machine_rank", 0)
+    address, port = file.take("main_process_ip"), file.number("main_process_port", 0)
+    if processes is not None and processes != -1:  # -1: as the launcher says
+        if processes < 1 or processes % machines:
+            file.wrong("num_processes", f"must be a multiple of num_machines={machines}, got {processes}")
+        settings["nproc_per_node"] = processes // machines
+    if node is not None:
+        settings["node_rank"] = node
+    if address is not None or port:
+        settings["rdzv_endpoint"] = f"{address or 'localhost'}:{port or _PORT}"
+    return settings
+
+
+def _device(file: _File) -> dict[str, Any]:
+    gpus = file.take("gpu_ids")
+    if gpus not in (None, "all"):
+        file.wrong("gpu_ids", f"nothing reads it, got {gpus!r}; set CUDA_VISIBLE_DEVICES in the environment")
+    return {"device": "cpu"} if file.boolean("use_cpu") else {}
+
+
+def _sharding(file: _File, machines: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "trainer.cpu_offload": file.boolean("fsdp_offload_params"),
+        "gradient_checkpointing": file.boolean("fsdp_activation_checkpointing"),
+    }
+    version, named = file.take("fsdp_version", 1), _strategy(file, "fsdp_sharding_strategy")
+    reshards = _strategy(file, "fsdp_reshard_after_forward")
+    if str(version) != "2":
+        file.wrong("fsdp_version", f"must be 2, got {version!r}; run accelerate to-fsdp2 on the file")
+    if named and reshards and _RESHARDS[named] != _RESHARDS[reshards]:
+        file.wrong("fsdp_reshard_after_forward", f"contradicts fsdp_sharding_strategy: {named}; keep one of them")
+    if strategy := named or reshards:
+        settings["trainer.reshard_after_forward"] = _RESHARDS[strategy]
+        if strategy not in ("True", "False"):
+            settings["trainer.replicate"] = machines if strategy.startswith("HYBRID") else 1
+    return {path: value for path, value in settings.items() if value is not None}
+
+
+def _strategy(file: _File, key: str) -> str | None:
+    """A key of ``_RESHARDS``; None if the file has none, or a wrong one."""
+    value = file.take(key)
+    if value is None:
+        return None
+    text = _STRATEGIES.get(value, str(value)) if not isinstance(value, bool) else str(value)
+    text = text.title() if text.lower() in ("true", "false") else text
+    if text in _RESHARDS and (key != "fsdp_sharding_strategy" or text not in ("True", "False")):
+        return text
+    remedy = "set trainer=ddp, without accelerate_config" if text == "NO_SHARD" else "set FULL_SHARD"
+    file.wrong(key, f"must be one of {', '.join(list(_RESHARDS)[:4])}, got {value!r}; {remedy}")
+    return None
+
+
+def _wrapping(file: _File, own_decoder: bool) -> dict[str, Any]:
+    key = "fsdp_transformer_layer_cls_to_wrap"
+    policy, classes = file.take("fsdp_auto_wrap_policy"), file.take(key)
+    if policy not in (None, "TRANSFORMER_BASED_WRAP"):
+        file.wrong("fsdp_auto_wrap_policy", f"must be TRANSFORMER_BASED_WRAP, got {policy!r}")
+    names = [name.strip() for name in (classes.split(",") if isinstance(classes, str) else classes or [])]
+    if not own_decoder:
+        return {"trainer.block_classes": names} if names else {}
+    if foreign := [name for name in names if name not in _OWN_LAYERS]:
+        stands = f"the layers of this model stand for {', '.join(_OWN_LAYERS[1:])}"
+        file.wrong(key, f"{stands}, got {', '.join(foreign)}; leave it out")
+    return {}

@@ -1,0 +1,137 @@
+"""The folder through which a launcher and the ranks it has started on this node speak to each other.
+
+The launcher asks for a stop; a rank tells its process id and how it ended. Each restart of the ranks has a folder of
+its own. Files appear whole. Nothing here needs torch, and a rank that hangs in a collective can still be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from forgather_cli.ending import Ending
+
+_VARIABLE = "FORGATHER_JOB"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job's folder on this node, as the launcher or as a rank of one attempt sees it."""
+
+    root: Path
+    launcher: int
+    """Process id."""
+    node: int
+    nodes: int
+    restarts: int
+    """How often the ranks may be restarted."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def made(cls, *, node: int, nodes: int, restarts: int) -> Iterator[Job]:
+        """A new job of this process; its folder goes at the end."""
+        with tempfile.TemporaryDirectory(prefix="forgather-", ignore_cleanup_errors=True) as folder:
+            job = cls(Path(folder), os.getpid(), node, nodes, restarts)
+            facts = {"launcher": job.launcher, "node": node, "nodes": nodes, "restarts": restarts}
+            _publish(job.root / "job.json", json.dumps(facts))
+            yield job
+
+    @classmethod
+    def entered(cls) -> Job | None:
+        """The job whose launcher has started this process; None if none has."""
+        root = os.environ.get(_VARIABLE)
+        return None if root is None else cls(Path(root), **json.loads(Path(root, "job.json").read_text()))
+
+    def environment(self) -> dict[str, str]:
+        """What makes ``entered`` find this job."""
+        return {_VARIABLE: str(self.root)}
+
+    def discard(self) -> None:
+        """Remove the folder; for a launcher that ends without unwinding."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------------- to the ranks
+
+    def ask_to_stop(self, signum: int) -> None:
+        _publish(self.root / "stop", str(signum))
+
+    def stop_asked(self) -> int | None:
+        """The signal that the launcher has got."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.root / "stop").read_text())
+        return None
+
+    # --------------------------------------------------------------------------------------------- from the ranks
+
+    def attempts(self) -> int:
+        """How many times ranks have been started so far."""
+        return sum(1 for _ in self.root.glob("attempt-*"))
+
+    def attempt(self, number: int) -> Attempt:
+        return Attempt(self.root / f"attempt-{number}")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the ranks of this node tell between one start and the next."""
+
+    folder: Path
+
+    def enter(self, rank: int) -> None:
+        """Tell that this process is rank ``rank``."""
+        self.folder.mkdir(exist_ok=True)
+        _publish(self.folder / f"pid-{rank}", str(os.getpid()))
+
+    def pids(self) -> dict[int, int]:
+        """Process id by rank."""
+        found = {}
+        for path in self.folder.glob("pid-*"):
+            with contextlib.suppress(OSError, ValueError):
+                found[int(path.name.removeprefix("pid-"))] = int(path.read_text())
+        return found
+
+    def tell(self, ending: Ending) -> None:
+        """Only a rank's first word counts, except that what it was told by others gives way to what it knows."""
+        known = self.ending(ending.rank)
+        if known is None or (known.failed and not known.is_cause and ending.is_cause):
+            _publish(self._word_of(ending.rank), ending.to_json())
+
+    def ending(self, rank: int) -> Ending | None:
+        """How a rank says it ended."""
+        with contextlib.suppress(OSError, ValueError):
+            return Ending.from_json(self._word_of(rank).read_text(encoding="utf-8"))
+        return None
+
+    def endings(self) -> list[Ending]:
+        """Of all ranks that have told one."""
+        ranks = [int(path.name.removeprefix("ending-")) for path in self.folder.glob("ending-*")]
+        return [ending for rank in ranks if (ending := self.ending(rank)) is not None]
+
+    def _word_of(self, rank: int) -> Path:
+        return self.folder / f"ending-{rank}"
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone, or only waits for its parent to take notice (a zombie)."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _publish(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

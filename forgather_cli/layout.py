@@ -1,0 +1,127 @@
+"""How many ranks a config asks for on this machine and in all, and how they are started. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forgather_cli.config.check import world_problems
+from forgather_cli.config.schema import Config, SingleSettings, Target
+from forgather_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forgather_cli.place import Place
+
+_ONE_JOB = "forgather"  # rdzv_id, which has to be the same on all nodes
+_ON_CPU = 2  # ranks of nproc_per_node=auto
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the ranks of a run are."""
+
+    ranks_per_node: int = 1
+    nodes: int = 1
+    node: int = 0
+    restarts: int = 0
+    endpoint: str | None = None
+    backend: str = "c10d"
+    job_id: str = _ONE_JOB
+    joined: str = ""
+    """What has started the ranks already; empty if we do."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of the whole run."""
+        return self.ranks_per_node * self.nodes
+
+    @property
+    def in_process(self) -> bool:
+        """True if this process trains itself, and nothing is started."""
+        return bool(self.joined) or (self.world == 1 and not self.restarts)
+
+    def describe(self) -> str:
+        """For people: who trains."""
+        if self.joined:
+            return f"{self.world} ranks that {self.joined} has started"
+        if self.in_process:
+            return "this process alone"
+        each = "" if self.nodes == 1 else f" on each of {self.nodes} nodes, this being node {self.node}"
+        restarts = f", restarted up to {self.restarts} times" if self.restarts else ""
+        return f"{self.ranks_per_node} ranks{each}, started by torchrun{restarts}"
+
+
+def plan_layout(config: Config, given: frozenset[str] = frozenset(), place: Place | None = None) -> Layout:
+    """The layout of a run that is to begin. Raises ConfigError where settings do not fit the number of ranks.
+
+    ``given`` are the paths that recipe and command line set, ``place`` the one in a world that exists already.
+    """
+    if place is not None:
+        layout = _joined(config, given, place)
+    else:
+        layout = Layout(
+            ranks_per_node=_ranks_here(config),
+            nodes=config.nnodes,
+            node=config.node_rank,
+            restarts=config.max_restarts,
+            endpoint=config.rdzv_endpoint,
+            backend=config.rdzv_backend,
+            job_id=config.rdzv_id or _ONE_JOB,
+        )
+    if problems := world_problems(config, layout.world):
+        raise ConfigError(problems)
+    return layout
+
+
+def _joined(config: Config, given: frozenset[str], place: Place) -> Layout:
+    problems = []
+    if isinstance(config.trainer, SingleSettings) and place.size > 1:
+        problems.append(
+            f"trainer: single trains in one process, but {place.by} has started {place.size}; choose trainer=ddp, "
+            "fsdp2 or pipeline, or start one process"
+        )
+    asked = config.nproc_per_node
+    if "nproc_per_node" in given and asked != "auto" and asked * config.nnodes != place.size:
+        problems.append(
+            f"nproc_per_node: {asked} on {config.nnodes} nodes are asked for, but {place.by} has started {place.size} "
+            "ranks; leave it out"
+        )
+    if "max_restarts" in given and config.max_restarts:
+        problems.append(f"max_restarts: the ranks were started by {place.by}, which would restart them; leave it out")
+    if problems:
+        raise ConfigError(problems)
+    return Layout(ranks_per_node=place.size, joined=place.by)
+
+
+def _ranks_here(config: Config) -> int:
+    if isinstance(config.trainer, SingleSettings):
+        return 1
+    if config.nproc_per_node != "auto":
+        return config.nproc_per_node
+    if isinstance(config.trainer, Target):
+        return 1
+    on_cpu = config.device not in ("auto", "cuda")
+    return (0 if on_cpu else count_gpus()) or _ON_CPU
+
+
+def count_gpus() -> int:
+    """GPUs that processes of this machine may use, found without torch, whose import takes seconds."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        named = [name.strip() for name in visible.split(",")]
+        return len([name for name in named if name and not name.startswith("-")])
+    listed = Path("/proc/driver/nvidia/gpus")
+    if listed.is_dir():
+        return sum(1 for _ in listed.iterdir())
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        found = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in found.stdout.splitlines())

@@ -1,0 +1,123 @@
+"""What each rank holds under each strategy, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forgather_cli.config.schema import Config, DDPSettings, FSDP2Settings
+from forgather_cli.plan.parameters import FP32, PlannedParameter, optimizer_bytes, weight_bytes
+
+_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank by kind; None where unknown."""
+
+    rank: int
+    weights: int
+    gradients: int
+    optimizer: int | None
+    activations: int | None
+    """Estimate."""
+    buffers: int = 0
+    """What the strategy holds besides: gathered weights, buckets of gradients. Estimate."""
+    in_host_memory: int = 0
+    """Of the bytes above, those that lie in host memory (cpu_offload)."""
+
+    @property
+    def total(self) -> int:
+        """All kinds that are known together, host memory left out."""
+        kinds = (self.weights, self.gradients, self.optimizer, self.activations, self.buffers)
+        return sum(kind or 0 for kind in kinds) - self.in_host_memory
+
+
+def replicated(
+    config: Config, rows: Sequence[PlannedParameter], world: int, activations: int | None
+) -> list[RankMemory]:
+    """One device, or data parallel: every rank holds everything.
+
+    DDP's buckets are a second copy of the gradients, unless the gradients are views of them
+    (``gradient_as_bucket_view``; torch.nn.parallel.DistributedDataParallel's documentation).
+    """
+    weights = weight_bytes(rows)
+    gradients = FP32 * max(row.numel for row in rows) if config.fuse_optim_with_backward else weights
+    copied = isinstance(config.trainer, DDPSettings) and not config.trainer.gradient_as_bucket_view
+    return [
+        RankMemory(rank, weights, gradients, optimizer_bytes(rows), activations, weights if copied and world > 1 else 0)
+        for rank in range(world)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- fsdp2
+
+
+def sharded(
+    config: Config, trainer: FSDP2Settings, rows: Sequence[PlannedParameter], world: int, activations: int | None
+) -> list[RankMemory]:
+    """FSDP2: each rank holds a slice of the rows of every parameter; with ``replicate`` several ranks the same."""
+    shards = max(1, world // trainer.replicate)
+    buffers = _gathered_bytes(config, trainer, rows)
+    return [_shard(config, trainer, rows, rank, shards, activations, buffers) for rank in range(world)]
+
+
+def _shard(
+    config: Config,
+    trainer: FSDP2Settings,
+    rows: Sequence[PlannedParameter],
+    rank: int,
+    shards: int,
+    activations: int | None,
+    buffers: int,
+) -> RankMemory:
+    """Weights and gradients are padded to equal rows on all ranks (torch 2.13, ``_fsdp_param.py``), moments are not."""
+    padded = {row.name: FP32 * _rows_of(row, shards) * _row_size(row) for row in rows}
+    weights = sum(padded.values())
+    fused = max(sum(padded[row.name] for row in unit) for unit in units(rows))
+    gradients = fused if config.fuse_optim_with_backward else weights
+    states = [_state_bytes(row, rank % shards, shards) for row in rows]
+    optimizer = None if None in states else sum(state or 0 for state in states)
+    held = weights + gradients + (optimizer or 0)
+    return RankMemory(rank, weights, gradients, optimizer, activations, buffers, held if trainer.cpu_offload else 0)
+
+
+def _rows_of(row: PlannedParameter, shards: int) -> int:
+    """Rows of the largest shard."""
+    return -(-row.shape[0] // shards) if row.shape else 1
+
+
+def _row_size(row: PlannedParameter) -> int:
+    return row.numel // row.shape[0] if row.shape else 1
+
+
+def _state_bytes(row: PlannedParameter, shard: int, shards: int) -> int | None:
+    """The optimizer's, for the rows that are this shard's (the last shards may have fewer or none)."""
+    if row.state_bytes is None or not row.shape:
+        return row.state_bytes
+    size = _rows_of(row, shards)
+    own = min(size, max(0, row.shape[0] - shard * size))
+    return row.state_bytes * own // row.shape[0]
+
+
+def _gathered_bytes(config: Config, trainer: FSDP2Settings, rows: Sequence[PlannedParameter]) -> int:
+    """Whole weights while they are computed with, and whole gradients of a unit before they are reduced.
+
+    The unit at work and the one fetched ahead of it, beside the root's (embedding, norm, head), which stays from
+    forward to backward; all of them with ``reshard_after_forward=false``.
+    """
+    half = config.precision.type == "bf16"
+    width = _WIDTH[trainer.param_dtype or ("bf16" if half else "fp32")]
+    reduced = _WIDTH[trainer.reduce_dtype or "fp32"]
+    root, *blocks = ([row.numel for row in unit] for unit in units(rows))
+    sizes = sorted((sum(block) for block in blocks), reverse=True)
+    gathered = sum(sizes[:2]) if trainer.reshard_after_forward else sum(sizes)
+    return width * (sum(root) + gathered) + reduced * max([sum(root), *sizes[:1]])
+
+
+def units(rows: Sequence[PlannedParameter]) -> list[list[PlannedParameter]]:
+    """What is gathered together: first the parameters outside of layers, then each layer's."""
+    found: dict[int | None, list[PlannedParameter]] = {None: []}
+    for row in rows:
+        found.setdefault(row.layer, []).append(row)
+    return list(found.values())

@@ -1,0 +1,74 @@
+"""A model's parameters as rows: shape, kind, optimizer group, and where in the model they stand."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forgather_cli.config.schema import Config
+from forgather_cli.optim.groups import ParameterRow, describe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FP32 = 4
+"""Bytes of a weight, a gradient and each number of the optimizer's."""
+
+
+@dataclass(frozen=True)
+class PlannedParameter(ParameterRow):
+    """One parameter: how it is trained, and what it belongs to."""
+
+    numel: int
+    kind: str
+    """embedding, attention, mlp, norm, head or other."""
+
+    @property
+    def layer(self) -> int | None:
+        """Index of its layer; None for what stands before or behind the layers."""
+        found = re.search(r"(?:^|\.)layers\.(\d+)\.", self.name)
+        return int(found[1]) if found else None
+
+
+def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
+    """Every parameter, tied ones once, with its optimizer group."""
+    described = describe(
+        config.optimizer, model.named_parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+    return [
+        PlannedParameter(**vars(row), numel=math.prod(row.shape), kind=_kind(row.name)) for row in described.parameters
+    ]
+
+
+_KINDS = (
+    ("norm", r"norm"),
+    ("embedding", r"embed"),
+    ("head", r"(^|\.)(lm_)?head\."),
+    ("attention", r"attn|attention"),
+    ("mlp", r"mlp|feed_forward|ffn"),
+)
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), "other")
+
+
+def by_kind(rows: Sequence[PlannedParameter]) -> dict[str, int]:
+    """Parameters of each kind, in the order of the model."""
+    sums: dict[str, int] = {}
+    for row in rows:
+        sums[row.kind] = sums.get(row.kind, 0) + row.numel
+    return sums
+
+
+def weight_bytes(rows: Sequence[PlannedParameter]) -> int:
+    return FP32 * sum(row.numel for row in rows)
+
+
+def optimizer_bytes(rows: Sequence[PlannedParameter]) -> int | None:
+    """Of the optimizer's state; None for an optimizer that is not ours."""
+    states = [row.state_bytes for row in rows]
+    return None if None in states else sum(state or 0 for state in states)

@@ -1,0 +1,106 @@
+"""A pipeline's stages: what each holds, and how many micro-batches wait in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forgather_cli.config.pipeline_layout import Stage, stage_layout, stages_per_rank
+from forgather_cli.config.schema import PipelineSettings
+from forgather_cli.plan.activations import Activations
+from forgather_cli.plan.memory import RankMemory
+from forgather_cli.plan.parameters import PlannedParameter, optimizer_bytes, weight_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage, in numbers. Layers count from 0, ``last_layer`` is one of them."""
+
+    index: int
+    rank: int
+    first_layer: int
+    last_layer: int
+    has_embedding: bool
+    has_head: bool
+    parameters: int
+    """Numbers; a tied weight counts in both of its stages."""
+    share: float
+    """Of the model's parameters."""
+
+
+def stages_of(
+    trainer: PipelineSettings, build: Callable[[], nn.Module], rows: Sequence[PlannedParameter], world: int
+) -> list[tuple[Stage, list[PlannedParameter]]]:
+    """Every stage with its parameters; ``build`` makes the whole model without memory.
+
+    Raises ConfigError where the layers cannot be laid out so, ModelError for a model that cannot be cut.
+    """
+    from forgather_cli.models.stages import cuttable
+
+    stages = []
+    for stage in stage_layout(trainer, cuttable(build()).num_hidden_layers, world):
+        part = build()
+        cuttable(part).cut(stage.first_layer, stage.last_layer, is_first=stage.has_embedding, is_last=stage.has_head)
+        names = {name for name, _ in part.named_parameters()}
+        stages.append((stage, [row for row in rows if row.name in names]))
+    return stages
+
+
+def described(stages: Sequence[tuple[Stage, list[PlannedParameter]]], total: int) -> list[PlannedStage]:
+    """For people and programs; ``total``: the model's number of parameters."""
+    sums = [sum(row.numel for row in rows) for _, rows in stages]
+    return [
+        PlannedStage(**vars(stage), parameters=count, share=count / total)
+        for (stage, _), count in zip(stages, sums, strict=True)
+    ]
+
+
+def by_rank(
+    trainer: PipelineSettings,
+    stages: Sequence[tuple[Stage, list[PlannedParameter]]],
+    world: int,
+    activations: Activations | None,
+    tokens: int,
+) -> list[RankMemory]:
+    """Memory of each rank; ``tokens``: of a micro-batch on its way through the stages.
+
+    A tied weight whose two ends are on one rank (V schedules) is held once.
+    """
+    memory = []
+    for rank in range(world):
+        own = [(stage, rows) for stage, rows in stages if stage.rank == rank]
+        held = list({row.name: row for _, rows in own for row in rows}.values())
+        weights = weight_bytes(held)
+        waiting = in_flight(trainer, rank, world)
+        kept = None if activations is None else _kept(activations, [stage for stage, _ in own], waiting, tokens)
+        memory.append(RankMemory(rank, weights, weights, optimizer_bytes(held), kept))
+    return memory
+
+
+def _kept(activations: Activations, stages: Sequence[Stage], waiting: int, tokens: int) -> int:
+    """Activations of ``waiting`` micro-batches, spread evenly over a rank's stages."""
+    each = -(-waiting // len(stages))
+    return sum(activations.of(s.num_layers, tokens, loss=s.has_head, in_flight=each) for s in stages)
+
+
+def in_flight(trainer: PipelineSettings, rank: int, world: int) -> int:
+    """Forwards of a rank whose backward is still to come, at most, summed over its stages.
+
+    From the order of torch 2.13's schedules (``distributed/pipelining/schedules.py``), which a test runs through.
+    """
+    m, v = trainer.n_microbatches, stages_per_rank(trainer)
+    in_a_round = m // max(1, m // world)
+    peak = {
+        "GPipe": m,
+        "LoopedBFS": v * m,
+        "1F1B": world - rank,
+        "Interleaved1F1B": (v - 1) * in_a_round + 2 * (world - 1 - rank) + 1,
+        "InterleavedZeroBubble": (v - 1) * in_a_round + world,
+        "ZBVZeroBubble": 2 * world,
+        "DualPipeV": 2 * world + 1,
+    }[trainer.schedule]
+    return min(peak, v * m)

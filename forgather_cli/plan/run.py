@@ -1,0 +1,173 @@
+"""From a config to the numbers of its run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.pipeline_layout import Stage, bubble
+from forgather_cli.config.schema import Config, FSDP2Settings, PipelineSettings, Target
+from forgather_cli.layout import plan_layout
+from forgather_cli.plan import memory, pipeline
+from forgather_cli.plan.activations import Activations, activations_of
+from forgather_cli.plan.memory import RankMemory
+from forgather_cli.plan.parameters import PlannedParameter, by_kind, optimizer_bytes, parameter_rows, weight_bytes
+from forgather_cli.plan.pipeline import PlannedStage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The numbers of one run. Bytes are those of the fullest rank; None where they cannot be known before the run."""
+
+    model: str
+    vocab_size: int
+    seq_len: int
+    parameters: list[PlannedParameter]
+    trainer: str
+    """As in ``trainer=NAME``; of a user's strategy its path."""
+    world_size: int
+    micro_batch: int
+    accumulation: int
+    global_batch: int
+    """Sequences per optimizer step."""
+    tokens_per_step: int
+    train_tokens: int | None
+    """Tokens of the train split, from an existing cache."""
+    steps: int | None
+    flops_per_token: float
+    ranks: list[RankMemory]
+    """Every rank's memory."""
+    checkpoint_bytes: int | None
+    stages: list[PlannedStage] = field(default_factory=list)
+    """Of a pipeline, in the model's order."""
+    schedule: str | None = None
+    bubble: float | None = None
+    """Share of its time that a rank of the pipeline waits, 0 to 1; an estimate."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(row.numel for row in self.parameters)
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    def by_kind(self) -> dict[str, int]:
+        """Parameters of each kind, in the order of the model."""
+        return by_kind(self.parameters)
+
+
+def make_plan(config: Config) -> RunPlan:
+    """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
+    from forgather_cli.trainer.metrics import Flops
+
+    world_size = plan_layout(config).world
+    seq_len = _seq_len(config)
+    counts = _cached_counts(config)
+    vocab_size = counts.get("vocab_size") or _vocab_size(config)
+    build = partial(_build, config, vocab_size, seq_len)
+    model = build()
+    rows = parameter_rows(model, config)
+    batch = _batch(config, world_size)
+    costs = activations_of(config, getattr(model, "settings", None))
+    piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
+    stages = pipeline.stages_of(piped, build, rows, world_size) if piped else []
+    optimizer = optimizer_bytes(rows)
+    return RunPlan(
+        model=type(model).__name__,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        parameters=rows,
+        trainer=config.trainer.path if isinstance(config.trainer, Target) else config.trainer.type,
+        world_size=world_size,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        global_batch=batch.global_batch,
+        tokens_per_step=batch.global_batch * seq_len,
+        train_tokens=counts.get("train_tokens"),
+        steps=_steps(config, counts.get("train_samples"), batch.global_batch),
+        flops_per_token=Flops.of([model]).of_sequence(seq_len) / seq_len,
+        ranks=_memory(config, rows, stages, world_size, costs, batch.micro_batch * seq_len),
+        checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
+        stages=pipeline.described(stages, sum(row.numel for row in rows)),
+        schedule=piped.schedule if piped else None,
+        bubble=bubble(piped, world_size) if piped else None,
+    )
+
+
+def _batch(config: Config, world: int) -> BatchPlan:
+    """A user's strategy is taken for data parallel."""
+    if isinstance(config.trainer, PipelineSettings):
+        return batch_plan(config, 1, multiple_of=config.trainer.n_microbatches)
+    return batch_plan(config, world)
+
+
+def _memory(
+    config: Config,
+    rows: Sequence[PlannedParameter],
+    stages: list[tuple[Stage, list[PlannedParameter]]],
+    world: int,
+    costs: Activations | None,
+    tokens: int,
+) -> list[RankMemory]:
+    trainer = config.trainer
+    if isinstance(trainer, PipelineSettings):
+        return pipeline.by_rank(trainer, stages, world, costs, tokens // trainer.n_microbatches)
+    layers = len({row.layer for row in rows} - {None})
+    activations = None if costs is None else costs.of(layers, tokens)
+    if isinstance(trainer, FSDP2Settings):
+        return memory.sharded(config, trainer, rows, world, activations)
+    return memory.replicated(config, rows, world, activations)
+
+
+def _seq_len(config: Config) -> int:
+    if isinstance(config.data, Target):
+        return int(config.data.kwargs.get("seq_len", 1024))
+    return config.data.seq_len
+
+
+def _vocab_size(config: Config) -> int:
+    """The tokenizer's; of a ``bpe`` that is not trained yet the size it is asked for."""
+    if isinstance(config.data, Target):
+        return int(getattr(config.model, "vocab_size", None) or 257)
+    if config.data.tokenizer == "bpe":
+        return config.data.bpe_vocab_size
+    from forgather_cli.data.tokenize import load_tokenizer
+
+    return load_tokenizer(config.data.tokenizer).vocab_size
+
+
+def _build(config: Config, vocab_size: int, seq_len: int) -> nn.Module:
+    import torch
+
+    from forgather_cli.models.build import build_model
+
+    with torch.device("meta"):
+        return build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
+
+
+def _cached_counts(config: Config) -> dict[str, int | None]:
+    """Tokens and samples of the splits, only where they are counted already."""
+    from forgather_cli.data.build import cached_token_counts
+
+    return cached_token_counts(config.data) or {}
+
+
+def _steps(config: Config, samples: int | None, global_batch: int) -> int | None:
+    """Optimizer steps of the run; None where the length of an epoch is unknown."""
+    if config.max_steps > 0:
+        return config.max_steps
+    per_epoch = config.epoch_train_steps
+    if per_epoch is None and samples is not None:
+        per_epoch = samples // global_batch if config.dataloader_drop_last else -(-samples // global_batch)
+    if per_epoch is None or config.num_train_epochs < 0:
+        return None
+    return math.ceil(per_epoch * config.num_train_epochs - 1e-9)

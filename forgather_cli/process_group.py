@@ -1,0 +1,57 @@
+"""The default process group of a run, while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from forgather_cli.config.schema import Config, SingleSettings
+from forgather_cli.meeting import Meeting, within
+from forgather_cli.place import Place
+
+_TEAR_DOWN = 10.0  # seconds
+
+
+@contextmanager
+def initialised(config: Config, place: Place, meeting: Meeting | None) -> Iterator[None]:
+    """Collective. A process group of all ranks inside; of one rank too, except for trainer=single, which needs none.
+
+    Collectives that wait longer than ``hang_timeout`` raise. After an error the group is left as it is: to tear it
+    down may wait for ranks that are gone, and the process ends anyway.
+    """
+    if isinstance(config.trainer, SingleSettings):
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        _backend(config.device),
+        store=_store(meeting),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=config.hang_timeout),
+    )
+    try:
+        yield
+    except BaseException:
+        if place.size == 1:
+            dist.destroy_process_group()
+        raise
+    within(_TEAR_DOWN, dist.destroy_process_group)
+
+
+def _backend(device: str) -> str:
+    import torch
+
+    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+
+
+def _store(meeting: Meeting | None) -> Any:
+    if meeting is not None:
+        return meeting.rendezvous_store()
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    return HashStore()

@@ -1,0 +1,229 @@
+"""The process edge of one rank: its log, signals, process group and errors around ``worker.run``.
+
+``trainer=single`` and ranks that others have started are trained from ``launch``, in its process; those that our
+launcher starts are ``python -m forgather_cli.rank [--config RUN/config.yaml]``, without it where another node has it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forgather_cli import failures, outcome, process_group, signals, watch
+from forgather_cli.claim import begin_training
+from forgather_cli.config.schema import Config
+from forgather_cli.ending import Ending, done
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.finish import finish
+from forgather_cli.job import Job
+from forgather_cli.meeting import FAREWELL, Meeting, Shared
+from forgather_cli.orphans import end_with_parent
+from forgather_cli.place import Place, enter, launched
+from forgather_cli.rank_log import rank_log
+from forgather_cli.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from forgather_cli.rank_log import LogFile
+
+_WAIT_FOR_CONFIG = 600.0  # seconds
+_FAILED_FAREWELL = 5.0  # seconds; ranks that were killed will never say goodbye
+_SEES_DIRECTORY = 10.0  # seconds that a network file system gets to show what another node has written
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is to train, and where."""
+
+    run: RunDir
+    config: Callable[[], Config]
+    lock: Callable[[], str] = lambda: ""
+    """Text of the run directory's lock, by which other nodes know the directory."""
+
+
+class Rank:
+    """This process's part in a run: what it knows of the other ranks, and what they hear of it.
+
+    ``job``: the launcher's folder, where one of ours has started it. ``settle`` is called with the ending of the job if
+    this process ends without returning, and is to leave the run directory as that ending asks.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        job: Job | None = None,
+        meeting: Meeting | None = None,
+        settle: Callable[[Ending], None] = lambda ending: None,
+    ) -> None:
+        self.place, self.job, self.meeting = place, job, meeting
+        self.settle = settle
+        self.run: RunDir | None = None
+        self.log: LogFile | None = None
+        self.ended = threading.Event()
+        """Set when this rank ends by itself, and needs not be told any more."""
+        self.stop: signals.StopSignal
+
+    def train(self, find: Callable[[Rank], Start]) -> Ending:
+        """Train what ``find`` says. Never raises: errors are told, shown, and returned as the ending."""
+        with ExitStack() as stack:
+            try:
+                self.stop = stack.enter_context(signals.watching(watch.hooks(self)))
+                stack.enter_context(watch.others(self))
+                start = find(self)
+                self.run = start.run
+                self.log = self._open_log(stack, start.run)
+                ending = self._work(start)
+            except (Exception, SystemExit) as error:  # the edge of the process
+                ending = failures.ending_of(self, error)
+            self.ended.set()
+            failures.tell(self, ending)
+            watch.leave(self, patience=_FAILED_FAREWELL if ending.failed else FAREWELL)
+        return ending
+
+    def exit_code(self, ending: Ending) -> int:
+        """What this process returns: torchrun's agent of our launcher restarts what does not return 0.
+
+        How a run ended is in the job's folder and in ``exit.json``.
+        """
+        if self.job is not None:
+            return outcome.FAILED if ending.worth_a_restart and not self.stop.name else outcome.DONE
+        if self.place.by and ending.code == outcome.STOPPED:
+            return outcome.DONE
+        return ending.code
+
+    def meet(self) -> Meeting | None:
+        """Connect to the other ranks, once; None alone. Raises SetupError."""
+        if self.meeting is None and self.place.size > 1:
+            self.meeting = Meeting(self.place)
+        return self.meeting
+
+    def _open_log(self, stack: ExitStack, run: RunDir) -> LogFile:
+        try:
+            return stack.enter_context(rank_log(run.rank_log(self.place.rank), terminal=self.place.rank == 0))
+        except OSError as error:
+            raise SetupError(f"output_dir: {error.filename} cannot be written: {error.strerror}") from error
+
+    def _work(self, start: Start) -> Ending:
+        config, place = start.config(), self.place
+        meeting = self.meet()
+        if meeting is not None and place.rank == 0:
+            root = start.run.root.resolve()
+            meeting.share(Shared(str(root), start.lock(), start.run.newest_config().read_text(encoding="utf-8")))
+        if place.attempt:
+            config = _going_on(config, start.run)
+        with process_group.initialised(config, place, meeting):
+            from forgather_cli import worker
+
+            trainer = worker.run(
+                config,
+                start.run,
+                should_stop=lambda: self.stop.signum,
+                on_stop=self.stop.honour,
+                on_begin=self._begin,
+            )
+            if place.rank == 0:
+                finish(config, start.run, trainer)
+            return done(place.rank, trainer.stopped_by)
+
+    def _begin(self) -> None:
+        """The first step is done: settings, data and model were found sound."""
+        if self.place.rank == 0 and self.run is not None:
+            begin_training(self.run)
+
+
+def _going_on(config: Config, run: RunDir) -> Config:
+    """The config of a restart: from the newest checkpoint of this run; until it has one, as the first time."""
+    if isinstance(config.resume_from_checkpoint, str) and not run.checkpoint_steps():
+        return config
+    return replace(config, resume_from_checkpoint=True, resume_components="all")
+
+
+# -------------------------------------------------------------------------------------------------------- what to train
+
+
+def saved(path: Path) -> Callable[[Rank], Start]:
+    """What the config file of a start says, for ranks that see it."""
+
+    def find(rank: Rank) -> Start:
+        from forgather_cli.config.decode import load_saved
+
+        run = RunDir(path.parent)
+        return Start(run, lambda: load_saved(path), lambda: run.lock.read_text(encoding="utf-8"))
+
+    return find
+
+
+def shared(rank: Rank) -> Start:
+    """What rank 0 shares, once it does. Raises SetupError where this node does not see its run directory."""
+    meeting = rank.meet()
+    assert meeting is not None
+    until = time.monotonic() + _WAIT_FOR_CONFIG
+    while (found := meeting.shared()) is None:
+        if time.monotonic() > until:
+            raise SetupError(f"rank 0 has not told what to train within {_WAIT_FOR_CONFIG:g} s; see its output")
+        time.sleep(0.05)
+    run = RunDir(Path(found.root))
+    _check_seen(run, found.lock)
+    text = found.config
+    return Start(run, lambda: _decoded(text, run))
+
+
+def uneven(rank: Rank) -> Start:
+    """Nothing: ranks are numbered by nodes of one size."""
+    here, world = rank.place.local_size, rank.place.size
+    raise ConfigError(f"nproc_per_node: must be the same on every node, got {here} here of {world} ranks; set it")
+
+
+def _decoded(text: str, run: RunDir) -> Config:
+    import yaml
+
+    from forgather_cli.config.decode import decode
+
+    return replace(decode(yaml.safe_load(text)), output_dir=str(run.root))
+
+
+def _check_seen(run: RunDir, lock: str) -> None:
+    until = time.monotonic() + _SEES_DIRECTORY
+    while not run.lock.is_file() or run.lock.read_text(encoding="utf-8") != lock:
+        if time.monotonic() > until:
+            raise SetupError(
+                f"output_dir: {run.root} of rank 0 is not what {os.uname().nodename} sees there; set output_dir to a "
+                "directory that all nodes share"
+            )
+        time.sleep(0.2)
+
+
+# ---------------------------------------------------------------------------------------------------------- the process
+
+
+def main() -> int:
+    """A rank that our launcher started."""
+    job = Job.entered()
+    if job is None:
+        print("forgather_cli.rank is started by forgather train", file=sys.stderr)
+        return outcome.MISTAKE
+    end_with_parent(job.launcher)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a log to print stacks to
+    place = launched(job.node)
+    enter(place)
+    job.attempt(place.attempt).enter(place.rank)
+    rank = Rank(place, job=job)
+    path = Path(sys.argv[2]) if sys.argv[1:2] == ["--config"] else None
+    find = shared if path is None else saved(path)
+    ending = rank.train(find if place.size == place.local_size * job.nodes else uneven)
+    code = rank.exit_code(ending)
+    if ending.failed:  # other ranks may be gone: nothing is worth waiting for that unwinding might wait for
+        watch.leave_now(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

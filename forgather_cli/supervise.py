@@ -1,0 +1,163 @@
+"""The launcher while its ranks train: it hands on signals, tells of restarts, and finds out why a run ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from forgather_cli.ending import ERROR, KILLED, MISTAKE, STUCK, Ending, cut, done, first_cause, killed
+from forgather_cli.errors import SetupError
+from forgather_cli.job import Attempt, Job, is_running
+from forgather_cli.layout import Layout
+from forgather_cli.outcome import FAILED
+from forgather_cli.outcome import MISTAKE as MISTAKE_CODE
+from forgather_cli.run_dir import RunDir
+from forgather_cli.signals import STOP_SIGNALS, end_process, listening
+
+_LOOK = 0.1  # seconds
+_PATIENCE = 5.0  # seconds that ranks get to end, after the first has failed
+_UNWINDING = 20.0  # seconds that they get to exit, after all have told how they ended
+_REAPED = 1.0  # seconds
+
+
+class Supervisor:
+    """Starts the ranks of this node and stays until they have ended.
+
+    ``run`` is None on nodes that do not hold the run directory. ``settle`` leaves the directory as an ending asks.
+    """
+
+    def __init__(self, layout: Layout, job: Job, run: RunDir | None, settle: Callable[[Ending], None]) -> None:
+        self._layout, self._job, self._run, self._settle = layout, job, run, settle
+        self._codes: dict[int, int] = {}
+        self._trouble: BaseException | None = None
+        self._asked: int | None = None
+        self._gone: dict[int, float] = {}
+        self._failed_at: float | None = None
+        self._told_at: float | None = None
+        self._silent: set[int] = set()
+        self._attempts_seen = 1
+
+    def train(self, config: Path | None) -> Ending:
+        """Run the ranks; returns how the job ended, the first cause of it where it failed."""
+        agent = threading.Thread(target=self._run_agent, args=(config,), name="forgather-agent", daemon=True)
+        with listening(self._arrived, (*STOP_SIGNALS, signal.SIGUSR2)):
+            agent.start()
+            while agent.is_alive():
+                agent.join(_LOOK)
+                self._look()
+        return self._ending()
+
+    def _run_agent(self, config: Path | None) -> None:
+        try:
+            from forgather_cli.agent import run_agent
+
+            self._codes = run_agent(self._layout, self._job, config)
+        except BaseException as error:  # the edge of the thread
+            self._trouble = error
+
+    # ------------------------------------------------------------------------------------------------------- meanwhile
+
+    def _attempt(self) -> Attempt:
+        return self._job.attempt(max(0, self._job.attempts() - 1))
+
+    def _look(self) -> None:
+        """Note who is gone, tell of a restart, and end ranks that do not end by themselves."""
+        attempts = self._job.attempts()
+        if attempts > self._attempts_seen:
+            self._tell_of_restart(attempts)
+        attempt, now = self._attempt(), time.time()
+        pids, endings = attempt.pids(), attempt.endings()
+        for rank, pid in pids.items():
+            if rank not in self._gone and not is_running(pid):
+                self._gone[rank] = now
+        if self._failed_at is None and any(ending.failed for ending in endings):
+            self._failed_at = now
+        if self._told_at is None and len(endings) == self._layout.ranks_per_node:
+            self._told_at = now
+        late = self._failed_at is not None and now > self._failed_at + _PATIENCE
+        if late or (self._told_at is not None and now > self._told_at + _UNWINDING):
+            self._kill({rank: pid for rank, pid in pids.items() if rank not in self._gone})
+
+    def _tell_of_restart(self, attempts: int) -> None:
+        cause = first_cause(self._causes(self._job.attempt(attempts - 2), {}))
+        reason = cause.message if cause is not None else "a rank failed"
+        rank = f"rank {cause.rank}: " if cause is not None and cause.kind in (MISTAKE, ERROR) else ""
+        print(
+            f"\nrestart {attempts - 1} of {self._layout.restarts}, from the newest checkpoint: {rank}{reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._attempts_seen = attempts
+        self._gone, self._failed_at, self._told_at, self._silent = {}, None, None, set()
+
+    def _kill(self, pids: dict[int, int]) -> None:
+        for rank, pid in pids.items():
+            self._silent.add(rank)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    # --------------------------------------------------------------------------------------------------------- signals
+
+    def _arrived(self, signum: int) -> None:
+        pids = self._attempt().pids()
+        if signum == signal.SIGUSR2:
+            for pid in pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+        elif self._asked is not None or not pids:
+            end_process(128 + signum, lambda: self._cut(signum, early=self._asked is None))
+        else:
+            self._asked = signum
+            self._job.ask_to_stop(signum)
+            if self._layout.node:
+                print(f"{signal.Signals(signum).name}: told to all ranks", file=sys.stderr, flush=True)
+
+    def _cut(self, signum: int, *, early: bool) -> int:
+        pids = self._attempt().pids()
+        self._kill(pids)
+        until = time.monotonic() + _REAPED
+        while any(is_running(pid) for pid in pids.values()) and time.monotonic() < until:
+            time.sleep(0.02)
+        ending = cut(0, self._run, signum, early)
+        print(f"\n{ending.message}", file=sys.stderr, flush=True)
+        self._settle(ending)
+        self._job.discard()
+        return ending.code
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def _ending(self) -> Ending:
+        started = self._job.attempts() > 0
+        if isinstance(self._trouble, SetupError) and not started:
+            return Ending(0, MISTAKE, MISTAKE_CODE, str(self._trouble))
+        if self._trouble is not None and not isinstance(self._trouble, SetupError):
+            raise self._trouble
+        attempt = self._attempt()
+        cause = first_cause(self._causes(attempt, self._codes))  # before what the agent makes of it
+        if cause is not None:
+            return cause
+        stopped = [ending for ending in attempt.endings() if ending.kind == "stopped"]
+        return stopped[0] if stopped else done(0)
+
+    def _causes(self, attempt: Attempt, codes: dict[int, int]) -> list[Ending]:
+        """What the ranks of this node have told, and what became of those that could not."""
+        first = self._layout.node * self._layout.ranks_per_node
+        here = range(first, first + self._layout.ranks_per_node)
+        endings = {ending.rank: ending for ending in attempt.endings()}
+        silent = [self._without_a_word(rank, codes.get(rank - first)) for rank in here if rank not in endings]
+        told = [e for e in endings.values() if not (e.cause.kind == KILLED and e.cause.rank in here)]
+        return [*told, *(ending for ending in silent if ending is not None)]
+
+    def _without_a_word(self, rank: int, code: int | None) -> Ending | None:
+        log = self._run.rank_log(rank) if self._run is not None else f"logs/rank-{rank}.log"
+        if rank in self._silent:
+            return Ending(rank, STUCK, FAILED, f"rank {rank} gave no answer and was killed; its log is {log}")
+        if code == -signal.SIGTERM and self._codes.keys() - {rank}:
+            return None  # by the agent, after another rank had failed
+        return killed(rank, code, log, self._gone.get(rank, time.time()))

@@ -1,0 +1,185 @@
+"""The threads of a rank that look after it while its main thread may wait in a collective.
+
+They end the process when its launcher is gone, when another rank has failed, or when the ranks' store is gone; and they
+hand on what others were told by a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from forgather_cli import failures, signals
+from forgather_cli.ending import STUCK, UNHEEDED, WAITED, Ending, cut, first_cause, told
+from forgather_cli.job import Job
+from forgather_cli.meeting import within
+from forgather_cli.orphans import is_orphan
+from forgather_cli.outcome import FAILED, STOPPED, resume_command
+from forgather_cli.signals import Hooks, end_process, main_thread_stack, standing_at, waits_for_others
+
+if TYPE_CHECKING:
+    from forgather_cli.rank import Rank
+
+_NEAR, _FAR = 0.2, 1.0  # seconds between two looks at the launcher's folder, at the ranks' store
+_SETTLE = 1.0  # seconds in which a rank may end by itself, for the same reason as the one that was first
+_ANSWER = 3.0  # seconds in which the store answers, or counts as gone
+
+
+@contextmanager
+def others(rank: Rank) -> Iterator[None]:
+    """Watch the launcher and the other ranks inside."""
+    if rank.job is not None:
+        _start(rank, "forgather-job", _NEAR, partial(_look_at_job, rank, rank.job))
+    if rank.place.size > 1:
+        _start(rank, "forgather-store", _FAR, partial(_look_at_store, rank))
+    try:
+        yield
+    finally:
+        rank.ended.set()
+
+
+def _start(rank: Rank, name: str, seconds: float, look: Callable[[], None]) -> None:
+    def run() -> None:
+        while not rank.ended.wait(seconds):
+            with suppress(RuntimeError):  # of a store that goes just now; the next look says so
+                look()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _look_at_job(rank: Rank, job: Job) -> None:
+    if is_orphan(job.launcher):
+        os._exit(FAILED)
+    asked = job.stop_asked()
+    if asked is not None:
+        rank.stop.told(asked)
+    failure = first_cause(failures.endings_here(rank))
+    if failure is not None:
+        _end_because_of(rank, failure)
+
+
+def _look_at_store(rank: Rank) -> None:
+    meeting = rank.meeting
+    if meeting is None:
+        return
+    failure = meeting.failure()
+    if failure is not None:
+        _end_because_of(rank, failure)
+        return
+    asked = meeting.stop_asked()
+    if asked is not None and asked[1] != rank.place.rank:
+        rank.stop.told(asked[0], by=f"in rank {asked[1]}")
+
+
+def _end_because_of(rank: Rank, failure: Ending) -> None:
+    """Another rank has failed: end this process, unless it does so by itself."""
+    if rank.ended.wait(_SETTLE):
+        return
+    cause = failures.known_cause(rank) or failure
+    end_process(cause.code, lambda: _last_words(rank, cause))
+
+
+def _last_words(rank: Rank, cause: Ending) -> int:
+    close_bars()
+    ending = told(rank.place.rank, cause)
+    stack = main_thread_stack()
+    if cause.kind == WAITED and not waits_for_others(stack):
+        message = f"{cause.message.partition(': rank ')[0]}: rank {rank.place.rank} stands at {standing_at(stack)}"
+        ending = Ending(rank.place.rank, STUCK, cause.code, message)
+    failures.tell(rank, ending)
+    rank.settle(ending.cause)
+    leave(rank, patience=_ANSWER)
+    return rank.exit_code(ending)
+
+
+# -------------------------------------------------------------------------------------------------------------- signals
+
+
+def hooks(rank: Rank) -> Hooks:
+    """What a signal means to this rank and to the others."""
+    return Hooks(
+        at_once=partial(_cut, rank),
+        hung=partial(_hung, rank),
+        abandoned=partial(_abandoned, rank),
+        heard=partial(_heard, rank),
+        saving=partial(_saving, rank),
+        others_save=partial(_others_save, rank) if rank.place.size > 1 else None,
+    )
+
+
+def _cut(rank: Rank, signum: int, early: bool) -> int:
+    close_bars()
+    ending = cut(rank.place.rank, rank.run, signum, early)
+    failures.tell(rank, ending)
+    rank.settle(ending)
+    if ending.code == STOPPED and rank.job is None and rank.run is not None and rank.place.rank == 0:
+        print(resume_command(rank.run), flush=True)
+    return rank.exit_code(ending)
+
+
+def _hung(rank: Rank, signum: int, where: str, waits: bool) -> int:
+    """A signal that training did not get to: what it stands in, with the stack printed before."""
+    close_bars()
+    name = signal.Signals(signum).name
+    reason = f"{name} was not acted on within {signals.GRACE:g} s: rank {rank.place.rank} stands at {where}"
+    ending = Ending(rank.place.rank, WAITED if waits else UNHEEDED, FAILED, reason)
+    failures.tell(rank, ending)
+    rank.settle(ending)
+    return rank.exit_code(ending)
+
+
+def _abandoned(rank: Rank) -> bool:
+    """torchrun's agent sends SIGTERM to the ranks that are left when one has failed."""
+    if rank.place.size == 1 and rank.job is None:
+        return False
+    cause = failures.known_cause(rank)
+    if cause is not None:
+        threading.Thread(target=_end_because_of, args=(rank, cause), daemon=True).start()
+    return cause is not None
+
+
+def _heard(rank: Rank, signum: int) -> None:
+    meeting = rank.meeting
+    if meeting is not None:
+        within(_ANSWER, lambda: meeting.ask_to_stop(signum))
+
+
+def _saving(rank: Rank) -> None:
+    if rank.meeting is not None:
+        within(_ANSWER, rank.meeting.say_busy)
+
+
+def _others_save(rank: Rank) -> bool:
+    meeting = rank.meeting
+    return meeting is not None and bool(within(_ANSWER, lambda: meeting.busy_since(signals.GRACE + 10)))
+
+
+# ------------------------------------------------------------------------------------------------------------------ end
+
+
+def close_bars() -> None:
+    """Take a progress bar off the terminal; given up where the main thread holds the terminal."""
+    display = sys.modules.get("forgather_cli.callbacks.display")
+    if display is not None:
+        within(0.5, display.close_bars)
+
+
+def leave(rank: Rank, *, patience: float) -> None:
+    """Let the other ranks know that this one needs their store no more."""
+    meeting = rank.meeting
+    if meeting is not None:
+        within(patience + 1, lambda: meeting.leave(patience=patience))
+
+
+def leave_now(code: int) -> None:
+    """Exit without unwinding, which may wait for ranks that are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

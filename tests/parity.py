@@ -1,0 +1,341 @@
+"""Train a small model under any layout of ranks and compare what came out, step by step and tensor by tensor.
+
+``result = train(LAYOUTS["ddp 3"], settings, path)`` runs the real worker on real ranks: data, optimizer, schedule,
+clipping, evaluation, checkpoints and generation all take part. Weights and moments are read from the final checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forgather_cli import worker
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import Config
+from forgather_cli.models.generate import generate
+from forgather_cli.models.modes import evaluation_mode
+from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer.setup import named_tensors, rows_of
+
+SEQ_LEN = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy on a number of ranks; ``layers``: how many it needs at least."""
+
+    ranks: int
+    overrides: tuple[str, ...]
+    layers: int = 4
+
+
+def _pipeline(ranks: int, schedule: str, layers: int = 4) -> Layout:
+    return Layout(ranks, ("trainer=pipeline", "n_microbatches=4", f"schedule={schedule}"), layers)
+
+
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+LAYOUTS: dict[str, Layout] = {
+    "single": Layout(1, ("trainer=single",)),
+    "ddp 2": Layout(2, ("trainer=ddp",)),
+    "ddp 3": Layout(3, ("trainer=ddp",)),
+    "ddp 4": Layout(4, ("trainer=ddp",)),
+    "fsdp2 2": Layout(2, ("trainer=fsdp2",)),
+    "fsdp2 3": Layout(3, ("trainer=fsdp2",)),
+    "fsdp2 4": Layout(4, ("trainer=fsdp2",)),
+    "hsdp 2x2": Layout(4, ("trainer=fsdp2", "replicate=2")),
+    **{f"{schedule} 2": _pipeline(2, schedule) for schedule in SCHEDULES},
+    "1F1B 3": _pipeline(3, "1F1B"),
+    "1F1B 4": _pipeline(4, "1F1B"),
+    "GPipe 4": _pipeline(4, "GPipe"),
+    "Interleaved1F1B 4": _pipeline(4, "Interleaved1F1B", layers=8),
+}
+
+_BASE = (
+    "model=nano", "model.hidden_size=32", "model.intermediate_size=64", "model.num_key_value_heads=1",
+    f"data.seq_len={SEQ_LEN}", "callbacks=minimal", "callbacks.progress=null", "callbacks.json=null",
+    "callbacks.metrics=null", "+callbacks.probe._target_=parity.Probe", "max_steps=20", "warmup_steps=3",
+    "learning_rate=1e-3", "eval_steps=10", "per_device_eval_batch_size=4", "max_eval_samples=11", "save_steps=1000",
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- one rank's run
+
+
+@dataclass
+class Share:
+    """What one rank saw of a run."""
+
+    data_rank: int = 0
+    losses: list[float] = field(default_factory=list)
+    """This rank's shares of the steps' losses."""
+    norms: list[float] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)
+    samples: list[Tensor] = field(default_factory=list)
+    """Token ids (sequences, tokens) that this rank trained on in each step."""
+    begin: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    """(first row, rows) of weights, and of moments as ``<parameter>.<state>``, before this process's first step."""
+    tokens: Tensor | None = None
+    """Prompts and greedily chosen tokens."""
+    gaps: list[list[float]] = field(default_factory=list)
+    """Best minus second-best logit of each chosen token."""
+
+
+class Probe(TrainerCallback):
+    """Notes everything that layouts are compared by; saves after the steps ``save_at``, ends the run, with a
+    checkpoint, after step ``stop_after``."""
+
+    def __init__(self, stop_after: int | None = None, save_at: Sequence[int] = ()) -> None:
+        self._stop_after, self._save_at = stop_after, save_at
+        self.share = Share()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = kwargs["trainer"]
+        strategy, share = trainer.strategy, self.share
+        share.data_rank = strategy.data_rank
+        rows = rows_of({**named_tensors(strategy.parts), **trainer.optimizer.state_tensors()})
+        share.begin = {name: (row.start, row.tensor.clone()) for name, row in rows.items()}
+        strategy.forward_backward = self._noting(strategy.forward_backward)
+
+    def _noting(self, forward_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noted(microbatches: Any, num_tokens: Tensor) -> Tensor:
+            rows: list[Tensor] = []
+            loss = forward_backward(_Noted(microbatches, rows), num_tokens)
+            self.share.samples.append(torch.cat(rows) if rows else torch.empty(0, SEQ_LEN, dtype=torch.int64))
+            return loss
+
+        return noted
+
+    def on_train_metrics(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.share.losses.append(float(kwargs["loss"]))
+        self.share.norms.append(float(kwargs["grad_norm"]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self._stop_after
+        control.should_save |= state.global_step in self._save_at
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.share.eval_losses.append(kwargs["metrics"]["eval_loss"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        strategy, share = kwargs["trainer"].strategy, self.share
+
+        def logits(batch: Any, **options: Any) -> Any:
+            found = strategy.logits(batch, **options)
+            best = found[:, -1].topk(2).values
+            share.gaps.append((best[:, 0] - best[:, 1]).tolist())
+            return found
+
+        prompts = torch.tensor([[65, 66, 67, 68], [0, 0, 97, 98]])  # the second one is padded on the left
+        with evaluation_mode(strategy.parts):
+            real = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+            share.tokens = generate(logits, prompts, real, max_new_tokens=8, do_sample=False)
+
+
+class _Noted:
+    """Micro-batches that leave their token ids in ``rows`` as they are taken."""
+
+    def __init__(self, microbatches: Any, rows: list[Tensor]) -> None:
+        self._microbatches, self._rows = microbatches, rows
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._microbatches:
+            self._rows.append(batch["input_ids"].clone())
+            yield batch
+
+
+def run_rank(config: Config, path: Path) -> Share:
+    """One rank of a run; the process is left as it was."""
+    try:
+        trainer = worker.run(config, RunDir(path))
+        share: Share = trainer.callbacks.by_name["probe"].share
+        return share
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ------------------------------------------------------------------------------------------------- a run on all ranks
+
+
+@dataclass(frozen=True)
+class Result:
+    """What all ranks saw together, in the full model's names and shapes."""
+
+    path: Path
+    losses: list[float]
+    norms: list[float]
+    eval_losses: list[float]
+    samples: list[Tensor]
+    """Token ids of each step's global batch, in its order."""
+    begin: dict[str, Tensor]
+    tokens: Tensor
+    gaps: list[list[float]]
+
+    def tensors(self, step: int | None = None) -> dict[str, Tensor]:
+        """Weights, and moments as ``<parameter>.<state>``, of a checkpoint: the newest, or that of ``step``."""
+        return checkpoint_tensors(RunDir(self.path), step)
+
+
+def checkpoint_tensors(run: RunDir, step: int | None = None) -> dict[str, Tensor]:
+    """Read with safetensors alone."""
+    folder = run.checkpoint(run.checkpoint_steps()[-1] if step is None else step)
+    files = [*folder.glob("model/*.safetensors"), *folder.glob("optimizer/*.safetensors")]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def train(layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False) -> Result:
+    """Train under ``layout`` with more overrides, on the ranks of the pool, or in this process for one rank.
+
+    ``resume``: from the newest checkpoint in ``path``.
+    """
+    composed = composed_of((*settings, *layout.overrides))
+    config = dataclasses.replace(composed, output_dir=str(path), resume_from_checkpoint=resume)
+    shares = [run_rank(config, path)] if layout.ranks == 1 else run_ranks(layout.ranks, run_rank, config, path)
+    return merged(shares, path)
+
+
+@functools.cache
+def composed_of(overrides: tuple[str, ...]) -> Config:
+    return load_config(None, [*_BASE, *overrides]).config
+
+
+def merged(shares: list[Share], path: Path) -> Result:
+    """Losses are sums over ranks; what all ranks must know alike is compared."""
+    first = shares[0]
+    for share in shares[1:]:
+        assert share.norms == first.norms
+        assert share.eval_losses == first.eval_losses
+        assert first.tokens is not None
+        assert share.tokens is not None
+        assert torch.equal(share.tokens, first.tokens)
+    by_data_rank = {share.data_rank: share for share in reversed(shares)}
+    slices = [by_data_rank[rank].samples for rank in sorted(by_data_rank)]
+    return Result(
+        path=path,
+        losses=[sum(step) for step in zip(*(share.losses for share in shares), strict=True)],
+        norms=first.norms,
+        eval_losses=first.eval_losses,
+        samples=[torch.cat(step) for step in zip(*slices, strict=True)],
+        begin=assembled([share.begin for share in shares]),
+        tokens=first.tokens if first.tokens is not None else torch.empty(0),
+        gaps=first.gaps,
+    )
+
+
+def assembled(shares: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
+    """Full tensors from the rows of all ranks; rows that several ranks hold must be equal."""
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for name, (start, rows) in (item for share in shares for item in share.items()):
+        held = pieces.setdefault(name, {})
+        if start in held and len(held[start].shape) and not len(held[start]):
+            del held[start]  # an empty shard stands where the next one begins
+        if start in held and rows.shape == held[start].shape:
+            assert torch.equal(rows, held[start]), f"{name}: ranks hold different rows from {start}"
+        elif start not in held:
+            held[start] = rows
+    return {n: _joined([held[start] for start in sorted(held)]) for n, held in pieces.items()}
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def go_on(layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path) -> Result:
+    """Go on from another run's checkpoint in a run directory of its own."""
+    shutil.copytree(checkpoint, RunDir(path).checkpoints / checkpoint.name)
+    return train(layout, settings, path, resume=True)
+
+
+# ------------------------------------------------------------------------------------------------------- places, data
+
+
+@functools.cache
+def scratch() -> Path:
+    """A folder for runs that several tests compare with; gone with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="parity-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def corpus() -> tuple[str, ...]:
+    """Overrides of ``data=text`` for 400 documents of 4 to 40 letters, about 550 sequences."""
+    file, numbers = scratch() / "documents.jsonl", random.Random(0)
+    words = ["".join(numbers.choices("abcdefgh ", k=numbers.randrange(4, 40))) for _ in range(400)]
+    file.write_text("".join(f'{{"text": "{word}"}}\n' for word in words))
+    return ("data=text", f"data.files=[{file}]", "eval_fraction=0.1", f"data.cache_dir={scratch() / 'cache'}")
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+LOSS, WEIGHT, TOKEN_GAP = 1e-5, 1e-5, 1e-3
+"""SPEC 3: relative for losses and norms; for weights both relative and absolute; logits that decide on a token."""
+
+
+def assert_parity(found: Result, reference: Result) -> None:
+    """As the table of guarantees says for fp32, dropout 0, adamw or sgd."""
+    assert_same_samples(found, reference)
+    assert_near(found.losses, reference.losses, "loss")
+    assert_near(found.norms, reference.norms, "gradient norm")
+    assert_near(found.eval_losses, reference.eval_losses, "eval loss")
+    ours, theirs = found.tensors(), reference.tensors()
+    assert ours.keys() == theirs.keys()
+    for name in reference.begin:
+        apart = (ours[name] - theirs[name]).abs() - WEIGHT * theirs[name].abs()
+        assert apart.max() <= WEIGHT, f"{name}: up to {apart.max():.2e} apart"
+    assert_same_tokens(found, reference)
+
+
+def assert_update_within(share: float, found: Result, reference: Result, step: int) -> None:
+    """Where both came from one checkpoint at ``step``: the next step's changes are apart by at most ``share`` of them.
+
+    Of all weights together: bf16 rounds a single matrix now and then to twice as much, on one device too.
+    """
+    before, ours, theirs = reference.tensors(step), found.tensors(step + 1), reference.tensors(step + 1)
+    assert ours.keys() == theirs.keys()
+    update, apart = ({n: t - other[n] for n, t in theirs.items() if n in reference.begin} for other in (before, ours))
+    assert _norm(apart) <= share * _norm(update), f"{_norm(apart) / _norm(update):.2%} of the update apart"
+
+
+def _norm(tensors: dict[str, Tensor]) -> Tensor:
+    norm: Tensor = torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
+    return norm
+
+
+def assert_same_samples(found: Result, reference: Result) -> None:
+    """The last steps of the reference, if ``found`` was resumed: exactly the same sequences in the same order."""
+    steps = reference.samples[len(reference.samples) - len(found.samples) :]
+    for step, (ours, theirs) in enumerate(zip(found.samples, steps, strict=True), 1):
+        assert torch.equal(ours, theirs), f"step {step} trained other samples"
+
+
+def assert_near(found: list[float], reference: list[float], what: str) -> None:
+    """Relative ``LOSS``, of the last steps of the reference if ``found`` is shorter."""
+    assert found
+    for step, (ours, theirs) in enumerate(zip(found, reference[len(reference) - len(found) :], strict=True), 1):
+        assert abs(ours - theirs) <= LOSS * abs(theirs), f"{what} {step} of {len(found)}: {ours!r}, not {theirs!r}"
+
+
+def assert_same_tokens(found: Result, reference: Result) -> None:
+    """Each row up to the first token that was a close choice."""
+    prompt = reference.tokens.shape[1] - len(reference.gaps)
+    for row in range(len(reference.tokens)):
+        close = (n for n, gaps in enumerate(reference.gaps) if gaps[row] <= TOKEN_GAP)
+        stop = prompt + next(close, len(reference.gaps))
+        assert torch.equal(found.tokens[row, :stop], reference.tokens[row, :stop])

@@ -1,0 +1,446 @@
+"""Fully sharded training on gloo ranks, beside plain PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forgather_cli.config.schema import AdamWSettings, BF16Settings, FSDP2Settings, RunSettings, SGDSettings
+from forgather_cli.distributed import clip_grad_norm
+from forgather_cli.errors import ModelError, SetupError
+from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
+from forgather_cli.models.build import load_pretrained
+from forgather_cli.models.generate import generate
+from forgather_cli.models.init import init_parameters
+from forgather_cli.models.pretrained import write_model_files
+from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
+from forgather_cli.optim.build import build_optimizer
+from forgather_cli.optim.in_backward import FusedBackward
+from forgather_cli.sharding import local
+from forgather_cli.strategies.base import Batch
+from forgather_cli.strategies.fsdp2 import FullyShard
+from tests import tiny
+from tests.fsdp2 import (
+    CPU,
+    Case,
+    Slices,
+    agree,
+    close,
+    cut,
+    even,
+    global_batch,
+    mean_loss,
+    named,
+    on_meta,
+    reference,
+    targets,
+    trained,
+    whole,
+)
+from tests.ranks import run_ranks
+
+# ------------------------------------------------------------------------------------------------------- one result
+
+TIED = {"tie_word_embeddings": True}
+ODD = {
+    "vocab_size": 65,
+    "hidden_size": 24,
+    "intermediate_size": 50,
+    "head_dim": 2,
+    "num_key_value_heads": 1,
+    "qk_norm": True,
+}
+"""Nothing divides by 4, and some parameters have fewer rows than there are ranks."""
+
+
+def compiled(model: nn.Module) -> None:
+    compile_blocks(model, RunSettings(torch_compile=True, torch_compile_backend="aot_eager"))
+
+
+CASES = {
+    "2": Case(even(2, 1)),
+    "2, accumulation 2, tied, linear": Case(even(2, 2), model=TIED, loss="linear_cross_entropy"),
+    "2, accumulation 8": Case(even(2, 8)),
+    "4, odd shapes": Case(even(4, 1), model=ODD),
+    "4, odd shapes, tied, linear": Case(even(4, 2), model=ODD | TIED, loss="linear_cross_entropy"),
+    "2x2": Case(even(4, 1), {"replicate": 2}),
+    "2x2, accumulation 2, odd shapes": Case(even(4, 2), {"replicate": 2}, ODD),
+    "2 copies": Case(even(2, 2), {"replicate": 2}),
+    "offload": Case(even(2, 2), {"cpu_offload": True}),
+    "gathered until the backward": Case(even(2, 2), {"reshard_after_forward": False}),
+    "recomputed": Case(even(2, 1), change=apply_activation_checkpointing),
+    "compiled": Case(even(2, 1), change=compiled),
+    "whole layers at once": Case(even(2, 1), {"block_classes": ["MLP", "Attention"]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_norms_and_weights_are_those_of_the_whole_batch(case: Case) -> None:
+    agree(run_ranks(len(case.plan), trained, case), reference(tiny.decoder(**case.model)))
+
+
+UNEVEN: Slices = [[], [slice(0, 4)], [slice(4, 10), slice(10, 13), slice(13, 16)]]
+UNEVEN_COPIES: Slices = [[slice(0, 4)], [], [slice(4, 10), slice(10, 13)], [slice(13, 16)]]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(UNEVEN), Case(UNEVEN_COPIES, {"replicate": 2}, loss="linear_cross_entropy")], ids=["3", "2x2"]
+)
+def test_ranks_may_have_no_one_or_several_micro_batches(case: Case) -> None:
+    agree(run_ranks(len(case.plan), trained, case), reference(tiny.decoder()))
+
+
+def step_without_targets(plan: Slices) -> tuple[float, float, bool]:
+    strategy = Case(plan).strategy()
+    batch = global_batch(0)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    mine = iter([cut(batch, rows) for rows in plan[strategy.data_rank]])  # a generator will do too
+    loss = strategy.forward_backward(mine, torch.ones(()))
+    grads = [local(p.grad) for p in named(strategy).values()]
+    return float(loss), float(sum(g.abs().sum() for g in grads)), len(grads) > 0
+
+
+def test_a_step_without_targets_has_no_gradient() -> None:
+    assert run_ranks(2, step_without_targets, even(2, 2)) == [(0.0, 0.0, True)] * 2
+
+
+# ------------------------------------------------------------------------------------------------- models of the user's
+
+
+class Net(nn.Module):
+    """Blocks, a 0-dim parameter, positions in fp32, and two blocks that share a weight."""
+
+    def __init__(self, share: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.out = nn.Linear(8, 64)
+        self.register_buffer("positions", torch.linspace(0, 1, 16)[:, None].repeat(1, 8))
+        if share:
+            self.blocks[2][0].weight = self.blocks[0][0].weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions[: input_ids.shape[1]]
+        for block in self.blocks:
+            x = x + self.scale * block(x)
+        return self.out(x)
+
+
+def net(seed: int, share: bool) -> Net:
+    torch.manual_seed(seed)
+    return Net(share)
+
+
+def trained_net(plan: Slices, settings: dict[str, Any], share: bool) -> dict[str, Any]:
+    strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings))
+    strategy.materialize(lambda: net(dist.get_rank(), share), None)  # every rank draws other weights
+    parameters = named(strategy)
+    optimizer = torch.optim.AdamW(set(parameters.values()), lr=1e-3)
+    losses, norms, grads = [], [], []
+    for step in range(3):
+        batch = global_batch(step)
+        mine = [cut(batch, rows) for rows in plan[strategy.data_rank]]
+        losses.append(float(strategy.forward_backward(mine, targets(batch))))
+        grads.append({name: whole(p.grad) for name, p in parameters.items()})
+        distinct = list(dict.fromkeys(parameters.values()))
+        norms.append(float(clip_grad_norm(distinct, 1.0, strategy.model_group, strategy.duplicates)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": {n: whole(p) for n, p in parameters.items()}}
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize(("plan", "settings"), [(even(2, 2), {}), (even(4, 1), {"replicate": 2})], ids=["2", "2x2"])
+def test_weights_of_a_constructor_are_those_of_rank_0_also_scalars(
+    plan: Slices, settings: dict[str, Any], share: bool
+) -> None:
+    agree(run_ranks(len(plan), trained_net, plan, settings, share), reference(net(0, share)))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()) for _ in range(2))
+
+
+def messages() -> list[str]:
+    found = []
+    for model, settings in (
+        (Net(), {"block_classes": ["Sequential", "Blok"]}),
+        (Mixed(), {}),
+        (Net(), {"replicate": 3}),
+    ):
+        with pytest.raises((ModelError, SetupError)) as caught:
+            FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings)).materialize(lambda model=model: model, None)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_cannot_be_sharded_is_said_by_name() -> None:
+    unknown, mixed, copies = run_ranks(2, messages)[0]
+    assert unknown == "trainer.block_classes: Net has no Blok; the classes of its repeated blocks: Sequential"
+    assert "Mixed mixes torch.bfloat16 and torch.float32" in mixed
+    assert copies == "replicate: 2 ranks cannot be divided into 3 copies of the model; set it to a divisor of 2"
+
+
+# ------------------------------------------------------------------------------------------- evaluation and generation
+
+
+def evaluated(settings: dict[str, Any]) -> dict[str, Any]:
+    """Training steps with evaluations between them."""
+    case = Case(even(2, 1), settings, TIED)
+    strategy = case.strategy()
+    optimizer = torch.optim.SGD(strategy.parts[0].parameters(), lr=0.5)
+    prompts, real = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    losses, tokens, logits = [], [], []
+    for step in range(3):
+        shares = strategy.loss(cut(global_batch(9), case.plan[strategy.data_rank][0]))
+        losses.append([float(share) for share in shares])
+        tokens.append(generate(strategy.logits, prompts, real, max_new_tokens=6, do_sample=False))
+        found = strategy.logits(cut(global_batch(9), slice(0, 2)))
+        assert found is not None
+        logits.append(found)
+        assert all(isinstance(p, DTensor) for p in strategy.parts[0].parameters())
+        batch = global_batch(step)
+        mine = [cut(batch, rows) for rows in case.plan[strategy.data_rank]]
+        strategy.forward_backward(mine, targets(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "tokens": tokens, "logits": logits}
+
+
+@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}], ids=["freed", "kept"])
+def test_evaluation_and_generation_see_the_weights_of_the_moment(settings: dict[str, Any]) -> None:
+    ranks = run_ranks(2, evaluated, settings)
+    model = tiny.decoder(**TIED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    prompts, real = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+
+    def plain(batch: Batch, last_only: bool, cache: Any) -> Tensor:
+        return model(**batch, last_only=last_only, cache=cache)
+
+    for step in range(3):
+        held_out = global_batch(9)
+        sums = [sum(rank["losses"][step][n] for rank in ranks) for n in (0, 1)]
+        assert sums[1] == targets(held_out)
+        with torch.no_grad():
+            assert sums[0] / sums[1] == pytest.approx(mean_loss(model, held_out).item(), rel=1e-6)
+            expected = model(held_out["input_ids"][:2])
+        tokens = generate(plain, prompts, real, max_new_tokens=6, do_sample=False)
+        for rank in ranks:
+            assert torch.equal(rank["tokens"][step], tokens)
+            torch.testing.assert_close(rank["logits"][step], expected, rtol=0, atol=1e-5)
+        mean_loss(model, global_batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------------------ precision
+
+
+def in_bf16(loss: str, settings: dict[str, Any]) -> dict[str, Any]:
+    case = Case(even(2, 2), settings, TIED, loss, bf16=True, steps=1)
+    strategy = case.strategy()
+    seen: dict[str, Any] = {}
+    layer: Any = strategy.parts[0].get_submodule("model.layers.1")
+    layer.mlp.register_forward_hook(
+        lambda module, args, out: seen.update(weight=module.up_proj.weight.dtype, hidden=args[0].dtype)
+    )
+    layer.self_attn.register_forward_pre_hook(lambda module, args: seen.update(angles=args[1].cos.dtype))
+    batch = global_batch(0)
+    mine = [cut(batch, rows) for rows in case.plan[strategy.data_rank]]
+    share = strategy.forward_backward(mine, targets(batch))
+    grads = {name: whole(p.grad) for name, p in named(strategy).items()}
+    total, _ = strategy.loss(batch)
+    dtypes = {"share": share.dtype, "loss": total.dtype, "grad": next(iter(grads.values())).dtype, **seen}
+    return {"dtypes": dtypes, "share": float(share), "grads": grads}
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("settings", [{}, {"reduce_dtype": "bf16"}], ids=["", "reduced in bf16"])
+def test_bf16_is_a_policy(loss: str, settings: dict[str, Any]) -> None:
+    ranks = run_ranks(2, in_bf16, loss, settings)
+    f32, bf16 = torch.float32, torch.bfloat16
+    expected = {"share": f32, "loss": f32, "grad": f32, "weight": bf16, "hidden": bf16, "angles": f32}
+    assert [rank["dtypes"] for rank in ranks] == [expected] * 2
+    plain = reference(tiny.decoder(**TIED), steps=1)
+    assert sum(rank["share"] for rank in ranks) == pytest.approx(plain["losses"][0], rel=1e-3)
+    for name, grad in plain["grads"][0].items():
+        apart = (ranks[0]["grads"][name] - grad).norm() / grad.norm()
+        assert 1e-5 < apart < 0.03, name
+
+
+def bf16_net() -> float:
+    strategy = FullyShard(CPU, CrossEntropy(), precision=BF16Settings())
+    strategy.materialize(lambda: net(0, False), None)
+    batch = global_batch(0)
+    return float(strategy.forward_backward([batch], 2 * targets(batch)))
+
+
+def test_hidden_states_in_fp32_enter_blocks_in_bf16() -> None:
+    assert sum(run_ranks(2, bf16_net)) == pytest.approx(mean_loss(net(0, False), global_batch(0)).item(), rel=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ optimizer in backward
+
+
+def fused(option: Any, fuse: bool) -> tuple[list[float], dict[str, Tensor], bool]:
+    strategy = FullyShard(CPU, CrossEntropy())
+    strategy.materialize(lambda: net(0, False), None)
+    parameters = named(strategy)
+    build = FusedBackward if fuse else build_optimizer
+    optimizer: Any = build(option, parameters.items(), lr=1e-2, weight_decay=0.1)
+    norms, freed = [], True
+    for step in range(3):
+        batch = global_batch(step)
+        strategy.forward_backward([cut(batch, even(2, 1)[strategy.data_rank][0])], targets(batch))
+        freed &= all(p.grad is None for p in parameters.values())
+        norm = (
+            optimizer.grad_norm(strategy.model_group, strategy.duplicates)
+            if fuse
+            else clip_grad_norm(list(parameters.values()), None, strategy.model_group, strategy.duplicates)
+        )
+        norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: whole(p) for name, p in parameters.items()}, freed
+
+
+@pytest.mark.parametrize("option", [AdamWSettings(), SGDSettings(momentum=0.9)], ids=["adamw", "sgd"])
+def test_the_optimizer_in_the_backward_equals_the_ordinary_one(option: Any) -> None:
+    ordinary, in_backward = run_ranks(2, fused, option, False), run_ranks(2, fused, option, True)
+    for (norms, weights, _), (fused_norms, fused_weights, freed) in zip(ordinary, in_backward, strict=True):
+        assert freed
+        assert fused_norms == pytest.approx(norms, rel=1e-6)
+        close(fused_weights, weights, 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+LARGE = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12}
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes at a time behind the tensors that operations inside make, rows of DTensors among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in (local(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not leaf.is_meta):
+            number = id(made)
+            self._alive[number] = weakref.ref(made, lambda _, number=number: self._alive.pop(number, None))
+        alive = [tensor for ref in list(self._alive.values()) if (tensor := ref()) is not None]
+        self.peak = max(self.peak, stored(alive))
+        return out
+
+
+def memory(directory: Path | None) -> dict[str, float]:
+    """Bytes over those of a whole fp32 model."""
+    strategy = FullyShard(CPU, CrossEntropy())
+    init = (lambda part: load_pretrained(part, directory)) if directory else (lambda part: init_parameters(part, 0))
+    with PeakMemory() as sharded:
+        strategy.materialize(lambda: on_meta(**LARGE), init)
+    with PeakMemory() as plain:
+        tiny.decoder(**LARGE)
+    parameters = named(strategy)
+    optimizer = build_optimizer(AdamWSettings(), parameters.items(), lr=1e-3, weight_decay=0.1)
+    batch = cut(global_batch(0), slice(0, 2))
+    strategy.forward_backward([batch, batch], targets(batch))
+    gradients = [p.grad for p in parameters.values()]
+    optimizer.step()
+    moments = [t for name, t in optimizer.state_tensors().items() if not name.endswith(".step")]
+    used = {"parameters": stored(parameters.values()), "gradients": stored(gradients), "moments": stored(moments)}
+    full = sum(p.numel() for p in parameters.values())
+    return {kind: b / 4 / full for kind, b in {**used, "peak": sharded.peak, "peak of one device": plain.peak}.items()}
+
+
+def stored(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's memory behind ``tensors``, which may share it."""
+    storages = [local(t).untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("source", ["drawn", "pretrained"])
+def test_a_rank_holds_its_share_and_never_a_whole_model(tmp_path: Path, source: str) -> None:
+    for found in run_ranks(4, memory, pretrained(tmp_path) if source == "pretrained" else None):
+        assert found["parameters"] == pytest.approx(0.25, rel=0.1)
+        assert found["gradients"] == pytest.approx(0.25, rel=0.1)
+        assert found["moments"] == pytest.approx(0.5, rel=0.1)
+        assert found["peak"] < 0.5
+        assert found["peak of one device"] > 1.0
+
+
+# ----------------------------------------------------------------------------------------------------------- pretrained
+
+
+def pretrained(directory: Path, **model: Any) -> Path:
+    made = tiny.decoder(7, **(model or LARGE))
+    write_model_files(made, None, directory)
+    save_file({name: p.detach().contiguous() for name, p in made.named_parameters()}, directory / "model.safetensors")
+    return directory
+
+
+def loaded(directory: Path, model: dict[str, Any]) -> dict[str, Tensor]:
+    strategy = FullyShard(CPU, LinearCrossEntropy())
+    strategy.materialize(lambda: on_meta(**model), lambda part: load_pretrained(part, directory))
+    return {name: whole(p) for name, p in named(strategy).items()}
+
+
+@pytest.mark.parametrize("model", [ODD, ODD | TIED], ids=["untied", "tied"])
+def test_pretrained_weights_are_read_by_rows(tmp_path: Path, model: dict[str, Any]) -> None:
+    directory = pretrained(tmp_path, **model)
+    expected = dict(tiny.decoder(7, **model).named_parameters(remove_duplicate=False))
+    for found in run_ranks(4, loaded, directory, model):
+        close(found, expected, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def no_group() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_group")
+def test_one_process_makes_a_group_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        case = Case(even(1, 2), {"cpu_offload": True}, ODD | TIED)
+        agree([trained(case)], reference(tiny.decoder(**case.model)))
+    assert "this process trains alone" in caplog.text
+
+
+@pytest.mark.usefixtures("no_group")
+def test_a_model_without_blocks_is_gathered_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.out(self.embed(input_ids))
+
+    strategy = FullyShard(CPU, CrossEntropy())
+    strategy.materialize(Flat, None)
+    total, count = strategy.loss(global_batch(0))
+    assert math.isfinite(total / count)
+    assert "Flat has no list of equal blocks" in caplog.text

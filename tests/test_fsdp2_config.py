@@ -1,0 +1,279 @@
+"""Settings of fsdp2 that contradict each other, and Accelerate's files as settings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forgather_cli.config.load import Loaded, load_config, load_resumed
+from forgather_cli.config.schema import BF16Settings, FP32Settings, FSDP2Settings
+from forgather_cli.errors import ConfigError
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["trainer=fsdp2", *overrides])
+    return caught.value.problems
+
+
+MISTAKES = {
+    (
+        "replicate=3",
+        "nproc_per_node=4",
+    ): "replicate: 4 ranks cannot be divided into 3 copies of the model; set it to a divisor of 4",
+    (
+        "param_dtype=fp16",
+    ): "param_dtype: fp16 needs loss scaling, which trainer=fsdp2 does not have; set param_dtype=bf16",
+    ("param_dtype=fp32", "precision=bf16"): "param_dtype: fp32 contradicts precision=bf16;",
+    ("optimizer=adafactor",): "optimizer: adafactor cannot train parameters of which each rank holds some rows",
+    (
+        "+optimizer.groups.embed={regex: embed, optimizer: {type: adafactor}}",
+    ): "optimizer.groups.embed.optimizer: adafactor",
+    ("block_classes=[]",): "block_classes: names no class, got []",
+    ("reshard_after_forward=2",): "reshard_after_forward: must be true or false, got 2",
+}
+
+
+@pytest.mark.parametrize(("overrides", "problem"), MISTAKES.items(), ids=[" ".join(o) for o in MISTAKES])
+def test_settings_that_cannot_be(overrides: tuple[str, ...], problem: str) -> None:
+    (found,) = problems(*overrides)
+    assert found.startswith(problem)
+
+
+# ---------------------------------------------------------------------------------------------------- accelerate_config
+
+WRITTEN: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "FSDP",
+    "downcast_bf16": "no",
+    "dynamo_config": {"dynamo_backend": "NO"},
+    "enable_cpu_affinity": False,
+    "fsdp_config": {
+        "fsdp_activation_checkpointing": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_offload_params": True,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_version": 2,
+    },
+    "gpu_ids": "all",
+    "machine_rank": 1,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 29501,
+    "main_training_function": "main",
+    "mixed_precision": "bf16",
+    "num_machines": 2,
+    "num_processes": 8,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+"""What ``accelerate config`` of accelerate 1.15 writes for two machines."""
+
+
+def written(path: Path, fsdp: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """The file with other values; None leaves a key out."""
+    inner = {**WRITTEN["fsdp_config"], **(fsdp or {})}
+    tree = {**WRITTEN, "fsdp_config": {k: v for k, v in inner.items() if v is not None}, **changes}
+    path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}))
+    return path
+
+
+def loaded(path: Path, *overrides: str) -> Loaded:
+    return load_config(None, ["trainer=fsdp2", f"accelerate_config={path}", *overrides])
+
+
+def test_a_file_says_what_it_says(tmp_path: Path) -> None:
+    path = written(tmp_path / "two.yaml")
+    config = loaded(path).config
+    assert config.trainer == FSDP2Settings(reshard_after_forward=False, cpu_offload=True, accelerate_config=str(path))
+    assert config.gradient_checkpointing
+    assert config.precision == BF16Settings()
+    assert (config.nnodes, config.nproc_per_node, config.node_rank) == (2, 4, 1)
+    assert config.rdzv_endpoint == "10.0.0.1:29501"
+    assert config.device == "auto"
+
+
+def test_what_a_file_does_not_say_stays(tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    config = loaded(path, "replicate=2", "gradient_checkpointing=true", "precision=bf16", "nproc_per_node=2").config
+    assert config.trainer == FSDP2Settings(replicate=2, accelerate_config=str(path))
+    assert config.gradient_checkpointing
+    assert config.precision == BF16Settings()
+
+
+STRATEGIES = {
+    "FULL_SHARD": (True, 1),
+    "SHARD_GRAD_OP": (False, 1),
+    "HYBRID_SHARD": (True, 2),
+    "HYBRID_SHARD_ZERO2": (False, 2),
+    1: (True, 1),
+    4: (True, 2),
+}
+
+
+@pytest.mark.parametrize(("named", "meant"), STRATEGIES.items())
+def test_sharding_strategies(tmp_path: Path, named: str | int, meant: tuple[bool, int]) -> None:
+    fsdp = {"fsdp_sharding_strategy": named, "fsdp_reshard_after_forward": None}
+    trainer = loaded(written(tmp_path / "f.yaml", fsdp)).config.trainer
+    assert isinstance(trainer, FSDP2Settings)
+    assert (trainer.reshard_after_forward, trainer.replicate) == meant
+
+
+def test_the_command_line_outranks_a_file_and_a_file_the_defaults(tmp_path: Path) -> None:
+    path = written(tmp_path / "f.yaml", num_machines=1, machine_rank=0)
+    config = loaded(path, "precision=fp32", "cpu_offload=false", "nproc_per_node=2").config
+    assert config.trainer == FSDP2Settings(reshard_after_forward=False, accelerate_config=str(path))
+    assert config.precision == FP32Settings()
+    assert config.nproc_per_node == 2
+    assert config.gradient_checkpointing
+
+
+def test_a_recipe_that_says_otherwise_is_a_mistake(tmp_path: Path) -> None:
+    path = written(tmp_path / "f.yaml")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "# mine\ndefaults: [train, {override trainer: fsdp2}, _self_]\n"
+        f"trainer: {{accelerate_config: {path}, cpu_offload: false, reshard_after_forward: false}}\nnnodes: 3\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(recipe), [])
+    assert caught.value.problems == [
+        f"nnodes: accelerate_config={path} says 2, got 3 too; leave one of them out",
+        f"trainer.cpu_offload: accelerate_config={path} says true, got false too; leave one of them out",
+    ]
+
+
+def test_a_resumed_run_has_the_settings_and_needs_no_file(tmp_path: Path) -> None:
+    from forgather_cli.config.decode import dump_tree
+
+    path = written(tmp_path / "f.yaml")
+    first = loaded(path)
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump_tree(first.tree))
+    path.unlink()
+    config = load_resumed(saved, ["cpu_offload=false"]).config
+    assert config.trainer == FSDP2Settings(reshard_after_forward=False)
+    assert (config.precision, config.nnodes) == (BF16Settings(), 2)
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "version 1": ({"fsdp_version": 1}, {}, "fsdp_config.fsdp_version in {}: must be 2, got 1; run accelerate to-fsdp2"),
+    "no version": ({"fsdp_version": None}, {}, "fsdp_config.fsdp_version in {}: must be 2, got 1"),
+    "deepspeed": ({}, {"distributed_type": "DEEPSPEED"}, "distributed_type in {}: DEEPSPEED is not supported"),
+    "ddp": (
+        {},
+        {"distributed_type": "MULTI_GPU"},
+        "distributed_type in {}: must be FSDP, got 'MULTI_GPU'; set trainer=ddp",
+    ),
+    "sagemaker": ({}, {"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment in {}: must be LOCAL_MACHINE"),
+    "fp16": (
+        {},
+        {"mixed_precision": "fp16"},
+        "mixed_precision in {}: must be 'no' or bf16 with trainer=fsdp2, got 'fp16'",
+    ),
+    "no shard": (
+        {"fsdp_sharding_strategy": "NO_SHARD"},
+        {},
+        "fsdp_config.fsdp_sharding_strategy in {}: must be one of",
+    ),
+    "contradiction": (
+        {"fsdp_sharding_strategy": "FULL_SHARD"},
+        {},
+        "fsdp_config.fsdp_reshard_after_forward in {}: contradicts",
+    ),
+    "size": (
+        {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
+        {},
+        "fsdp_config.fsdp_auto_wrap_policy in {}: must be TRANSFORMER",
+    ),
+    "layers": (
+        {"fsdp_transformer_layer_cls_to_wrap": "GPT2Block"},
+        {},
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap in {}",
+    ),
+    "misspelt": (
+        {"fsdp_ofload_params": True},
+        {},
+        "fsdp_config.fsdp_ofload_params in {}: no such key; did you mean fsdp_offload",
+    ),
+    "unknown": ({}, {"num_process": 2}, "num_process in {}: no such key; did you mean num_processes"),
+    "text": (
+        {"fsdp_offload_params": "maybe"},
+        {},
+        "fsdp_config.fsdp_offload_params in {}: must be true or false, got 'maybe'",
+    ),
+    "processes": ({}, {"num_processes": 7}, "num_processes in {}: must be a multiple of num_machines=2, got 7"),
+    "machines": (
+        {},
+        {"num_machines": 0, "machine_rank": 0},
+        "num_machines in {}: must be a whole number, 1 or more, got 0",
+    ),
+    "gpus": ({}, {"gpu_ids": "0,1"}, "gpu_ids in {}: nothing reads it, got '0,1'; set CUDA_VISIBLE_DEVICES"),
+    "compile": ({}, {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config in {}: nothing reads it"),
+    "tpu": ({}, {"tpu_use_cluster": True}, "tpu_use_cluster in {}: nothing reads it, got True; no TPUs here"),
+    "no section": ({}, {"fsdp_config": []}, "fsdp_config in {}: must be a mapping with fsdp_version: 2, got []"),
+}
+
+
+@pytest.mark.parametrize(("fsdp", "changes", "problem"), WRONG.values(), ids=WRONG)
+def test_a_file_that_says_something_else(
+    tmp_path: Path, fsdp: dict[str, Any], changes: dict[str, Any], problem: str
+) -> None:
+    path = written(tmp_path / "f.yaml", fsdp, **changes)
+    (found,) = problems(f"accelerate_config={path}")
+    assert found.startswith("accelerate_config: " + problem.format(path))
+
+
+@pytest.mark.parametrize("text", [None, "a: [", "- 1", "\x00"])
+def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "f.yaml"
+    if text is not None:
+        path.write_text(text)
+    (found,) = problems(f"accelerate_config={path}")
+    assert found.startswith(f"accelerate_config: {path} ")
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "f.yaml", {"fsdp_version": 1}, mixed_precision="fp8", num_processes=3)
+    found = problems(f"accelerate_config={path}", "max_steps=x")
+    assert len(found) == 4
+
+
+def test_layer_classes_of_a_model_of_the_users_are_sharded_one_by_one(tmp_path: Path) -> None:
+    path = written(tmp_path / "f.yaml", {"fsdp_transformer_layer_cls_to_wrap": "Encoder, Decoder"})
+    trainer = loaded(
+        path, "model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"
+    ).config.trainer
+    assert isinstance(trainer, FSDP2Settings)
+    assert trainer.block_classes == ["Encoder", "Decoder"]
+
+
+def test_accelerate_launch_starts_a_run_with_its_file(tmp_path: Path) -> None:
+    fsdp = {"fsdp_offload_params": False, "fsdp_reshard_after_forward": True}
+    one = {"main_process_ip": None, "main_process_port": None, "machine_rank": 0, "num_machines": 1, "num_processes": 2}
+    path = written(tmp_path / "f.yaml", fsdp, **one, use_cpu=True)
+    settings = ["model=nano", "data=synthetic", "data.seq_len=16", "max_steps=2", "global_batch_size=4", "save_steps=2"]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(path)]
+    train = ["-m", "forgather_cli", "train", "trainer=fsdp2", f"accelerate_config={path}", "output_dir=run", *settings]
+    done = subprocess.run(
+        [*command, *train], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bf16, trainer fsdp2 on 2 ranks" in done.stdout
+    assert "here it is always so: fsdp_use_orig_params" in done.stdout + done.stderr
+    assert (tmp_path / "run/checkpoints/step-00000002/manifest.json").is_file()

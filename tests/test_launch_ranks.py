@@ -1,0 +1,488 @@
+"""Runs of several ranks: who starts them, where their output goes, how they are stopped, and joining others' ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from program import Process, forgather
+from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_steps, start
+
+from forgather_cli.config.decode import load_saved
+from forgather_cli.config.load import load_config
+from forgather_cli.ending import (
+    CUT,
+    ERROR,
+    KILLED,
+    LOST,
+    MISTAKE,
+    STUCK,
+    UNHEEDED,
+    WAITED,
+    Ending,
+    done,
+    first_cause,
+    killed,
+    told,
+)
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.job import Job
+from forgather_cli.layout import count_gpus, plan_layout
+from forgather_cli.meeting import Meeting, Shared
+from forgather_cli.place import Place, first_host, joined, launched
+from forgather_cli.rank import Rank, shared
+from forgather_cli.run_dir import RunDir
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+            "MASTER_PORT": "99", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "4",
+         "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+         "SLURM_STEP_NODELIST": "gpu[03-05,9],cpu1"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    for name in [*TORCHRUN, *SLURM]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------- the place of a rank
+
+
+def test_a_process_alone_has_joined_nothing() -> None:
+    assert joined([], {}) is None
+
+
+def test_torchrun_says_where_a_rank_stands() -> None:
+    place = joined([], TORCHRUN)
+    assert place == Place(1, 4, 1, 2, "a", 99, store_survives=True, by="torchrun")
+    host = joined([], {**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert host is not None
+    assert host.hosts_store
+
+
+def test_ranks_of_ours_are_numbered_by_node_rank_whatever_the_rendezvous_made_of_it() -> None:
+    environ = dict(TORCHRUN)
+    assert launched(1, environ).rank == 3
+    assert launched(0, environ).rank == 1
+    assert environ["GROUP_RANK"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"WORLD_SIZE": None}, "WORLD_SIZE: missing in the environment, which has RANK"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR: missing"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: must be a whole number in the environment, got 'two'"),
+    ],
+)
+def test_an_environment_that_is_not_whole_is_said(change: dict[str, str | None], message: str) -> None:
+    environ = {key: value for key, value in {**TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        joined([], environ)
+
+
+def test_slurm_says_where_a_rank_stands() -> None:
+    place = joined([], SLURM)
+    assert place == Place(3, 4, 1, 2, "gpu03", 20007, by="Slurm")
+    assert joined(["x=1", "rdzv_endpoint=head:5000"], SLURM) == Place(3, 4, 1, 2, "head", 5000, by="Slurm")
+    named = joined([], {**SLURM, "MASTER_ADDR": "m", "MASTER_PORT": "1", "SLURM_PROCID": "0"})
+    assert named == Place(0, 4, 1, 2, "m", 1, hosts_store=True, by="Slurm")
+    one_gpu = joined([], {**SLURM, "CUDA_VISIBLE_DEVICES": "1"})
+    assert one_gpu is not None
+    assert one_gpu.local_rank == 0  # --gpus-per-task: each task sees its own as the first
+
+
+def test_a_slurm_batch_script_is_one_process() -> None:
+    assert joined([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}) is None
+    assert joined([], {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("n1", "n1"), ("n1,n2", "n1"), ("n[3-5]", "n3"), ("a[07,9]-ib,b", "a07-ib"), ("", "")]
+)
+def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+# ---------------------------------------------------------------------------------------------------------- how many
+
+
+def layout_of(*words: str, place: Place | None = None) -> str:
+    loaded = load_config("default", [*SMALL, *words])
+    return plan_layout(loaded.config, loaded.given, place).describe()
+
+
+def test_who_trains() -> None:
+    assert layout_of() == "this process alone"
+    assert layout_of("trainer=ddp", "nproc_per_node=1") == "this process alone"
+    assert layout_of("trainer=ddp", "nproc_per_node=1", "max_restarts=2") == (
+        "1 ranks, started by torchrun, restarted up to 2 times"
+    )
+    assert layout_of("trainer=ddp") == "2 ranks, started by torchrun"  # on a CPU
+    assert layout_of("trainer=ddp", "nnodes=2", "nproc_per_node=2", "node_rank=1", "rdzv_endpoint=a:1") == (
+        "2 ranks on each of 2 nodes, this being node 1, started by torchrun"
+    )
+    assert layout_of("trainer=ddp", place=Place(size=4, by="Slurm")) == "4 ranks that Slurm has started"
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-1f,GPU-2e", 2), ("3", 1)])
+def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
+    words = [word for word in SMALL if not word.startswith("device")]
+    loaded = load_config("default", [*words, "trainer=ddp", "global_batch_size=null"])
+    assert plan_layout(loaded.config).world == (count or 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nnodes=2"], r"rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT, of node 0"),
+        (["rdzv_endpoint=here"], r"rdzv_endpoint: must be HOST:PORT, got 'here'"),
+        (["nproc_per_node=2", "device=cuda:1"], "device: cuda:1 is one device for 2 ranks; set device=cuda"),
+        (["node_rank=1"], "node_rank: counts from 0 to nnodes-1, got 1 with nnodes=1"),
+    ],
+)
+def test_settings_of_the_launch_that_do_not_fit(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("default", [*SMALL, "trainer=ddp", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "message"),
+    [
+        ([], 2, "trainer: single trains in one process, but torchrun has started 2; choose trainer=ddp"),
+        (["trainer=pipeline"], 1, r"trainer: pipeline needs at least 2 ranks, got 1 .*; choose trainer=single"),
+        (
+            ["trainer=ddp", "nproc_per_node=2"],
+            4,
+            "nproc_per_node: 2 on 1 nodes are asked for, but torchrun has started 4",
+        ),
+        (["trainer=ddp", "max_restarts=2"], 2, "max_restarts: the ranks were started by torchrun, which would restart"),
+        (["trainer=ddp"], 3, "global_batch_size: 4 sequences cannot be shared evenly by 3 ranks"),
+    ],
+)
+def test_settings_that_a_joined_world_does_not_allow(words: list[str], size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layout_of(*words, place=Place(size=size, by="torchrun"))
+
+
+def test_a_number_of_ranks_found_late_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = [word for word in SMALL if not word.startswith("device")]
+    loaded = load_config("default", [*words, "trainer=pipeline"])
+    with pytest.raises(ConfigError, match="pipeline needs at least 2 ranks, got 1"):
+        plan_layout(loaded.config)
+
+
+# ------------------------------------------------------------------------------------------------- what ranks tell
+
+
+def ending(kind: str, rank: int, at: float) -> Ending:
+    return Ending(rank, kind, 1, kind, time=at)
+
+
+def test_the_first_cause_is_the_earliest_that_needs_no_explanation() -> None:
+    raised = ending(ERROR, 2, 5.0)
+    assert first_cause([ending(LOST, 0, 1.0), raised, ending(MISTAKE, 1, 6.0), told(3, raised)]) == raised
+    assert first_cause([ending(LOST, 0, 1.0), told(3, raised)]) == raised  # of another node, known by hearsay
+    assert first_cause([ending(WAITED, 0, 1.0), ending(STUCK, 1, 2.0)]) == ending(STUCK, 1, 2.0)
+    assert first_cause([done(0), done(1)]) is None
+
+
+def test_a_killed_rank_explains_errors_at_the_same_moment_and_none_before() -> None:
+    for rest, first in ((ending(ERROR, 0, 9.7), KILLED), (ending(ERROR, 0, 8.0), ERROR)):
+        cause = first_cause([rest, killed(1, -signal.SIGKILL, "log", 10.0)])
+        assert cause is not None
+        assert cause.kind == first
+
+
+def test_what_is_worth_a_restart() -> None:
+    assert Ending(0, ERROR, 1).worth_a_restart
+    assert told(1, Ending(0, KILLED, 1)).worth_a_restart
+    for final in (Ending(0, MISTAKE, 2), Ending(0, UNHEEDED, 1), Ending(0, CUT, 143), done(0), done(0, signal.SIGTERM)):
+        assert not final.worth_a_restart
+        assert not told(1, final).worth_a_restart
+
+
+def test_a_job_folder_carries_words_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job.made(node=1, nodes=2, restarts=3) as job:
+        for name, value in job.environment().items():
+            monkeypatch.setenv(name, value)
+        rank = Job.entered()
+        assert rank == job
+        assert (job.stop_asked(), job.attempts()) == (None, 0)
+        job.ask_to_stop(signal.SIGINT)
+        assert rank.stop_asked() == signal.SIGINT
+        attempt = rank.attempt(0)
+        attempt.enter(2)
+        attempt.tell(told(2, ending(LOST, 3, 1.0)))
+        attempt.tell(ending(ERROR, 2, 2.0))  # what it knows itself counts more
+        attempt.tell(ending(LOST, 2, 3.0))
+        assert job.attempts() == 1
+        assert job.attempt(0).pids() == {2: os.getpid()}
+        assert job.attempt(0).endings() == [ending(ERROR, 2, 2.0)]
+    assert not job.root.exists()
+
+
+@contextmanager
+def meetings() -> Iterator[list[Meeting]]:
+    port = free_port()
+    places = [Place(rank, 2, rank, 2, "localhost", port, hosts_store=rank == 0) for rank in range(2)]
+    yield [Meeting(place) for place in places]
+
+
+def test_ranks_meet_in_a_store() -> None:
+    with meetings() as (first, second):
+        assert second.shared() is second.failure() is second.stop_asked() is None
+        first.share(Shared("/run", "pid 1", "seed: 1"))
+        assert second.shared() == Shared("/run", "pid 1", "seed: 1")
+        second.ask_to_stop(signal.SIGTERM)
+        assert first.stop_asked() == (signal.SIGTERM, 1)
+        assert not first.busy_since(10)
+        second.say_busy()
+        assert first.busy_since(10)
+        assert first.dead_neighbour() is None
+        lost, raised = ending(LOST, 0, 1.0), ending(ERROR, 1, 2.0)
+        assert first.fail(lost)
+        assert second.fail(raised)  # explains the other, although it comes later
+        assert not first.fail(ending(ERROR, 0, 3.0))
+        assert first.failure() == raised
+        leaving = threading.Thread(target=first.leave)
+        leaving.start()  # waits for the other, as the store is in its process
+        leaving.join(0.3)
+        assert leaving.is_alive()
+        second.leave()
+        leaving.join(10)
+        assert not leaving.is_alive()
+
+
+def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forgather_cli.rank._SEES_DIRECTORY", 0.1)
+    RUN.root.mkdir()
+    RUN.lock.write_text("pid 1 on other")
+    with meetings() as (first, second):
+        first.share(Shared(str(RUN.root.resolve()), "pid 1 on here", "seed: 1"))
+        with pytest.raises(
+            SetupError, match=r"output_dir: .*run of rank 0 is not what .* sees there; set output_dir to a"
+        ):
+            shared(Rank(Place(1, 2), meeting=second))
+        first.share(Shared(str(RUN.root.resolve()), "pid 1 on other", "seed: 1"))
+        assert shared(Rank(Place(1, 2), meeting=second)).run.root == RUN.root.resolve()
+
+
+# ------------------------------------------------------------------------------------------------------- a run of ours
+
+
+def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
+    with start("max_steps=100000", "save_strategy=no", *WATCHED) as job:
+        job.read_until("step 3/")
+        job.process.send_signal(signal.SIGUSR2)
+        until = time.monotonic() + 30
+        while "Current thread" not in RUN.rank_log(1).read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 75, job.output
+    assert job.output.count("SIGTERM: saving after this step; a second signal ends at once") == 1
+    assert job.lines[-1] == "forgather resume run"
+    assert (ended().code, ended().reason) == (75, "stopped by SIGTERM")
+    assert RUN.checkpoint_steps() == [ended().step]
+    assert recorded_steps() == list(range(1, ended().step + 1))
+    ours = re.compile(r"^\d{4}-|^rank 0 begins$|^SIGTERM|^\s*$|^run |^newest |^to go on:$|^forgather resume")
+    assert [line for line in job.lines if not ours.match(line)] == []  # no other rank, and no library, speaks there
+    logs = [RUN.rank_log(rank).read_text() for rank in range(2)]
+    assert ["rank 0 begins" in log for log in logs] == [True, False]
+    assert ["rank 1 begins" in log for log in logs] == [False, True]
+    assert all("Current thread" in log for log in logs)
+    assert nobody_left()
+    assert forgather("resume", "run", f"max_steps={ended().step + 2}", "trainer=single") == 0
+    assert load_saved(RUN.later_config(1)).resume_from_checkpoint is True
+    assert recorded_steps() == list(range(1, ended().step + 1))
+
+
+def test_a_signal_to_one_rank_stops_all() -> None:
+    with start("max_steps=100000", *WATCHED) as job:
+        job.read_until("step 3/")
+        os.kill(int(Path("pid-1").read_text()), signal.SIGINT)
+        assert job.finish() == 75, job.output
+    assert ended().reason == "stopped by SIGINT"
+    assert RUN.checkpoint_steps() == [ended().step]
+    assert nobody_left()
+
+
+def test_a_second_signal_ends_all_ranks_at_once() -> None:
+    with start("max_steps=100000", *fault("step", "sleep")) as job:
+        job.read_until("step 2/")
+        job.process.send_signal(signal.SIGINT)
+        job.read_until("SIGINT: saving after this step")
+        job.process.send_signal(signal.SIGINT)
+        assert job.finish() == 130, job.output
+    assert job.lines[-1] == "ended at once by SIGINT; there is no checkpoint"
+    assert ended().code == 130
+    assert nobody_left()
+
+
+def wait_for_handler(pid: int, signum: int) -> None:
+    """Until a process catches ``signum``."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        status = Path(f"/proc/{pid}/status").read_text()
+        [caught] = re.findall(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+        if int(caught, 16) >> (signum - 1) & 1:
+            return
+        time.sleep(0.005)
+
+
+def test_a_signal_before_there_are_ranks_ends_the_launcher() -> None:
+    with start("max_steps=10") as job:
+        wait_for_handler(job.process.pid, signal.SIGTERM)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 143, job.output
+    assert job.lines == ["", "ended at once by SIGTERM before the first step; there is no checkpoint"]
+    assert ended().code == 143
+
+
+def test_data_parallel_on_one_rank_trains_in_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", *SMALL, "trainer=ddp", "nproc_per_node=1", "max_steps=2") == 0
+    assert recorded_steps() == [1, 2]
+
+
+def test_dry_run_says_what_would_be_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", *SMALL, "trainer=ddp", "nproc_per_node=2", "--dry-run") == 0
+    assert "ranks           2 ranks, started by torchrun" in capsys.readouterr().out
+    assert not RUN.root.exists()
+
+
+# ------------------------------------------------------------------------------------------------- a world of others
+
+
+def torchrun(*words: str, restarts: int = 0) -> Process:
+    ours = ("-m", "forgather_cli", *words)
+    return Process("--nproc-per-node", "2", "--max-restarts", str(restarts), *ours, module="torch.distributed.run")
+
+
+def test_ranks_that_torchrun_has_started_join_and_its_restarts_go_on() -> None:
+    words = [word for word in SMALL if not word.startswith("output_dir")]
+    words += ["save_steps=4", "async_save=false", *fault("step", "raise", after=6)]
+    with torchrun("train", *words, "trainer=ddp", "max_steps=8", restarts=1) as job:
+        assert job.finish() == 0, job.output
+    assert job.output.count("training from step 0") == 1
+    assert job.output.count("error: rank 1: callback fault failed in on_step_begin: ZeroDivisionError") == 1
+    [root] = Path("outputs/default").iterdir()
+    run = RunDir(root)
+    assert recorded_steps(run) == list(range(1, 9))
+    assert "resumed from" in run.rank_log(0).read_text()
+    assert run.later_starts() == [1]
+
+
+def test_a_config_that_a_world_of_others_does_not_allow_is_said_once() -> None:
+    with torchrun("train", *SMALL, "max_steps=3") as job:
+        assert job.finish() == 1  # torchrun's own
+    assert job.output.count("error: trainer: single trains in one process, but torchrun has started 2") == 1
+    assert len(re.findall(r"exitcode\s*: 2", job.output)) > 0
+    assert job.output.count("Traceback (most recent call last)") == 1  # torchrun's own
+    assert not RUN.root.exists()
+
+
+def test_a_world_of_one_may_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert forgather("train", *SMALL, "max_steps=2") == 0
+    assert recorded_steps() == [1, 2]
+
+
+@contextmanager
+def slurm(*words: str) -> Iterator[list[Process]]:
+    port = str(free_port())
+    shared = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Process("train", *SMALL, *words, env={**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+            )
+            for rank in range(2)
+        ]
+
+
+def test_ranks_that_slurm_has_started_join_and_leave_with_0_after_a_signal() -> None:
+    with slurm("trainer=ddp", "max_steps=100000") as ranks:
+        ranks[0].read_until("step 3/")
+        ranks[1].process.send_signal(signal.SIGTERM)
+        assert [rank.finish() for rank in ranks] == [0, 0], ranks[0].output
+    assert (ended().code, ended().reason) == (75, "stopped by SIGTERM")
+    assert ranks[1].output == ""
+    assert ranks[0].lines[-1] == "forgather resume run"
+
+
+def test_a_failure_among_joined_ranks_is_told_by_the_rank_that_failed_and_ends_all() -> None:
+    with slurm("trainer=ddp", "max_steps=100000", *fault("step", "raise")) as ranks:
+        assert [rank.finish() for rank in ranks] == [1, 1], ranks[0].output
+    assert "ZeroDivisionError" not in ranks[0].output
+    assert ranks[1].lines[-1].startswith("error: rank 1: callback fault failed in on_step_begin: ZeroDivisionError")
+    assert "ended, since callback fault failed" in RUN.rank_log(0).read_text()
+    assert "ZeroDivisionError" in ended().reason
+
+
+def test_a_mistake_in_a_joined_world_is_said_once_and_ends_all() -> None:
+    with slurm("trainer=ddp", "max_stepz=1") as ranks:
+        assert [rank.finish() for rank in ranks] == [2, 2], ranks[0].output
+    assert ranks[0].output.startswith("error: max_stepz: unknown setting")
+    assert ranks[1].output == ""
+    assert not RUN.root.exists()
+
+
+# ------------------------------------------------------------------------------------------------------- several nodes
+
+
+@contextmanager
+def two_nodes(*words: str, other: Path | None = None) -> Iterator[list[Process]]:
+    """Two launchers on this machine; ``other`` is the second's working directory."""
+    place = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", f"rdzv_endpoint=localhost:{free_port()}"]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(Process("train", *SMALL, *place, f"node_rank={node}", *words, cwd=cwd))
+            for node, cwd in ((1, other), (0, None))
+        ][::-1]
+
+
+def test_two_nodes_train_one_run(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with two_nodes("max_steps=4", "save_strategy=no", other=elsewhere) as nodes:
+        assert [node.finish() for node in nodes] == [0, 0], "\n".join(node.output for node in nodes)
+    assert recorded_steps() == [1, 2, 3, 4]
+    assert nodes[1].output == ""
+    assert RUN.rank_log(1).exists()
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_failure_on_one_node_is_told_on_both() -> None:
+    with two_nodes("max_steps=100000", *fault("step", "raise")) as nodes:
+        assert [node.finish() for node in nodes] == [1, 1], "\n".join(node.output for node in nodes)
+    for node in nodes:
+        assert node.lines[-1].startswith("error: rank 1: callback fault failed in on_step_begin: ZeroDivisionError")
+    assert nobody_left()
+    assert "ZeroDivisionError" in ended().reason

@@ -1,0 +1,102 @@
+"""A strategy of the user's: one file with the four verbs, one YAML with ``_target_``, no change to the program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from program import Process
+from tiny import training_curve
+
+STRATEGY = '''
+"""One device; gradients of a step are those of its sequences one after the other."""
+
+import torch
+
+from forgather_cli.loss import model_kwargs, model_logits, num_targets
+from forgather_cli.models.init import allocate
+from forgather_cli.strategies.base import Strategy, Supports
+
+
+class OneByOne(Strategy):
+    name = "one_by_one"
+    supports = Supports(optimizer_in_backward=False, fp16=False, torch_compile=False)
+    data_rank, data_size, data_group, model_group = 0, 1, None, None
+
+    def __init__(self, device, loss, autocast, rows=1):
+        self.device, self._loss, self._rows = device, loss, rows
+
+    def materialize(self, build, init):
+        model = build()
+        allocate(model, self.device)
+        init(model)
+        self.parts = [model]
+
+    def forward_backward(self, microbatches, num_tokens):
+        share = torch.zeros((), device=self.device)
+        for batch in microbatches:
+            for n in range(0, len(batch["input_ids"]), self._rows):
+                part = {key: value[n : n + self._rows] for key, value in batch.items()}
+                loss = self._total(part, num_tokens) / num_tokens
+                loss.backward()
+                share += loss.detach()
+        return share
+
+    def _total(self, batch, num_items=None):
+        return self._loss.total(self.parts[0], model_kwargs(batch), batch["labels"], num_items)
+
+    @torch.no_grad()
+    def loss(self, batch):
+        return self._total(batch), num_targets(batch["labels"])
+
+    @torch.no_grad()
+    def logits(self, batch, *, last_only=False, cache=None):
+        return model_logits(self.parts[0], model_kwargs(batch), last_only=last_only, cache=cache)
+'''
+OPTION = """# Mine: one sequence after the other.
+_target_: mine_strategy.OneByOne
+rows: 2
+"""
+RUN = ["model=nano", "hidden_size=32", "data=synthetic", "seq_len=16", "ragged=true", "global_batch_size=8",
+       "max_steps=2", "logging_steps=1", "eval_steps=2", "num_eval_samples=8", "callbacks=minimal",
+       "save_steps=1"]  # fmt: skip
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the user's with the strategy's file and its option."""
+    (tmp_path / "mine_strategy.py").write_text(STRATEGY)
+    (tmp_path / "settings" / "trainer").mkdir(parents=True)
+    (tmp_path / "settings" / "trainer" / "mine.yaml").write_text(OPTION)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def run(*words: str, cwd: Path) -> str:
+    with Process(*words, cwd=cwd) as process:
+        code = process.finish()
+    assert code == 0, process.output
+    return process.output
+
+
+def test_a_strategy_of_the_users_trains_saves_and_resumes(users: Path) -> None:
+    mine = ["--config-dir", "settings", "trainer=mine"]
+    run("train", *RUN, *mine, "output_dir=mine", cwd=users)
+    run("train", *RUN, "output_dir=single", cwd=users)
+    ours, reference = training_curve(users / "mine"), training_curve(users / "single")
+    assert [step for step, *_ in ours] == [1, 2]
+    for (_, *found), (_, *expected) in zip(ours, reference, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    manifest = json.loads((users / "mine" / "checkpoints" / "step-00000002" / "manifest.json").read_text())
+    assert manifest["strategy"] == "one_by_one"
+    run("resume", "mine", "trainer=single", "max_steps=3", cwd=users)
+    assert [step for step, *_ in training_curve(users / "mine")] == [1, 2, 3]
+
+
+def test_its_settings_are_checked_before_anything_is_launched(users: Path) -> None:
+    words = ["train", *RUN, "--config-dir", "settings", "trainer=mine", "+trainer.colour=red", "output_dir=mine"]
+    with Process(*words, cwd=users) as process:
+        assert process.finish() == 2
+    assert "colour" in process.output
+    assert not (users / "mine").exists()

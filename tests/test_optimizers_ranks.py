@@ -1,0 +1,202 @@
+"""Optimizers over sharded parameters: the numbers of one device, and state that goes from layout to layout by rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from forgather_cli.config.schema import AdamWSettings, GroupSettings, MuonSettings, OptimizerOption, SGDSettings
+from forgather_cli.errors import CheckpointError
+from forgather_cli.optim.build import Optimizers, build_optimizer
+from forgather_cli.optim.state import merge_group_states
+from forgather_cli.sharding import held_rows, local
+from tests.ranks import run_ranks
+
+SHAPES = {
+    "embed_tokens.weight": (7, 6),
+    "up_proj.weight": (10, 6),
+    "down_proj.weight": (6, 10),
+    "few.weight": (2, 9),
+    "norm.weight": (5,),
+}
+"""Rows that do not divide by 2 or 4, and fewer of them than ranks."""
+OPTIONS: dict[str, OptimizerOption] = {
+    "adamw": AdamWSettings(),
+    "adamw, not fused": AdamWSettings(fused=False),
+    "sgd": SGDSettings(momentum=0.9, nesterov=True),
+    "muon": MuonSettings(),
+}
+every_option = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
+
+
+def numbers(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Model:
+    """Named parameters, of which this rank holds rows where there is a mesh, and their optimizer."""
+
+    def __init__(self, option: OptimizerOption, replicate: int | None = None) -> None:
+        """``replicate``: copies of the model among the ranks; None: whole parameters."""
+        self._mesh, self._placements = None, []
+        if replicate is not None:
+            size = torch.distributed.get_world_size() // replicate
+            self._mesh = init_device_mesh("cpu", (replicate, size), mesh_dim_names=("replicate", "shard"))
+            self._placements = [Replicate(), Shard(0)]
+        self.parameters = {name: nn.Parameter(self.share(value)) for name, value in numbers(0).items()}
+        self.optimizer: Optimizers = build_optimizer(option, self.parameters.items(), lr=1e-2, weight_decay=0.1)
+
+    def share(self, value: Tensor) -> Tensor:
+        return distribute_tensor(value, self._mesh, self._placements) if self._mesh else value
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            for name, gradient in numbers(100 + step).items():
+                self.parameters[name].grad = self.share(gradient)
+            self.optimizer.step()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Collective. Whole tensors, as a checkpoint holds them, and the rest."""
+        tensors = {name: whole(t) for name, t in self.optimizer.state_tensors().items()}
+        return tensors, self.optimizer.group_state()
+
+    def load(self, tensors: dict[str, Tensor], groups: dict[str, Any]) -> None:
+        """As the Trainer does: rows of what has the parameter's shape, the rest whole."""
+        read = {}
+        for name, tensor in tensors.items():
+            parameter = self.parameters[name.rpartition(".")[0]]
+            start, stop = held_rows(parameter)
+            read[name] = tensor[start:stop] if tensor.shape == parameter.shape else tensor
+        self.optimizer.load(read, groups)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: whole(p) for name, p in self.parameters.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def stepped(option: OptimizerOption, replicate: int) -> dict[str, Tensor]:
+    model = Model(option, replicate)
+    model.steps(0, 3)
+    return model.weights()
+
+
+@every_option
+@pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 1), (4, 2)])
+def test_sharded_steps_are_those_of_one_device(option: OptimizerOption, ranks: int, replicate: int) -> None:
+    single = Model(option)
+    single.steps(0, 3)
+    for weights in run_ranks(ranks, stepped, option, replicate):
+        for name, expected in single.weights().items():
+            torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def resumed(
+    option: OptimizerOption, tensors: dict[str, Tensor], groups: dict[str, Any], weights: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+    """Load on all ranks, give the state back as it was loaded, and go on."""
+    model = Model(option, 1)
+    for name, p in model.parameters.items():
+        local(p.detach()).copy_(weights[name][slice(*held_rows(p))])
+    model.load(tensors, groups)
+    for name, tensor in model.optimizer.state_tensors().items():
+        if tensor.ndim:
+            parameter = model.parameters[name.rpartition(".")[0]]
+            assert isinstance(tensor, DTensor)
+            assert local(tensor).shape == local(parameter).shape
+    found, rest = model.state()
+    model.steps(3, 5)
+    return found, rest, model.weights()
+
+
+@every_option
+def test_state_goes_from_layout_to_layout_bit_for_bit(option: OptimizerOption) -> None:
+    single = Model(option)
+    single.steps(0, 3)
+    tensors, groups = single.state()
+    weights = single.weights()
+    single.steps(3, 5)
+    for found, rest, end in run_ranks(4, resumed, option, tensors, groups, weights):
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+        assert rest["tensors"] == groups["tensors"]
+        assert rest["values"] == groups["values"]
+        for name, expected in single.weights().items():
+            torch.testing.assert_close(end[name], expected, rtol=0, atol=1e-7)
+
+
+def misfits(tensors: dict[str, Tensor], groups: dict[str, Any]) -> str:
+    model = Model(AdamWSettings(), 1)
+    with pytest.raises(CheckpointError) as caught:
+        model.optimizer.load(tensors, groups)
+    return str(caught.value)
+
+
+def test_whole_moments_of_a_sharded_parameter_are_refused() -> None:
+    single = Model(AdamWSettings())
+    single.steps(0, 1)
+    first = run_ranks(2, misfits, *single.state())[0]
+    assert "up_proj.weight.exp_avg: its shape is (10, 6), the parameter's (5, 6)" in first
+
+
+# ------------------------------------------------------------------------------------------ parts on different ranks
+
+
+def part(names: list[str], option: OptimizerOption) -> tuple[dict[str, nn.Parameter], Optimizers]:
+    parameters = {name: nn.Parameter(numbers(0)[name].clone()) for name in names}
+    optimizer = build_optimizer(option, parameters.items(), lr=1e-2, weight_decay=0.1)
+    for name, p in parameters.items():
+        p.grad = numbers(1)[name]
+    optimizer.step()
+    return parameters, optimizer
+
+
+STAGES = [["embed_tokens.weight", "up_proj.weight"], ["down_proj.weight", "norm.weight"]]
+NORMS_APART = AdamWSettings(groups={"norms": GroupSettings(regex="norm", settings={"lr": 0.5})})
+
+
+@pytest.mark.parametrize("option", [AdamWSettings(), MuonSettings(), NORMS_APART], ids=["adamw", "muon", "groups"])
+def test_states_of_parts_are_the_state_of_the_whole_model(option: OptimizerOption) -> None:
+    stages = [part(names, option)[1] for names in STAGES]
+    merged = merge_group_states([stage.group_state() for stage in stages])
+    whole_model = part([*STAGES[0], *STAGES[1]], option)[1]
+    expected = whole_model.group_state()
+    assert merged["tensors"] == expected["tensors"]
+    assert merged["values"] == expected["values"]
+    assert merged["groups"].keys() == expected["groups"].keys()
+    for name, group in merged["groups"].items():
+        assert sorted(group["parameters"]) == sorted(expected["groups"][name]["parameters"])
+        assert {**group, "parameters": []} == {**expected["groups"][name], "parameters": []}
+
+
+@pytest.mark.parametrize("option", [AdamWSettings(), MuonSettings(), NORMS_APART], ids=["adamw", "muon", "groups"])
+def test_a_part_takes_its_own_from_the_state_of_the_whole_model(option: OptimizerOption) -> None:
+    names = [*STAGES[0], *STAGES[1]]
+    whole_model = part(names, option)[1]
+    groups = whole_model.group_state()
+    for own in STAGES:
+        parameters, optimizer = part(own, option)
+        for p in parameters.values():
+            p.grad = torch.ones_like(p)
+        optimizer.step()  # other moments now
+        tensors = {n: t for n, t in whole_model.state_tensors().items() if n.rpartition(".")[0] in own}
+        assert optimizer.load(tensors, groups, all_names=set(names)) == []
+        restored = optimizer.state_tensors()
+        assert restored.keys() == tensors.keys()
+        assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
+
+
+def test_what_no_rank_trains_is_still_a_mistake() -> None:
+    whole_model = part([*STAGES[0], *STAGES[1]], AdamWSettings())[1]
+    optimizer = part(STAGES[0], AdamWSettings())[1]
+    tensors = {n: t for n, t in whole_model.state_tensors().items() if n.rpartition(".")[0] in STAGES[0]}
+    with pytest.raises(CheckpointError, match=r"not trained by this run's optimizer: norm.weight"):
+        optimizer.load(tensors, whole_model.group_state(), all_names={*STAGES[0], "down_proj.weight"})

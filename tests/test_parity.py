@@ -1,0 +1,131 @@
+"""One recipe, one result: every strategy against one device, over 20 steps in fp32 without dropout (SPEC 3).
+
+``scripts/test --full`` runs the whole product of the tables below; without it each strategy meets each value once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from parity import (
+    LAYOUTS,
+    SCHEDULES,
+    Result,
+    assert_near,
+    assert_parity,
+    assert_same_samples,
+    assert_update_within,
+    corpus,
+    go_on,
+    scratch,
+    train,
+)
+
+from forgather_cli.run_dir import RunDir
+
+SEQUENCES = 12
+"""Of all ranks' micro-batches together: 1, 2, 3 and 4 ranks and 4 micro-batches of a pipeline divide it."""
+
+ACCUMULATION = (1, 2, 8)
+DATA = ("ragged", "packed", "isolated")
+EMBEDDINGS = ("untied", "tied")
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+OPTIMIZERS = {
+    "adamw": ("optimizer=adamw",),
+    "sgd": ("optimizer=sgd", "optimizer.momentum=0.9", "learning_rate=0.1"),
+    "muon": ("optimizer=muon", "+callbacks.probe.save_at=[10,11]"),
+}
+CLIPPED = ("max_grad_norm=0.2",)
+"""Below the norms of most steps."""
+
+
+class Case(NamedTuple):
+    layout: str
+    accumulation: int
+    data: str
+    embeddings: str
+    loss: str
+    optimizer: str
+
+
+EVERYTHING = [
+    Case(*values)
+    for values in itertools.product(LAYOUTS, ACCUMULATION, DATA, EMBEDDINGS, LOSSES, OPTIMIZERS)
+    if values[0] not in ("ddp 4", "fsdp2 3", "1F1B 3")  # for changes of the world size only
+]
+
+
+def _selected() -> set[Case]:
+    """Up to three cases for each layout, in which a strategy (a schedule) meets every value of every table.
+
+    They share nine combinations that one device is to train. Many micro-batches on four ranks take long and are left
+    to the other layouts of the strategy.
+    """
+    found = set()
+    for i, (name, layout) in enumerate(LAYOUTS.items()):
+        for n in range(2 if layout.ranks > 3 else 3):
+            data, optimizer = DATA[(n + i) % 3], list(OPTIMIZERS)[(n + 2 * i) % 3]
+            embeddings, loss = EMBEDDINGS[(n + i % 3) % 2], LOSSES[((n + 1) // 2 + i // 3) % 2]
+            found.add(Case(name, ACCUMULATION[n], data, embeddings, loss, optimizer))
+    return found
+
+
+SELECTED = _selected()
+CASES = [
+    pytest.param(case, id=", ".join(map(str, case)), marks=() if case in SELECTED else pytest.mark.full)
+    for case in EVERYTHING
+]
+
+
+def data_settings(data: str) -> tuple[str, ...]:
+    if data == "ragged":
+        return ("data=synthetic", "data.ragged=true", "data.num_samples=300", "data.num_eval_samples=11")
+    return (*corpus(), f"data.isolate_documents={str(data == 'isolated').lower()}")
+
+
+def settings(case: Case) -> tuple[str, ...]:
+    return (
+        *data_settings(case.data),
+        *OPTIMIZERS[case.optimizer],
+        *CLIPPED,
+        f"model.num_hidden_layers={LAYOUTS[case.layout].layers}",
+        f"model.tie_word_embeddings={str(case.embeddings == 'tied').lower()}",
+        f"global_batch_size={SEQUENCES * case.accumulation}",
+    )
+
+
+@functools.cache
+def reference(given: tuple[str, ...], batch: int) -> Result:
+    """One device, the whole batch at once, the plain loss."""
+    path = scratch() / f"reference-{reference.cache_info().misses}"
+    return train(LAYOUTS["single"], (*given, f"per_device_train_batch_size={batch}"), path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_strategy_gives_the_result_of_one_device(tmp_path: Path, case: Case) -> None:
+    layout = LAYOUTS[case.layout]
+    data_ranks = 1 if "trainer=pipeline" in layout.overrides else layout.ranks
+    own = [f"per_device_train_batch_size={SEQUENCES // data_ranks}", f"loss={case.loss}"]
+    if case.loss == "linear_cross_entropy":
+        own.append("chunk_size=20")
+    expected = reference(settings(case), SEQUENCES * case.accumulation)
+    assert max(expected.norms) > 0.2, "clipping was not active"
+    if case.optimizer == "muon":  # each step rounds to bf16, and the differences of many steps add up: from one state
+        found = go_on(layout, (*settings(case), *own), RunDir(expected.path).checkpoint(10), tmp_path)
+        assert_same_samples(found, expected)
+        assert_near(found.losses[:1], expected.losses[10:11], "loss")
+        assert_near(found.norms[:1], expected.norms[10:11], "gradient norm")
+        assert_update_within(0.02, found, expected, step=10)
+    else:
+        assert_parity(train(layout, (*settings(case), *own), tmp_path), expected)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", *SCHEDULES])
+def test_each_strategy_meets_every_value(strategy: str) -> None:
+    own = [case for case in SELECTED if case.layout.split()[0] == strategy]
+    for place, table in enumerate((ACCUMULATION, DATA, EMBEDDINGS, LOSSES, OPTIMIZERS), 1):
+        assert {case[place] for case in own} == set(table)

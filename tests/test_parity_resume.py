@@ -1,0 +1,127 @@
+"""A checkpoint does not remember which layout wrote it; in the layout that wrote it, resuming is exact bit by bit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from parity import (
+    LAYOUTS,
+    SCHEDULES,
+    Result,
+    assert_near,
+    assert_parity,
+    assert_same_samples,
+    checkpoint_tensors,
+    corpus,
+    go_on,
+    scratch,
+    train,
+)
+from torch import Tensor
+
+from forgather_cli.run_dir import RunDir
+
+BASE = (
+    "model.num_hidden_layers=4", "global_batch_size=12", "per_device_train_batch_size=12", "max_grad_norm=0.2",
+    "model.tie_word_embeddings=true", "data.isolate_documents=true",
+)  # fmt: skip
+CROSS = ("single", "ddp 2", "fsdp2 2", "1F1B 2", "Interleaved1F1B 2", "ZBVZeroBubble 2")
+
+
+@functools.cache
+def whole(layout: str) -> Result:
+    """20 steps under ``layout``, with a checkpoint in the middle."""
+    return train(LAYOUTS[layout], (*corpus(), *BASE, "save_steps=10"), scratch() / f"whole-{layout}")
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same tensors, bit by bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+# -------------------------------------------------------------------------------------------------- another layout
+
+
+def _pairs() -> list[object]:
+    """Every ordered pair; a circle in both directions is always run, so that each layout writes and reads."""
+    places = {name: place for place, name in enumerate(CROSS)}
+    pairs = itertools.permutations(CROSS, 2)
+    distance = {(a, b): (places[b] - places[a]) % len(CROSS) for a, b in pairs}
+    return [
+        pytest.param(a, b, id=f"{a} to {b}", marks=() if step in (1, len(CROSS) - 1) else pytest.mark.full)
+        for (a, b), step in distance.items()
+    ]
+
+
+@pytest.mark.parametrize(("writer", "reader"), _pairs())
+def test_any_layout_goes_on_from_any_other(tmp_path: Path, writer: str, reader: str) -> None:
+    source = whole(writer)
+    found = go_on(LAYOUTS[reader], (*corpus(), *BASE), RunDir(source.path).checkpoint(10), tmp_path)
+    assert_equal(found.begin, source.tensors(10))
+    assert len(found.losses) == 10
+    assert_parity(found, whole("single"))
+
+
+CHAINS = {
+    "ddp": ("single", "ddp 2", "ddp 4", "ddp 3", "single"),
+    "fsdp2": ("single", "fsdp2 2", "fsdp2 4", "fsdp2 3", "single"),
+    "1F1B": ("single", "1F1B 2", "1F1B 4", "1F1B 3", "single"),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_number_of_ranks_may_change_at_every_resume(tmp_path: Path, chain: str) -> None:
+    losses: list[float] = []
+    for n, layout in enumerate(CHAINS[chain], 1):
+        before = checkpoint_tensors(RunDir(tmp_path)) if n > 1 else {}
+        stop = f"+callbacks.probe.stop_after={4 * n}"
+        found = train(LAYOUTS[layout], (*corpus(), *BASE, stop), tmp_path, resume=True)
+        assert_equal(found.begin, before or found.begin)
+        losses += found.losses
+    assert len(losses) == 20
+    assert_near(losses, whole("single").losses, "loss")
+    assert_parity(found, whole("single"))
+
+
+# ------------------------------------------------------------------------------------------------------ the same layout
+
+EXACT = ("single", "ddp 3", "fsdp2 2", *(f"{schedule} 2" for schedule in SCHEDULES))
+OPTIMIZERS = {
+    "adamw": ("optimizer=adamw",),
+    "sgd": ("optimizer=sgd", "optimizer.momentum=0.9", "learning_rate=0.1"),
+    "muon": ("optimizer=muon",),
+}
+DROPOUT = {
+    "without dropout": (),
+    "with dropout": ("model.attention_dropout=0.1", "model.residual_dropout=0.1"),
+}
+
+
+def _exact_cases() -> list[object]:
+    """Every combination; one of each layout is always run, the kinds in turn."""
+    kinds = list(itertools.product(OPTIMIZERS, DROPOUT))
+    return [
+        pytest.param(layout, *kind, id=", ".join((layout, *kind)), marks=() if n == i % 6 else pytest.mark.full)
+        for i, layout in enumerate(EXACT)
+        for n, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize(("layout", "optimizer", "dropout"), _exact_cases())
+def test_resume_in_the_same_layout_is_exact(tmp_path: Path, layout: str, optimizer: str, dropout: str) -> None:
+    settings = (*corpus(), *BASE, *OPTIMIZERS[optimizer], *DROPOUT[dropout], "deterministic=true", "max_steps=12")
+    expected = train(LAYOUTS[layout], (*settings, "save_steps=7"), tmp_path / "whole")
+    found = go_on(LAYOUTS[layout], settings, RunDir(expected.path).checkpoint(7), tmp_path / "resumed")
+    assert_equal(found.begin, expected.tensors(7))
+    assert_same_samples(found, expected)
+    assert found.losses == expected.losses[7:]
+    assert found.norms == expected.norms[7:]
+    assert found.eval_losses == expected.eval_losses
+    assert_equal(found.tensors(), expected.tensors())
+    assert torch.equal(found.tokens, expected.tokens)

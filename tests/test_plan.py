@@ -1,0 +1,215 @@
+"""``forgather plan`` under every strategy: memory per rank against measured bytes, stages, batches, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from parity import SCHEDULES
+from ranks import run_ranks
+from torch import Tensor
+
+from forgather_cli import worker
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.config.pipeline_layout import ONE_STAGE, stages_per_rank
+from forgather_cli.config.schema import PipelineSettings
+from forgather_cli.errors import ConfigError
+from forgather_cli.plan import RunPlan, make_plan
+from forgather_cli.plan.pipeline import in_flight
+from forgather_cli.run_dir import RunDir
+from forgather_cli.sharding import local
+
+# embeddings whose rows 2 and 3 do not divide, so that shards differ and are padded
+SMALL = ("model.num_hidden_layers=4", "model.vocab_size=259", "max_steps=1", "eval_strategy=no", "save_strategy=no")
+TIED = "model.tie_word_embeddings=true"
+
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "single": (1, ("trainer=single",)),
+    "single, sgd with momentum": (1, ("trainer=single", "optimizer=sgd", "optimizer.momentum=0.9")),
+    "ddp": (2, ("trainer=ddp",)),
+    "ddp with buckets of its own": (2, ("trainer=ddp", "gradient_as_bucket_view=false")),
+    "fsdp2": (2, ("trainer=fsdp2",)),
+    "fsdp2, 3 ranks": (3, ("trainer=fsdp2", "global_batch_size=6")),
+    "hsdp": (4, ("trainer=fsdp2", "replicate=2")),
+    "1F1B": (2, ("trainer=pipeline",)),
+    "1F1B, tied": (2, ("trainer=pipeline", TIED)),
+    "ZBVZeroBubble": (2, ("trainer=pipeline", "schedule=ZBVZeroBubble")),
+    "ZBVZeroBubble, tied": (2, ("trainer=pipeline", "schedule=ZBVZeroBubble", TIED)),
+}
+
+
+class Measure(TrainerCallback):
+    """Bytes of gradients before the first step and of weights and optimizer state after it."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.gradients = num_bytes([p.grad for p in parameters(kwargs["trainer"]) if p.grad is not None])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = kwargs["trainer"]
+        states = [each for optimizer in trainer.optimizer.optimizers for each in optimizer.state.values()]
+        trainer.measured = {
+            "weights": num_bytes(parameters(trainer)),
+            "gradients": self.gradients,
+            "optimizer": num_bytes([t for each in states for t in each.values() if isinstance(t, Tensor)]),
+        }
+
+
+def parameters(trainer: Any) -> list[Any]:
+    return [p for part in trainer.strategy.parts for p in part.parameters()]
+
+
+def num_bytes(tensors: list[Any]) -> int:
+    """Of the memory behind ``tensors``; what several of them share counts once."""
+    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measured(path: Path, overrides: tuple[str, ...]) -> dict[str, int]:
+    config = tiny.config(path, *SMALL, *overrides, "+callbacks.measure._target_=test_plan.Measure")
+    found: dict[str, int] = worker.run(config, RunDir(path)).measured  # type: ignore[attr-defined]
+    return found
+
+
+def plan(path: Path, world: int, *overrides: str) -> RunPlan:
+    ranks = (f"nproc_per_node={world}",) if world > 1 else ()
+    return make_plan(tiny.config(path, *SMALL, *overrides, *ranks))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_within_15_percent_of_what_ranks_hold(tmp_path: Path, case: str) -> None:
+    world, overrides = CASES[case]
+    made = plan(tmp_path, world, *overrides)
+    held = [measured(tmp_path, overrides)] if world == 1 else run_ranks(world, measured, tmp_path, overrides)
+    assert len(made.ranks) == world
+    for rank, own in zip(made.ranks, held, strict=True):
+        for kind, size in own.items():
+            assert getattr(rank, kind) == pytest.approx(size, rel=0.15), (case, rank.rank, kind)
+
+
+def test_data_ranks_share_the_batch(tmp_path: Path) -> None:
+    batch = ("global_batch_size=24", "per_device_train_batch_size=4")
+    for trainer, expected in (("ddp", (4, 2)), ("fsdp2", (4, 2))):
+        made = plan(tmp_path, 3, f"trainer={trainer}", *batch)
+        assert (made.micro_batch, made.accumulation, made.global_batch) == (*expected, 24)
+    made = plan(tmp_path, 2, "trainer=pipeline", *batch)
+    assert (made.micro_batch, made.accumulation, made.global_batch) == (4, 6, 24)
+    single = plan(tmp_path, 1, "trainer=single", *batch)
+    assert single.tokens_per_step == made.tokens_per_step
+
+
+def test_fsdp2_with_offload_and_without_resharding(tmp_path: Path) -> None:
+    whole = plan(tmp_path, 1, "trainer=single").fullest
+    normal = plan(tmp_path, 2, "trainer=fsdp2").fullest
+    kept = plan(tmp_path, 2, "trainer=fsdp2", "reshard_after_forward=false").fullest
+    half = plan(tmp_path, 2, "trainer=fsdp2", "reshard_after_forward=false", "param_dtype=bf16").fullest
+    assert normal.buffers < kept.buffers
+    assert kept.buffers - half.buffers == whole.weights // 2
+    offloaded = plan(tmp_path, 2, "trainer=fsdp2", "cpu_offload=true").fullest
+    assert offloaded.in_host_memory == normal.weights + normal.gradients + (normal.optimizer or 0)
+    assert offloaded.total == normal.total - offloaded.in_host_memory
+
+
+def test_buckets_of_their_own_are_a_second_copy_of_the_gradients(tmp_path: Path) -> None:
+    views = plan(tmp_path, 2, "trainer=ddp").fullest
+    copies = plan(tmp_path, 2, "trainer=ddp", "gradient_as_bucket_view=false").fullest
+    assert copies.total - views.total == copies.gradients
+    fused = plan(tmp_path, 2, "trainer=fsdp2", "fuse_optim_with_backward=true", "max_grad_norm=null").fullest
+    assert fused.gradients < views.gradients / 2
+
+
+# --------------------------------------------------------------------------------------------------------- pipelines
+
+
+def test_stages_add_up_to_the_model(tmp_path: Path) -> None:
+    made = plan(tmp_path, 2, "trainer=pipeline", "schedule=Interleaved1F1B")
+    assert [(s.index, s.rank, s.first_layer, s.last_layer) for s in made.stages] == [
+        (0, 0, 0, 0), (1, 1, 1, 1), (2, 0, 2, 2), (3, 1, 3, 3),
+    ]  # fmt: skip
+    assert sum(s.parameters for s in made.stages) == made.num_parameters
+    assert sum(s.share for s in made.stages) == pytest.approx(1)
+    tied = plan(tmp_path, 2, "trainer=pipeline", TIED)
+    embedding = next(row.numel for row in tied.parameters if row.kind == "embedding")
+    assert sum(s.parameters for s in tied.stages) == tied.num_parameters + embedding
+
+
+def test_checkpoints_are_as_large_under_every_strategy(tmp_path: Path) -> None:
+    sizes = {
+        plan(tmp_path, 1 if name == "single" else 2, f"trainer={name}", TIED).checkpoint_bytes
+        for name in ("single", "ddp", "fsdp2", "pipeline")
+    }
+    assert len(sizes) == 1
+
+
+def test_early_ranks_of_1f1b_keep_more_activations(tmp_path: Path) -> None:
+    made = plan(tmp_path, 4, "trainer=pipeline", "n_microbatches=8", "input_weight=0", "output_weight=0")
+    first, second, third, _ = (rank.activations or 0 for rank in made.ranks)
+    assert (first, second, third) == (third * 2, third * 3 // 2, third)
+    all_at_once = plan(tmp_path, 4, "trainer=pipeline", "n_microbatches=8", "schedule=GPipe")
+    assert all_at_once.ranks[0].activations == 2 * first
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if schedule not in ONE_STAGE])
+def test_micro_batches_in_flight_are_those_of_torchs_schedule(schedule: Any, world: int) -> None:
+    for microbatches in (2 * world, 4 * world):
+        settings = PipelineSettings(schedule=schedule, n_microbatches=microbatches)
+        orders = torch_order(settings, world)
+        expected = [most_waiting(orders[rank]) for rank in range(world)]
+        assert [in_flight(settings, rank, world) for rank in range(world)] == expected
+
+
+class FakeStage:
+    """As much of a pipeline stage as a schedule looks at when it makes its order."""
+
+    has_backward, submod = True, None
+
+    def __init__(self, index: int, world: int, count: int) -> None:
+        self.stage_index, self.group_rank, self.group_size, self.num_stages = index, 0, world, count
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def torch_order(settings: PipelineSettings, world: int) -> dict[int, list[Any]]:
+    """What each rank does in which order, by torch's own schedule."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    count = world * stages_per_rank(settings)
+    own = [0, count - 1] if settings.schedule in ("ZBVZeroBubble", "DualPipeV") else list(range(0, count, world))
+    stages = [FakeStage(index, world, count) for index in own]
+    order: dict[int, list[Any]] = get_schedule_class(settings.schedule)(stages, settings.n_microbatches).pipeline_order
+    return order
+
+
+def most_waiting(order: list[Any]) -> int:
+    """Forwards that still wait for (all of) their backward, at most."""
+    now = most = 0
+    for action in (part for each in order if each is not None for part in (each.sub_actions or (each,))):
+        now += {"F": 1, "B": -1, "W": -1}.get(action.computation_type.value, 0)
+        most = max(most, now)
+    return most
+
+
+def test_a_pipeline_that_the_layers_do_not_allow_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"8 pipeline stages are more than num_hidden_layers=4"):
+        make_plan(tiny.config(tmp_path, *SMALL, "trainer=pipeline", "schedule=LoopedBFS", "stages_per_rank=4"))
+
+
+def test_the_command_prints_every_rank_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    from forgather_cli.cli.plan import plan as command
+
+    words = ["model=nano", "data=synthetic", "trainer=pipeline", "nproc_per_node=2"]
+    command(words, None, params=False, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
+    assert document["memory_bytes"] == max(rank["memory_bytes"] for rank in document["ranks"])
+    assert [stage["rank"] for stage in document["stages"]] == [0, 1]
+    assert (document["trainer"], document["schedule"], document["world_size"]) == ("pipeline", "1F1B", 2)
+    assert 0 < document["bubble"] < 1
+    command(words, None, params=False, as_json=False)
+    table = capsys.readouterr().out
+    assert "pipeline on 2 ranks, schedule 1F1B, 2 stages, bubble" in table
+    assert "embedding, 0" in table
+    assert "1, head" in table

@@ -1,0 +1,63 @@
+"""Small runs on two ranks for the tests of launching: how to start them, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from program import Process
+
+from forgather_cli.job import is_running
+from forgather_cli.outcome import Outcome, read_outcome
+from forgather_cli.run_dir import RunDir
+
+SMALL = [
+    "model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
+    "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu", "output_dir=run",
+]  # fmt: skip
+RUN = RunDir(Path("run"))
+
+
+def fault(moment: str, act: str, **settings: object) -> list[str]:
+    """Words that put a ``faults.Fault`` into a run."""
+    given = {"_target_": "faults.Fault", "moment": moment, "act": act, **settings}
+    return [f"+callbacks.fault.{name}={value}" for name, value in given.items()]
+
+
+WATCHED = fault("step", "nothing")
+"""Words for a run whose ranks leave their process ids."""
+
+
+def start(*words: str, strategy: str = "ddp") -> Process:
+    """A run on two ranks."""
+    return Process("train", *SMALL, f"trainer={strategy}", "nproc_per_node=2", *words)
+
+
+def train(*words: str, strategy: str = "ddp") -> tuple[int, str]:
+    """(exit code, output) of a run on two ranks."""
+    with start(*words, strategy=strategy) as job:
+        return job.finish(), job.output
+
+
+def nobody_left(ranks: int = 2) -> bool:
+    """True once none of the ranks that left their process id runs."""
+    pids = [int(path.read_text()) for path in Path().glob("pid-*")]
+    assert len(pids) == ranks
+    until = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(is_running(pid) for pid in pids)
+
+
+def ended() -> Outcome:
+    """How the run ended, by its ``exit.json``."""
+    outcome = read_outcome(RUN)
+    assert outcome is not None
+    return outcome
+
+
+def recorded_steps(run: RunDir = RUN) -> list[int]:
+    """Steps with a loss in metrics.jsonl."""
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [record["step"] for record in records if "loss" in record]
