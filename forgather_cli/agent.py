@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from forgather_cli.errors import SetupError
@@ -21,7 +22,8 @@ def run_agent(layout: Layout, job: Job, config: Path | None) -> dict[int, int]:
     """Run the ranks of this node to their end; returns the exit codes of those that failed, by rank on this node.
 
     ``config`` is what the ranks are to read, None where rank 0 will tell them. Call it outside the main thread: there
-    the agent handles no signals (torch 2.13, ``PContext.start``). Raises SetupError if the nodes do not meet.
+    the agent handles no signals (torch 2.13, ``PContext.start``). Raises SetupError if the nodes do not meet, at the
+    start or any more.
     """
     if layout.nodes > 1 and layout.restarts:  # a store for each attempt, since nodes may count attempts differently
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -31,10 +33,10 @@ def run_agent(layout: Layout, job: Job, config: Path | None) -> dict[int, int]:
         elastic_launch(_launch_config(layout, job), sys.executable)(*command)
     except ChildFailedError as error:
         return {failure.local_rank: failure.exitcode for failure in error.failures.values()}
-    except (RuntimeError, ValueError, TimeoutError) as error:  # what rendezvous backends raise
+    except (RendezvousError, RuntimeError, ValueError, TimeoutError) as error:  # what rendezvous backends raise
         reason = " ".join(str(error.__cause__ or error).split())[:300]
         where = f"{layout.endpoint} ({layout.backend})"
-        raise SetupError(f"rdzv_endpoint: the nodes could not meet at {where}: {reason}") from error
+        raise SetupError(f"rdzv_endpoint: the nodes do not meet at {where}: {reason}") from error
     return {}
 
 
@@ -70,10 +72,21 @@ class _Environment(DefaultLogsSpecs):
     def __init__(self, job: Job, ranks: int) -> None:
         super().__init__(log_dir=os.devnull)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-        self._own = {"OMP_NUM_THREADS": threads, **job.environment()}
+        threads = str(max(1, cores // ranks))
+        defaults = {
+            "OMP_NUM_THREADS": threads,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # the store warns of ranks that are gone
+        self._own = {name: os.environ.get(name, value) for name, value in defaults.items()}
+        self._job, self._starts = job, 0
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called for each start of this node's ranks.
+
+        They are counted here: torchrun's own count leaves out restarts that another node began (torch 2.13,
+        ``_invoke_run``), and nodes would disagree on whether they go on or begin.
+        """
         for environment in envs.values():
-            environment.update(self._own)
+            environment.update({**self._own, **self._job.environment(self._starts)})
+        self._starts += 1
         return super().reify(envs)

@@ -79,12 +79,17 @@ def known_cause(rank: Rank, *, patience: float = 0.0) -> Ending | None:
     """Another rank's failure that needs no further explanation, if it is told within ``patience`` seconds."""
     until = time.monotonic() + patience
     while True:
-        cause = first_cause(_heard(rank))
+        cause = any_failure(rank)
         if cause is not None and cause.is_cause:
             return cause
         if time.monotonic() >= until:
             return None
         time.sleep(0.1)
+
+
+def any_failure(rank: Rank) -> Ending | None:
+    """What is known now of other ranks' failures; a store that is gone is one."""
+    return first_cause(_heard(rank))
 
 
 def _heard(rank: Rank) -> Iterator[Ending]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgather_cli.ending import Ending
+from forgather_cli.place import ATTEMPT
 
 _VARIABLE = "FORGATHER_JOB"
 
@@ -49,9 +50,9 @@ class Job:
         root = os.environ.get(_VARIABLE)
         return None if root is None else cls(Path(root), **json.loads(Path(root, "job.json").read_text()))
 
-    def environment(self) -> dict[str, str]:
-        """What makes ``entered`` find this job."""
-        return {_VARIABLE: str(self.root)}
+    def environment(self, attempt: int) -> dict[str, str]:
+        """What makes ``entered`` find this job, and ``place.launched`` the number of this start."""
+        return {_VARIABLE: str(self.root), ATTEMPT: str(attempt)}
 
     def discard(self) -> None:
         """Remove the folder; for a launcher that ends without unwinding."""

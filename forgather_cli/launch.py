@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable
@@ -168,7 +167,6 @@ def _settle(held: Claim, ending: Ending) -> None:
 
 def _supervised(layout: Layout, held: Claim | None, path: Path | None) -> Ending:
     """Run ranks of this node under torchrun's agent. Why they failed is shown here, once."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store's warnings of ranks that are gone
     run = None if held is None else held.run
     _quiet_elastic()
 

@@ -31,11 +31,16 @@ FAREWELL = 20.0
 
 @dataclass(frozen=True)
 class Shared:
-    """What rank 0 gives to the others: the run's directory (absolute), the lock's text, and the config's YAML."""
+    """What rank 0 gives to the others."""
 
     root: str
+    """The run's directory, absolute."""
     lock: str
+    """Text of its lock."""
     config: str
+    """YAML."""
+    going_on: bool = False
+    """After a restart: from the newest checkpoint, whatever the config says."""
 
 
 class Meeting:
@@ -167,7 +172,6 @@ def within(seconds: float, call: Callable[[], _T]) -> _T | None:
 
 
 def _connect(place: Place, *, offer: bool = False) -> Any:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of retries and of lost connections
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     timeout = timedelta(seconds=_CONNECT)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from forgather_cli.errors import ConfigError
 
+ATTEMPT = "FORGATHER_ATTEMPT"
+"""Environment variable: how often our launcher has started this node's ranks before."""
 _SLURM_PORTS = 20000, 20000
 """First port and number of ports for the rank 0 of a Slurm job that names none."""
 
@@ -62,7 +64,8 @@ def launched(node: int, environ: MutableMapping[str, str] = os.environ) -> Place
     """
     place = _from_torchrun(environ)
     environ["GROUP_RANK"] = str(node)
-    return replace(place, rank=node * place.local_size + place.local_rank, by="")
+    rank = node * place.local_size + place.local_rank
+    return replace(place, rank=rank, attempt=_number(environ, ATTEMPT, 0), by="")
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Place:

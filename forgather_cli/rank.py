@@ -46,6 +46,8 @@ class Start:
     config: Callable[[], Config]
     lock: Callable[[], str] = lambda: ""
     """Text of the run directory's lock, by which other nodes know the directory."""
+    going_on: bool | None = None
+    """True to go on from the newest checkpoint whatever the config says; None: after a restart."""
 
 
 class Rank:
@@ -114,11 +116,12 @@ class Rank:
     def _work(self, start: Start) -> Ending:
         config, place = start.config(), self.place
         meeting = self.meet()
+        going_on = place.attempt > 0 and _can_go_on(config, start.run) if start.going_on is None else start.going_on
         if meeting is not None and place.rank == 0:
-            root = start.run.root.resolve()
-            meeting.share(Shared(str(root), start.lock(), start.run.newest_config().read_text(encoding="utf-8")))
-        if place.attempt:
-            config = _going_on(config, start.run)
+            text = start.run.newest_config().read_text(encoding="utf-8")
+            meeting.share(Shared(str(start.run.root.resolve()), start.lock(), text, going_on))
+        if going_on:
+            config = replace(config, resume_from_checkpoint=True, resume_components="all")
         with process_group.initialised(config, place, meeting):
             from forgather_cli import worker
 
@@ -139,11 +142,9 @@ class Rank:
             begin_training(self.run)
 
 
-def _going_on(config: Config, run: RunDir) -> Config:
-    """The config of a restart: from the newest checkpoint of this run; until it has one, as the first time."""
-    if isinstance(config.resume_from_checkpoint, str) and not run.checkpoint_steps():
-        return config
-    return replace(config, resume_from_checkpoint=True, resume_components="all")
+def _can_go_on(config: Config, run: RunDir) -> bool:
+    """True if a restart goes on with the run. One that began from another's checkpoint begins there again at first."""
+    return bool(run.checkpoint_steps()) or not isinstance(config.resume_from_checkpoint, str)
 
 
 # -------------------------------------------------------------------------------------------------------- what to train
@@ -173,7 +174,7 @@ def shared(rank: Rank) -> Start:
     run = RunDir(Path(found.root))
     _check_seen(run, found.lock)
     text = found.config
-    return Start(run, lambda: _decoded(text, run))
+    return Start(run, lambda: _decoded(text, run), going_on=found.going_on)
 
 
 def uneven(rank: Rank) -> Start:

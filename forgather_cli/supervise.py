@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from forgather_cli.ending import ERROR, KILLED, MISTAKE, STUCK, Ending, cut, done, first_cause, killed
+from forgather_cli.ending import ERROR, KILLED, LOST, MISTAKE, STUCK, Ending, cut, done, first_cause, killed
 from forgather_cli.errors import SetupError
 from forgather_cli.job import Attempt, Job, is_running
 from forgather_cli.layout import Layout
@@ -133,17 +133,22 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------- the end
 
     def _ending(self) -> Ending:
-        started = self._job.attempts() > 0
-        if isinstance(self._trouble, SetupError) and not started:
-            return Ending(0, MISTAKE, MISTAKE_CODE, str(self._trouble))
+        attempt = self._attempt()
         if self._trouble is not None and not isinstance(self._trouble, SetupError):
             raise self._trouble
-        attempt = self._attempt()
-        cause = first_cause(self._causes(attempt, self._codes))  # before what the agent makes of it
+        if self._trouble is not None and len(attempt.endings()) < self._layout.ranks_per_node:
+            return self._without_the_others(attempt, str(self._trouble))
+        cause = first_cause(self._causes(attempt, self._codes))
         if cause is not None:
             return cause
         stopped = [ending for ending in attempt.endings() if ending.kind == "stopped"]
         return stopped[0] if stopped else done(0)
+
+    def _without_the_others(self, attempt: Attempt, message: str) -> Ending:
+        """The agents have not met, or not again: what our ranks told of a failure is nearer to the cause."""
+        if self._job.attempts() == 0:
+            return Ending(0, MISTAKE, MISTAKE_CODE, message)
+        return first_cause(attempt.endings()) or Ending(0, LOST, FAILED, message)
 
     def _causes(self, attempt: Attempt, codes: dict[int, int]) -> list[Ending]:
         """What the ranks of this node have told, and what became of those that could not."""

@@ -138,10 +138,10 @@ def _abandoned(rank: Rank) -> bool:
     """torchrun's agent sends SIGTERM to the ranks that are left when one has failed."""
     if rank.place.size == 1 and rank.job is None:
         return False
-    cause = failures.known_cause(rank)
-    if cause is not None:
-        threading.Thread(target=_end_because_of, args=(rank, cause), daemon=True).start()
-    return cause is not None
+    failure = failures.any_failure(rank)
+    if failure is not None:
+        threading.Thread(target=_end_because_of, args=(rank, failure), daemon=True).start()
+    return failure is not None
 
 
 def _heard(rank: Rank, signum: int) -> None:

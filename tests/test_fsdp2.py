@@ -32,6 +32,7 @@ from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.sharding import local
 from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.fsdp2 import FullyShard
+from forgather_cli.trainer import Trainer, TrainingArguments
 from tests import tiny
 from tests.fsdp2 import (
     CPU,
@@ -127,11 +128,17 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(64, 8)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.scale = nn.Parameter(torch.empty(()))
         self.out = nn.Linear(8, 64)
-        self.register_buffer("positions", torch.linspace(0, 1, 16)[:, None].repeat(1, 8))
+        self.register_buffer("positions", torch.empty(16, 8))
+        self.reset_parameters()
         if share:
             self.blocks[2][0].weight = self.blocks[0][0].weight
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.scale.fill_(0.5)
+        self.positions.copy_(torch.linspace(0, 1, 16)[:, None].expand(16, 8))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids) + self.positions[: input_ids.shape[1]]
@@ -145,9 +152,17 @@ def net(seed: int, share: bool) -> Net:
     return Net(share)
 
 
-def trained_net(plan: Slices, settings: dict[str, Any], share: bool) -> dict[str, Any]:
+def net_on_meta(share: bool) -> Net:
+    with torch.device("meta"):
+        return Net(share)
+
+
+def trained_net(plan: Slices, settings: dict[str, Any], share: bool, meta: bool) -> dict[str, Any]:
     strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings))
-    strategy.materialize(lambda: net(dist.get_rank(), share), None)  # every rank draws other weights
+    if meta:
+        strategy.materialize(lambda: net_on_meta(share), lambda part: init_parameters(part, 0))
+    else:
+        strategy.materialize(lambda: net(dist.get_rank(), share), None)  # every rank draws other weights
     parameters = named(strategy)
     optimizer = torch.optim.AdamW(set(parameters.values()), lr=1e-3)
     losses, norms, grads = [], [], []
@@ -168,7 +183,13 @@ def trained_net(plan: Slices, settings: dict[str, Any], share: bool) -> dict[str
 def test_weights_of_a_constructor_are_those_of_rank_0_also_scalars(
     plan: Slices, settings: dict[str, Any], share: bool
 ) -> None:
-    agree(run_ranks(len(plan), trained_net, plan, settings, share), reference(net(0, share)))
+    agree(run_ranks(len(plan), trained_net, plan, settings, share, False), reference(net(0, share)))
+
+
+def test_scalars_of_a_model_built_on_meta() -> None:
+    expected = net(1, False)
+    init_parameters(expected, 0)
+    agree(run_ranks(2, trained_net, even(2, 2), {}, False, True), reference(expected))
 
 
 class Mixed(nn.Module):
@@ -298,8 +319,8 @@ def test_hidden_states_in_fp32_enter_blocks_in_bf16() -> None:
 # ------------------------------------------------------------------------------------------------ optimizer in backward
 
 
-def fused(option: Any, fuse: bool) -> tuple[list[float], dict[str, Tensor], bool]:
-    strategy = FullyShard(CPU, CrossEntropy())
+def fused(option: Any, fuse: bool, replicate: int) -> tuple[list[float], dict[str, Tensor], bool]:
+    strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(replicate=replicate))
     strategy.materialize(lambda: net(0, False), None)
     parameters = named(strategy)
     build = FusedBackward if fuse else build_optimizer
@@ -307,7 +328,7 @@ def fused(option: Any, fuse: bool) -> tuple[list[float], dict[str, Tensor], bool
     norms, freed = [], True
     for step in range(3):
         batch = global_batch(step)
-        strategy.forward_backward([cut(batch, even(2, 1)[strategy.data_rank][0])], targets(batch))
+        strategy.forward_backward([cut(batch, even(strategy.data_size, 1)[strategy.data_rank][0])], targets(batch))
         freed &= all(p.grad is None for p in parameters.values())
         norm = (
             optimizer.grad_norm(strategy.model_group, strategy.duplicates)
@@ -320,13 +341,37 @@ def fused(option: Any, fuse: bool) -> tuple[list[float], dict[str, Tensor], bool
     return norms, {name: whole(p) for name, p in parameters.items()}, freed
 
 
-@pytest.mark.parametrize("option", [AdamWSettings(), SGDSettings(momentum=0.9)], ids=["adamw", "sgd"])
-def test_the_optimizer_in_the_backward_equals_the_ordinary_one(option: Any) -> None:
-    ordinary, in_backward = run_ranks(2, fused, option, False), run_ranks(2, fused, option, True)
+@pytest.mark.parametrize(
+    ("option", "ranks", "replicate"), [(AdamWSettings(), 2, 1), (SGDSettings(momentum=0.9), 4, 2)], ids=["2", "2x2"]
+)
+def test_the_optimizer_in_the_backward_equals_the_ordinary_one(option: Any, ranks: int, replicate: int) -> None:
+    ordinary, in_backward = (run_ranks(ranks, fused, option, fuse, replicate) for fuse in (False, True))
     for (norms, weights, _), (fused_norms, fused_weights, freed) in zip(ordinary, in_backward, strict=True):
         assert freed
         assert fused_norms == pytest.approx(norms, rel=1e-6)
         close(fused_weights, weights, 0.0)
+
+
+def script(folder: str, sharded: bool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """What a user of the Trainer would run."""
+    args = TrainingArguments(
+        folder, max_steps=4, logging_steps=1, save_strategy="no", fuse_optim_with_backward=True, max_grad_norm=None,
+        per_device_train_batch_size=4 if sharded else 8,
+    )  # fmt: skip
+    strategy = FullyShard(CPU, CrossEntropy()) if sharded else None
+    trainer = Trainer(tiny.decoder(), args, train_dataset=tiny.RandomTokens(64, ragged=True), strategy=strategy)
+    trainer.train()
+    return trainer.state.log_history, {n: whole(p) for n, p in trainer.model.state_dict().items()}
+
+
+def test_a_trainer_with_the_optimizer_in_the_backward(tmp_path: Path) -> None:
+    records, weights = script(str(tmp_path / "one"), False)
+    for found, ours in run_ranks(2, script, str(tmp_path / "two"), True):
+        for key in ("loss", "grad_norm"):
+            expected = [record[key] for record in records if key in record]
+            assert [record[key] for record in found if key in record] == pytest.approx(expected, rel=1e-5)
+            assert len(expected) == 4
+        close(ours, weights, 1e-5)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -410,6 +455,18 @@ def test_pretrained_weights_are_read_by_rows(tmp_path: Path, model: dict[str, An
     expected = dict(tiny.decoder(7, **model).named_parameters(remove_duplicate=False))
     for found in run_ranks(4, loaded, directory, model):
         close(found, expected, 0.0)
+
+
+def constructed(offload: bool) -> dict[str, Tensor]:
+    strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(cpu_offload=offload))
+    strategy.materialize(lambda: tiny.decoder(3, **ODD), lambda part: init_parameters(part, 0))
+    return {name: whole(p) for name, p in named(strategy).items()}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_built_with_memory_gets_the_same_weights(offload: bool) -> None:
+    for found in run_ranks(4, constructed, offload):
+        close(found, dict(tiny.decoder(0, **ODD).named_parameters()), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- one process

@@ -225,10 +225,11 @@ def test_what_is_worth_a_restart() -> None:
 
 def test_a_job_folder_carries_words_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     with Job.made(node=1, nodes=2, restarts=3) as job:
-        for name, value in job.environment().items():
+        for name, value in job.environment(attempt=2).items():
             monkeypatch.setenv(name, value)
         rank = Job.entered()
         assert rank == job
+        assert launched(0, {**TORCHRUN, **os.environ}).attempt == 2
         assert (job.stop_asked(), job.attempts()) == (None, 0)
         job.ask_to_stop(signal.SIGINT)
         assert rank.stop_asked() == signal.SIGINT

@@ -34,7 +34,7 @@ ALLOWED = {
     "place": set(),
     "orphans": set(),
     "ending": {"outcome"},
-    "job": {"ending"},
+    "job": {"ending", "place"},
     "meeting": {"ending", "job", "outcome", "place"},
     "layout": {"config.check", "place"},
     "process_group": {"meeting", "place"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
@@ -58,6 +59,7 @@ def train(
 
 def start(place: Place | None, compose: Callable[[], Loaded]) -> int:
     """Train what ``compose`` returns, which is not called in a rank that has to ask rank 0; returns the exit code."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
     from forgather_cli import launch
 
     return launch.launch(compose()) if place is None else launch.join(place, compose)

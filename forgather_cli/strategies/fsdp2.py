@@ -91,6 +91,7 @@ class FullyShard(Strategy):
         self._units = self._shard(model)
         allocate(model, "cpu" if self._settings.cpu_offload else self.device)
         self._move_unsharded(model)
+        self._share({p for p in model.parameters() if not p.ndim})
         if init is not None:
             init(model)
         for unit in self._units:
@@ -100,8 +101,6 @@ class FullyShard(Strategy):
 
     def _shard(self, model: nn.Module) -> list[FSDPModule]:
         """``fully_shard`` the blocks and what is left of the model; returns the sharded modules."""
-        scalars = {p for p in model.parameters() if not p.ndim}  # which cannot be cut
-        self._share(scalars)
         blocks = blocks_to_shard(model, self._settings.block_classes)
         if not blocks and self._world.rank == 0:
             log.warning(
@@ -118,7 +117,7 @@ class FullyShard(Strategy):
                 reshard_after_forward=reshard,
                 mp_policy=self._policy,
                 offload_policy=self._offload_policy(),
-                ignored_params=scalars,
+                ignored_params={p for p in model.parameters() if not p.ndim},  # which cannot be cut
             )
         if self._policy.param_dtype is not None:
             enter_in(self._policy.param_dtype, model, blocks)
@@ -128,9 +127,8 @@ class FullyShard(Strategy):
         return units
 
     def _offload_policy(self) -> OffloadPolicy:
-        return (
-            CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._settings.cpu_offload else OffloadPolicy()
-        )
+        pins = self.device.type == "cuda"
+        return CPUOffloadPolicy(pin_memory=pins) if self._settings.cpu_offload else OffloadPolicy()
 
     def _share(self, scalars: set[nn.Parameter]) -> None:
         """0-dim parameters are held by every rank: their gradients are summed over all ranks as they come."""
