@@ -64,7 +64,7 @@ def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on() -> None:
     assert 12 in RUN.checkpoint_steps()
 
 
-def test_a_mistake_that_one_rank_finds_is_said_once_and_leaves_no_directory(tmp_path: Path) -> None:
+def test_a_mistake_that_one_rank_finds_is_said_once_and_neither_restarted_nor_left_behind(tmp_path: Path) -> None:
     (tmp_path / "picky.py").write_text(
         "import os, time\n"
         "from forgather_cli.errors import ModelError\n"
@@ -72,7 +72,7 @@ def test_a_mistake_that_one_rank_finds_is_said_once_and_leaves_no_directory(tmp_
         "    if os.environ['RANK'] == '1': raise ModelError('model: not on rank 1; bring another')\n"
         "    time.sleep(600)\n"
     )
-    code, output = train("~model", "+model._target_=picky.model", "+model.vocab_size=257", "max_steps=3")
+    code, output = train("~model", "+model._target_=picky.model", "+model.vocab_size=257", "max_restarts=3")
     assert (code, output) == (2, "error: model: not on rank 1; bring another")
     assert not RUN.root.exists()
 
@@ -125,15 +125,6 @@ def test_a_failed_rank_is_restarted_from_the_newest_checkpoint() -> None:
     assert "Traceback" not in output
     assert (ended().code, ended().step) == (0, 12)
     assert recorded_steps() == list(range(1, 13))
-
-
-def test_a_mistake_is_not_answered_by_a_restart() -> None:
-    Path("empty.txt").write_text("")
-    words = ["data=text", "data.files=[empty.txt]", "cache_dir=cache", "model=nano", "trainer=ddp", "nproc_per_node=2"]
-    with Process("train", *words, "max_restarts=3", "output_dir=run") as job:
-        assert job.finish() == 2, job.output
-    assert job.output.count("error: ") == len(job.lines) == 1, job.output
-    assert not RUN.root.exists()
 
 
 def test_a_port_in_use_is_said_in_one_sentence() -> None:

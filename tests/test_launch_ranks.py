@@ -394,15 +394,6 @@ def test_ranks_that_torchrun_has_started_join_and_its_restarts_go_on() -> None:
     assert run.later_starts() == [1]
 
 
-def test_a_config_that_a_world_of_others_does_not_allow_is_said_once() -> None:
-    with torchrun("train", *SMALL, "max_steps=3") as job:
-        assert job.finish() == 1  # torchrun's own
-    assert job.output.count("error: trainer: single trains in one process, but torchrun has started 2") == 1
-    assert len(re.findall(r"exitcode\s*: 2", job.output)) > 0
-    assert job.output.count("Traceback (most recent call last)") == 1  # torchrun's own
-    assert not RUN.root.exists()
-
-
 def test_a_world_of_one_may_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -296,6 +296,7 @@ class Trainer:
             norm = self.optimizer.grad_norm(strategy.model_group, strategy.duplicates)
         else:
             norm = clip_grad_norm(self._parameters, self.args.max_grad_norm, strategy.model_group, strategy.duplicates)
+        norm = norm.to(strategy.device)  # of gradients that are kept in host memory (fsdp2 with cpu_offload)
         self.emit("on_pre_optimizer_step")
         self.optimizer.step()
         if strategy.averaging is not None:
