@@ -19,11 +19,14 @@ from forgather_cli.sharding import locals_of
 
 
 def pick_device(name: str) -> torch.device:
-    """The device a rank trains on: ``auto`` is CUDA (by LOCAL_RANK) where there is one, else CPU. Raises SetupError."""
+    """The device a rank trains on: ``auto`` is CUDA where there is one, else CPU; of CUDA each rank takes its own.
+
+    Raises SetupError.
+    """
     if name == "auto":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _HEARSAY = 2.0  # seconds in which the cause of a broken connection gets known
 _ANSWER = 3.0  # seconds in which the store answers, or counts as gone
 _TRANSPORT = re.compile(r"gloo|NCCL|ProcessGroup|TCPStore|c10d", re.IGNORECASE)
+_LOST = re.compile(r"connection|closed by|reset by|broken pipe|refused|aborted|remote process|to recv", re.IGNORECASE)
 _TOO_LONG = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
@@ -43,11 +44,13 @@ def _text(error: BaseException) -> str:
 
 
 def _broken_connection(error: BaseException) -> BaseException | None:
-    """The error of torch.distributed that an error came of."""
+    """The error of a lost or silent connection that an error came of."""
     dist = sys.modules.get("torch.distributed")
-    kinds: tuple[type[BaseException], ...] = (dist.DistError,) if dist is not None else ()
     for each in _chain(error):
-        if isinstance(each, kinds) or (isinstance(each, RuntimeError) and _TRANSPORT.search(str(each))):
+        text = str(each)
+        of_transport = dist is not None and isinstance(each, dist.DistError)
+        of_transport |= isinstance(each, RuntimeError) and bool(_TRANSPORT.search(text))
+        if of_transport and (_LOST.search(text) or _TOO_LONG.search(text)):
             return each
     return None
 

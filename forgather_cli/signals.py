@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class Hooks:
     """This process has got a signal of its own."""
     saving: Callable[[], None] = lambda: None
     """The signal has to wait, since a checkpoint is being written."""
+    echo: float = 0.0
+    """Seconds in which the same signal again is the same one, which others have handed on."""
     others_save: Callable[[], bool] | None = None
     """True if another rank is writing a checkpoint; None where there are no others."""
 
@@ -58,6 +61,7 @@ class StopSignal:
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
         self._signum: int | None = None
+        self._last: tuple[int, float] | None = None  # what has arrived here, and when
         self._polled = False
         self._honoured = threading.Event()
 
@@ -74,16 +78,23 @@ class StopSignal:
 
     def arrived(self, signum: int) -> None:
         """Note a signal; end the process if it is the second, or if nobody listens yet."""
+        now, last = time.monotonic(), self._last
+        self._last = (signum, now)
+        if last is not None and last[0] == signum and now - last[1] < self._hooks.echo:
+            return
         if signum == signal.SIGTERM and self._hooks.abandoned():
             return
-        if self._signum is None:
+        if last is not None:
+            self._end(signum, early=not self._polled)
+        elif self._signum is None:
             self._first(signum)
             self._hooks.heard(signum)
-        else:
-            self._end(signum, early=not self._polled)
 
     def told(self, signum: int, by: str = "") -> None:
-        """Note a signal that another process has got, which never counts as the second. ``by``: in rank 1."""
+        """Note a signal that another process has got. It is not counted: what is told may also arrive here by itself.
+
+        ``by``: where it has arrived, as ``in rank 1``.
+        """
         if self._signum is None:
             self._first(signum, by)
 
@@ -112,7 +123,8 @@ class StopSignal:
             waits = self._hooks.others_save is not None and waits_for_others(stack)
             if waits and (self._honoured.wait(_AFTER_YOU) or (self._hooks.others_save and self._hooks.others_save())):
                 continue
-            _say("".join(traceback.format_list(stack)).rstrip())
+            if not waits:
+                _say("".join(traceback.format_list(stack)).rstrip())
             signum, where = self._signum, standing_at(stack)
             end_process(1, lambda: self._hooks.hung(signum, where, waits))  # noqa: B023, the loop ends here
 

@@ -15,7 +15,7 @@ from forgather_cli.ending import ERROR, KILLED, LOST, MISTAKE, STUCK, Ending, cu
 from forgather_cli.errors import SetupError
 from forgather_cli.job import Attempt, Job, is_running
 from forgather_cli.layout import Layout
-from forgather_cli.outcome import FAILED
+from forgather_cli.outcome import FAILED, STOPPED, resume_command
 from forgather_cli.outcome import MISTAKE as MISTAKE_CODE
 from forgather_cli.run_dir import RunDir
 from forgather_cli.signals import STOP_SIGNALS, end_process, listening
@@ -128,6 +128,8 @@ class Supervisor:
         print(f"\n{ending.message}", file=sys.stderr, flush=True)
         self._settle(ending)
         self._job.discard()
+        if ending.code == STOPPED and self._run is not None:
+            print(resume_command(self._run), flush=True)
         return ending.code
 
     # ------------------------------------------------------------------------------------------------------- the end

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _NEAR, _FAR = 0.2, 1.0  # seconds between two looks at the launcher's folder, at the ranks' store
 _SETTLE = 1.0  # seconds in which a rank may end by itself, for the same reason as the one that was first
+_ECHO = 2.0  # seconds; a scheduler and torchrun, each of which signals the ranks
 _ANSWER = 3.0  # seconds in which the store answers, or counts as gone
 
 
@@ -109,6 +110,7 @@ def hooks(rank: Rank) -> Hooks:
         abandoned=partial(_abandoned, rank),
         heard=partial(_heard, rank),
         saving=partial(_saving, rank),
+        echo=_ECHO if rank.place.by else 0.0,
         others_save=partial(_others_save, rank) if rank.place.size > 1 else None,
     )
 

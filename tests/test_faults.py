@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from program import Process, forgather
+from program import forgather
 from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_steps, start, train
 
 STRATEGIES = ["ddp"]

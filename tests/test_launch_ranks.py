@@ -300,7 +300,8 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
         until = time.monotonic() + 30
         while "Current thread" not in RUN.rank_log(1).read_text() and time.monotonic() < until:
             time.sleep(0.05)
-        job.process.send_signal(signal.SIGTERM)
+        for pid in (job.process.pid, *(int(Path(f"pid-{rank}").read_text()) for rank in range(2))):
+            os.kill(pid, signal.SIGTERM)  # as Slurm and systemd do: to all of them, and it is one signal
         assert job.finish() == 75, job.output
     assert job.output.count("SIGTERM: saving after this step; a second signal ends at once") == 1
     assert job.lines[-1] == "forgather resume run"
