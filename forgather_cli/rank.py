@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgather_cli import failures, outcome, process_group, signals, watch
-from forgather_cli.claim import begin_training
 from forgather_cli.config.schema import Config
-from forgather_cli.ending import Ending, done
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.finish import finish
-from forgather_cli.job import Job
-from forgather_cli.meeting import FAREWELL, Meeting, Shared
-from forgather_cli.orphans import end_with_parent
-from forgather_cli.place import Place, enter, launched
-from forgather_cli.rank_log import rank_log
+from forgather_cli.launch import failures, outcome, process_group, signals, watch
+from forgather_cli.launch.claim import begin_training
+from forgather_cli.launch.ending import Ending, done
+from forgather_cli.launch.finish import finish
+from forgather_cli.launch.job import Job
+from forgather_cli.launch.meeting import FAREWELL, Meeting, Shared
+from forgather_cli.launch.orphans import end_with_parent
+from forgather_cli.launch.place import Place, enter, launched
+from forgather_cli.launch.rank_log import rank_log
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from forgather_cli.rank_log import LogFile
+    from forgather_cli.launch.rank_log import LogFile
 
 _WAIT_FOR_CONFIG = 600.0  # seconds
 _FAILED_FAREWELL = 5.0  # seconds; ranks that were killed will never say goodbye

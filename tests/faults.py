@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forgather_cli import signals
 from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.launch import signals
 
 
 class Fault(TrainerCallback):

@@ -25,7 +25,7 @@ from tiny import metrics as records
 from tiny import training_curve as curve
 
 from forgather_cli.config import options
-from forgather_cli.outcome import read_outcome
+from forgather_cli.launch.outcome import read_outcome
 from forgather_cli.run_dir import RunDir
 
 RECIPES = sorted(path.stem for path in options.shipped("recipes").glob("*.yaml"))
@@ -197,7 +197,8 @@ def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path)
 
 HANGS = """
 import sys, time
-from forgather_cli import launch, signals, worker
+from forgather_cli import worker
+from forgather_cli.launch import signals, start
 from forgather_cli.config.load import load_config
 def hangs(config, run, should_stop, **kwargs):
     should_stop()
@@ -205,7 +206,7 @@ def hangs(config, run, should_stop, **kwargs):
     time.sleep(60)
 worker.run = hangs
 signals.GRACE = 0.3
-sys.exit(launch.launch(load_config("default", ["output_dir=run"])))
+sys.exit(start.launch(load_config("default", ["output_dir=run"])))
 """
 
 

@@ -14,16 +14,16 @@ import pytest
 import yaml
 from program import Process
 
-from forgather_cli.claim import claim
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
 from forgather_cli.config.resume import reload_config
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.launch import launch
-from forgather_cli.outcome import read_outcome, write_outcome
-from forgather_cli.rank_log import Tee
+from forgather_cli.launch.claim import claim
+from forgather_cli.launch.outcome import read_outcome, write_outcome
+from forgather_cli.launch.rank_log import Tee
+from forgather_cli.launch.signals import watching
+from forgather_cli.launch.start import launch
 from forgather_cli.run_dir import RunDir
-from forgather_cli.signals import watching
 
 SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
@@ -199,7 +199,7 @@ def test_a_crash_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[st
 
 
 def test_two_jobs_cannot_write_one_directory() -> None:
-    python = "from forgather_cli.claim import *\nwith claim(Path('run')): print('held'); input()"
+    python = "from forgather_cli.launch.claim import *\nwith claim(Path('run')): print('held'); input()"
     holder = subprocess.Popen(
         [sys.executable, "-u", "-c", python], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -213,7 +213,7 @@ def test_two_jobs_cannot_write_one_directory() -> None:
 
 def test_the_lock_ends_with_the_process_even_if_its_workers_live_on() -> None:
     python = (
-        "import os, sys, time; from pathlib import Path; from forgather_cli.claim import Claim\n"
+        "import os, sys, time; from pathlib import Path; from forgather_cli.launch.claim import Claim\n"
         "Claim(Path('run'))\n"
         "if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
         "print('forked', flush=True); os.kill(os.getpid(), 9)"
@@ -249,7 +249,7 @@ def test_a_second_signal_ends_at_once_and_sigusr2_prints_stacks() -> None:
     python = f"""
 import signal, sys
 from pathlib import Path
-from forgather_cli import launch
+from forgather_cli.launch import start
 from forgather_cli.config.load import load_config
 import forgather_cli.worker as worker
 def wait(config, run, should_stop, **hooks):
@@ -258,7 +258,7 @@ def wait(config, run, should_stop, **hooks):
     print("listening", flush=True)
     threading.Event().wait()
 worker.run = wait
-sys.exit(launch.launch(load_config("default", {SMALL!r} + ["output_dir=run"])))
+sys.exit(start.launch(load_config("default", {SMALL!r} + ["output_dir=run"])))
 """
     with Process(code=python) as job:
         job.read_until("^listening")
@@ -274,7 +274,7 @@ sys.exit(launch.launch(load_config("default", {SMALL!r} + ["output_dir=run"])))
 
 
 def test_before_the_first_step_the_first_signal_ends_the_process() -> None:
-    python = "from forgather_cli.signals import watching\nwith watching(): print('watching', flush=True); input()"
+    python = "from forgather_cli.launch import signals\nwith signals.watching(): print(1, flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", python], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()

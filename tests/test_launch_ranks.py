@@ -18,7 +18,8 @@ from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_s
 
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
-from forgather_cli.ending import (
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.launch.ending import (
     CUT,
     ERROR,
     KILLED,
@@ -33,11 +34,10 @@ from forgather_cli.ending import (
     killed,
     told,
 )
-from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.job import Job
-from forgather_cli.layout import count_gpus, plan_layout
-from forgather_cli.meeting import Meeting, Shared
-from forgather_cli.place import Place, first_host, joined, launched
+from forgather_cli.launch.job import Job
+from forgather_cli.launch.layout import count_gpus, plan_layout
+from forgather_cli.launch.meeting import Meeting, Shared
+from forgather_cli.launch.place import Place, first_host, joined, launched
 from forgather_cli.rank import Rank, shared
 from forgather_cli.run_dir import RunDir
 

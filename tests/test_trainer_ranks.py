@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from forgather_cli import worker
+from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
+from forgather_cli.trainer.commands import Asked
 from forgather_cli.trainer.ticket import Counts, Sum, Ticket, stop_numbers, stop_of
 from tests import tiny
 from tests.ranks import RankError, run_ranks
@@ -189,7 +191,7 @@ def agreed() -> list[Any]:
     from forgather_cli.data.collate import step_of
 
     def ticket(step: Any, stop: int | None, saved: bool, copies: int) -> Any:
-        return Ticket(step, stop=stop, saved=saved, world=2, copies=copies, group=group)
+        return Ticket(step, asked=stop_numbers(stop), saved=saved, world=2, copies=copies, group=group)
 
     first = ticket(step_of([batch] * (rank + 1)), None, True, 1)
     second = ticket(step_of([batch]), 2 if rank else 15, rank == 0, 2)
@@ -202,10 +204,10 @@ def test_tickets_under_way_together_are_read_in_any_order() -> None:
     assert both[0] == both[1]
     third, first, second, numbers = both[0]
     assert first.counts == Counts(targets=18, tokens=24, square_lengths=96, samples=6)
-    assert (first.has_data, first.stop, first.saved) == (True, None, True)
+    assert (first.has_data, stop_of(first.asked), first.saved) == (True, None, True)
     assert second.counts == Counts(targets=6, tokens=8, square_lengths=32, samples=2)  # two ranks read the same
-    assert (second.has_data, second.stop, second.saved) == (True, 15, False)
-    assert (third.has_data, third.stop) == (False, 10)
+    assert (second.has_data, stop_of(second.asked), second.saved) == (True, 15, False)
+    assert (third.has_data, stop_of(third.asked)) == (False, 10)
     assert numbers == [1, 2]
 
 
@@ -215,6 +217,66 @@ def test_one_rank_needs_no_group() -> None:
     assert stop_of(stop_numbers(2)) == 2
     assert stop_of(stop_numbers(1)) == 1
     assert stop_of(stop_numbers(12)) == 15  # told to stop by what is no stop signal
+
+
+class Asks(TrainerCallback):
+    """Commands of rank 0: asks for ``what`` after ``step``, and notes what ranks agree on, and when."""
+
+    def __init__(self, step: int, what: Asked) -> None:
+        self.step, self.what, self.now = step, what, Asked()
+        self.heard: list[tuple[int, Asked]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.state = state
+        kwargs["trainer"].stopping.commands = self
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and state.is_world_process_zero:
+            self.now = self.what
+
+    def asked(self) -> Asked:
+        return self.now
+
+    def agreed(self, all_ranks: Asked) -> None:
+        self.heard.append((self.state.global_step, all_ranks))
+
+
+def commanded(root: str, what: Asked, *overrides: str) -> tuple[int, list[tuple[int, Asked]], list[int]]:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    layout = ("trainer=ddp", "nproc_per_node=2") if ranks > 1 else ()
+    config = tiny.config(Path(root), *layout, "max_steps=8", "eval_strategy=no", *overrides)
+    asks = Asks(2, what)
+    trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=tiny.RandomTokens(64), callbacks=[asks])
+    trainer.train()
+    return trainer.state.global_step, asks.heard, RunDir(Path(root)).checkpoint_steps()
+
+
+COMMANDS = {
+    "save": (Asked(saves=1), 8, [8]),
+    "stop": (Asked(stops=1), 4, [4]),
+    "save_and_stop": (Asked(saves=1, stops=1), 4, [4]),
+    "abort": (Asked(aborts=1), 4, []),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_all_ranks_obey_a_command_at_most_two_steps_later(tmp_path: Path, ranks: int, name: str) -> None:
+    what, last, _ = COMMANDS[name]
+    answers = run_ranks(ranks, commanded, str(tmp_path), what) if ranks > 1 else [commanded(str(tmp_path), what)]
+    for step, heard, saved in answers:
+        assert [asked for _, asked in heard] == [what]
+        assert 2 <= heard[0][0] <= 4
+        assert step == last if last == 8 else step <= last
+        assert len(saved) == {"save": 2, "abort": 0}.get(name, 1)
+        assert all(2 < s <= 4 or s == step for s in saved)
+    assert len({(step, tuple(saved)) for step, _, saved in answers}) == 1
+
+
+def test_a_command_to_save_and_stop_saves_although_nothing_else_is_saved(tmp_path: Path) -> None:
+    answers = run_ranks(2, commanded, str(tmp_path), Asked(saves=1, stops=1), "save_strategy=no")
+    assert [len(saved) for _, _, saved in answers] == [1, 1]
+    assert len({step for step, _, _ in answers}) == 1
 
 
 def diverging_seed(root: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from program import Process
 
-from forgather_cli.job import is_running
-from forgather_cli.outcome import Outcome, read_outcome
+from forgather_cli.launch.job import is_running
+from forgather_cli.launch.outcome import Outcome, read_outcome
 from forgather_cli.run_dir import RunDir
 
 SMALL = [

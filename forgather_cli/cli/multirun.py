@@ -23,10 +23,10 @@ import typer
 from forgather_cli.cli.common import Col, human_seconds, print_json, print_table, quoted
 from forgather_cli.cli.summary import summarize
 from forgather_cli.errors import ConfigError
-from forgather_cli.orphans import end_with_parent
-from forgather_cli.outcome import DONE, FAILED, STOPPED, read_outcome
+from forgather_cli.launch.orphans import end_with_parent
+from forgather_cli.launch.outcome import DONE, FAILED, STOPPED, read_outcome
+from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.run_dir import RunDir
-from forgather_cli.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -73,7 +73,7 @@ def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> lis
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
     from forgather_cli.config.load import load_config
     from forgather_cli.config.sweep import expand, job_name
-    from forgather_cli.layout import plan_layout
+    from forgather_cli.launch.layout import plan_layout
 
     jobs: list[Job] = []
     problems: dict[str, None] = {}

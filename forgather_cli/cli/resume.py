@@ -9,7 +9,7 @@ import typer
 
 from forgather_cli.cli.common import ConfigDir, Overrides, check_overrides
 from forgather_cli.cli.train import start
-from forgather_cli.place import joined
+from forgather_cli.launch.place import joined
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import SetupError
-from forgather_cli.outcome import DONE, STOPPED, read_outcome
+from forgather_cli.launch.outcome import DONE, STOPPED, read_outcome
 from forgather_cli.run_dir import RunDir
 
 Record = dict[str, Any]

@@ -13,7 +13,7 @@ import typer
 
 from forgather_cli.cli.common import AsJson, ConfigDir, Words, load, only_json, print_json, split_words
 from forgather_cli.errors import ConfigError
-from forgather_cli.place import Place, joined
+from forgather_cli.launch.place import Place, joined
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,9 +60,9 @@ def train(
 def start(place: Place | None, compose: Callable[[], Loaded]) -> int:
     """Train what ``compose`` returns, which is not called in a rank that has to ask rank 0; returns the exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
-    from forgather_cli import launch
+    from forgather_cli.launch import start
 
-    return launch.launch(compose()) if place is None else launch.join(place, compose)
+    return start.launch(compose()) if place is None else start.join(place, compose)
 
 
 def train_command(recipe: str, overrides: list[str], config_dir: Path | None) -> list[str]:
@@ -75,8 +75,8 @@ def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
     """Print what ``--dry-run`` promises."""
     from forgather_cli.cli.config import print_config
     from forgather_cli.cli.plan import plan_document, print_plan
-    from forgather_cli.launch import output_dir
-    from forgather_cli.layout import plan_layout
+    from forgather_cli.launch.layout import plan_layout
+    from forgather_cli.launch.start import output_dir
     from forgather_cli.plan import make_plan
 
     layout = plan_layout(loaded.config, loaded.given)

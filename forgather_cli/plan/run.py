@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import Config, FSDP2Settings, PipelineSettings, Target
-from forgather_cli.layout import plan_layout
+from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import Activations, activations_of
 from forgather_cli.plan.memory import RankMemory

@@ -67,7 +67,7 @@ class BetweenSteps:
         stopped = self._trainer.stopped_by is not None
         if not (aborted or stopped):  # a run stopped by a signal goes on later: its interval stays open
             self._log()
-        if not aborted and (stopped or self._args.save_strategy != "no"):
+        if not aborted and self._trainer.stopping.wants_save:
             if (averaging := self._trainer.strategy.averaging) is not None:
                 averaging.settle()
             self._save()
@@ -90,7 +90,7 @@ class BetweenSteps:
             self._log()
         if control.should_evaluate:
             self._evaluate()
-        if control.should_save:
+        if control.should_save and not control.should_abort_without_save:
             self._save()
         if not several:
             self._deliver_saves()

@@ -19,6 +19,7 @@ from forgather_cli.data.collate import Batch, Step
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """In the order in which they win, when ranks have got different ones."""
+NUM_STOPS = len(_STOPS)
 
 
 class Sum:
@@ -73,8 +74,8 @@ class Agreed:
     """Of the whole step: data that several ranks read alike counts once."""
     has_data: bool
     """No rank has run out."""
-    stop: int | None
-    """The signal that some rank has got."""
+    asked: list[int]
+    """Sums of what ranks were told (``Stopping.ask``)."""
     saved: bool
     """No rank is still writing a checkpoint."""
 
@@ -83,12 +84,12 @@ class Ticket:
     """The agreement on the step that comes next. ``copies``: ranks that read the same data."""
 
     def __init__(
-        self, step: Step | None, *, stop: int | None, saved: bool, world: int, copies: int, group: Any
+        self, step: Step | None, *, asked: Sequence[int], saved: bool, world: int, copies: int, group: Any
     ) -> None:
-        """Collective. ``stop``: the signal this rank has got."""
+        """Collective. ``asked``: what this rank was told, as numbers to be summed."""
         counts = Counts() if step is None else Counts.of(step)
         self._world, self._copies = world, copies
-        self._sum = Sum([*counts.numbers(), int(step is not None), int(saved), *stop_numbers(stop)], group)
+        self._sum = Sum([*counts.numbers(), int(step is not None), int(saved), *asked], group)
         self._agreed: Agreed | None = None
 
     def read(self) -> Agreed:
@@ -98,7 +99,7 @@ class Ticket:
             self._agreed = Agreed(
                 counts=Counts(*(count // self._copies for count in counts)),
                 has_data=ready == self._world,
-                stop=stop_of(sums[6:]),
+                asked=sums[6:],
                 saved=saved == self._world,
             )
         return self._agreed

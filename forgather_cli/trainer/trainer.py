@@ -213,7 +213,8 @@ class Trainer:
         if self.train_dataset is None:
             raise DataError("train_dataset: missing; training needs one")
         self.state = self._fresh_state()
-        self.control, self.stopping.signum = TrainerControl(), None
+        self.control = TrainerControl()
+        self.stopping.begin()
         args, state, strategy = self.args, self.state, self.strategy
         self.batch_plan: BatchPlan = batch_plan(args, strategy.data_size, multiple_of=strategy.batch_multiple)
         self.persistence = Persistence(self)
@@ -340,7 +341,8 @@ class Trainer:
         return self.stopping.signum
 
     def _finished(self) -> bool:
-        if self.control.should_training_stop or self.stopped_by is not None:
+        control = self.control
+        if control.should_training_stop or control.should_abort_without_save or self.stopped_by is not None:
             return True
         return bool(self.state.max_steps) and self.state.global_step >= self.state.max_steps
 

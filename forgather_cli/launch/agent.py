@@ -12,8 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from forgather_cli.errors import SetupError
-from forgather_cli.job import Job
-from forgather_cli.layout import Layout
+from forgather_cli.launch.job import Job
+from forgather_cli.launch.layout import Layout
 
 _MEETING = 600  # seconds in which all nodes must have come
 

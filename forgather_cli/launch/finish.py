@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from forgather_cli import outcome
 from forgather_cli.config.schema import Config
-from forgather_cli.ending import done
 from forgather_cli.errors import TrainingError
+from forgather_cli.launch import outcome
+from forgather_cli.launch.ending import done
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from forgather_cli.ending import LOST, Ending
 from forgather_cli.errors import SetupError
-from forgather_cli.job import is_running
-from forgather_cli.outcome import FAILED
-from forgather_cli.place import Place
+from forgather_cli.launch.ending import LOST, Ending
+from forgather_cli.launch.job import is_running
+from forgather_cli.launch.outcome import FAILED
+from forgather_cli.launch.place import Place
 
 _T = TypeVar("_T")
 _CONNECT = 600.0  # seconds until all ranks must have been started

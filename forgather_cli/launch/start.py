@@ -12,19 +12,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli import outcome
-from forgather_cli.claim import Claim, claim, prepare
 from forgather_cli.config.schema import Config
-from forgather_cli.ending import CUT, ERROR, MISTAKE, Ending
 from forgather_cli.errors import ConfigError, ForgatherError, SetupError
-from forgather_cli.job import Job
-from forgather_cli.layout import Layout, plan_layout
-from forgather_cli.meeting import Meeting
-from forgather_cli.place import Place, enter
+from forgather_cli.launch import outcome
+from forgather_cli.launch.claim import Claim, claim, prepare
+from forgather_cli.launch.ending import CUT, ERROR, MISTAKE, Ending
+from forgather_cli.launch.job import Job
+from forgather_cli.launch.layout import Layout, plan_layout
+from forgather_cli.launch.meeting import Meeting
+from forgather_cli.launch.place import Place, enter
+from forgather_cli.launch.report import report_ending
+from forgather_cli.launch.supervise import Supervisor
+from forgather_cli.launch.watch import leave_now
 from forgather_cli.rank import Rank, Start, shared
-from forgather_cli.report import report_ending
-from forgather_cli.supervise import Supervisor
-from forgather_cli.watch import leave_now
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

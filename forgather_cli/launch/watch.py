@@ -15,13 +15,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forgather_cli import failures, signals
-from forgather_cli.ending import STUCK, UNHEEDED, WAITED, Ending, cut, first_cause, told
-from forgather_cli.job import Job
-from forgather_cli.meeting import within
-from forgather_cli.orphans import is_orphan
-from forgather_cli.outcome import FAILED, STOPPED, resume_command
-from forgather_cli.signals import Hooks, end_process, main_thread_stack, standing_at, waits_for_others
+from forgather_cli.launch import failures, signals
+from forgather_cli.launch.ending import STUCK, UNHEEDED, WAITED, Ending, cut, first_cause, told
+from forgather_cli.launch.job import Job
+from forgather_cli.launch.meeting import within
+from forgather_cli.launch.orphans import is_orphan
+from forgather_cli.launch.outcome import FAILED, STOPPED, resume_command
+from forgather_cli.launch.signals import Hooks, end_process, main_thread_stack, standing_at, waits_for_others
 
 if TYPE_CHECKING:
     from forgather_cli.rank import Rank

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from typing import IO, TYPE_CHECKING
 
-from forgather_cli.ending import CUT, ERROR, MISTAKE, Ending
 from forgather_cli.errors import ConfigError, ForgatherError
-from forgather_cli.outcome import FAILED
+from forgather_cli.launch.ending import CUT, ERROR, MISTAKE, Ending
+from forgather_cli.launch.outcome import FAILED
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgather_cli.ending import Ending
-from forgather_cli.place import ATTEMPT
+from forgather_cli.launch.ending import Ending
+from forgather_cli.launch.place import ATTEMPT
 
 _VARIABLE = "FORGATHER_JOB"
 

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from forgather_cli.ending import ERROR, KILLED, LOST, MISTAKE, STUCK, Ending, cut, done, first_cause, killed
 from forgather_cli.errors import SetupError
-from forgather_cli.job import Attempt, Job, is_running
-from forgather_cli.layout import Layout
-from forgather_cli.outcome import FAILED, STOPPED, resume_command
-from forgather_cli.outcome import MISTAKE as MISTAKE_CODE
+from forgather_cli.launch.ending import ERROR, KILLED, LOST, MISTAKE, STUCK, Ending, cut, done, first_cause, killed
+from forgather_cli.launch.job import Attempt, Job, is_running
+from forgather_cli.launch.layout import Layout
+from forgather_cli.launch.outcome import FAILED, STOPPED, resume_command
+from forgather_cli.launch.outcome import MISTAKE as MISTAKE_CODE
+from forgather_cli.launch.signals import STOP_SIGNALS, end_process, listening
 from forgather_cli.run_dir import RunDir
-from forgather_cli.signals import STOP_SIGNALS, end_process, listening
 
 _LOOK = 0.1  # seconds
 _PATIENCE = 5.0  # seconds that ranks get to end, after the first has failed
@@ -55,7 +55,7 @@ class Supervisor:
 
     def _run_agent(self, config: Path | None) -> None:
         try:
-            from forgather_cli.agent import run_agent
+            from forgather_cli.launch.agent import run_agent
 
             self._codes = run_agent(self._layout, self._job, config)
         except BaseException as error:  # the edge of the thread

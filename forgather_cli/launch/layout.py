@@ -14,7 +14,7 @@ from forgather_cli.config.schema import Config, SingleSettings, Target
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forgather_cli.place import Place
+    from forgather_cli.launch.place import Place
 
 _ONE_JOB = "forgather"  # rdzv_id, which has to be the same on all nodes
 _ON_CPU = 2  # ranks of nproc_per_node=auto

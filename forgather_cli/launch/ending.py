@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from forgather_cli.errors import ConfigError, ForgatherError
-from forgather_cli.outcome import DONE, FAILED, STOPPED
+from forgather_cli.launch.outcome import DONE, FAILED, STOPPED
 from forgather_cli.run_dir import RunDir
 
 # causes, the earliest of which is told

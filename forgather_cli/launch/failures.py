@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, cast
 
-from forgather_cli.ending import ERROR, LOST, MISTAKE, STUCK, WAITED, Ending, first_cause, killed, told
 from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
-from forgather_cli.meeting import within
-from forgather_cli.outcome import FAILED
-from forgather_cli.report import report_ending
-from forgather_cli.signals import standing_at
+from forgather_cli.launch.ending import ERROR, LOST, MISTAKE, STUCK, WAITED, Ending, first_cause, killed, told
+from forgather_cli.launch.meeting import within
+from forgather_cli.launch.outcome import FAILED
+from forgather_cli.launch.report import report_ending
+from forgather_cli.launch.signals import standing_at
 
 if TYPE_CHECKING:
     from forgather_cli.rank import Rank

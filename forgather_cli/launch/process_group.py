@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 from forgather_cli.config.schema import Config, SingleSettings
-from forgather_cli.meeting import Meeting, within
-from forgather_cli.place import Place
+from forgather_cli.launch.meeting import Meeting, within
+from forgather_cli.launch.place import Place
 
 _TEAR_DOWN = 10.0  # seconds
 
