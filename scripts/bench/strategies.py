@@ -1,66 +1,101 @@
 """What a step of the Trainer costs under ddp, fsdp2 and pipeline on gloo ranks, beside plain PyTorch loops.
 
-    python scripts/bench/strategies.py [--only ddp,fsdp2,pipeline] [--steps 60] [--reps 7] [--ranks 2]
+    python scripts/bench/strategies.py [--only ddp,fsdp2,pipeline] [--blocks 20] [--reps 3] [--ranks 2]
 
 All train the same decoder on the same global batch: forward, backward, clipping to 1.0 by the global norm, fused AdamW,
 a linear schedule, a loss read every 10 steps; no evaluation, no checkpoint, no progress display. The peers are loops of
 a page each: DDP, ``fully_shard`` per layer, ``PipelineStage`` with ``Schedule1F1B``; for ddp also accelerate and
-transformers' Trainer, where they are installed.
+transformers' Trainer, where they are installed. "without ticket" is Forgather with the ranks' agreement left out.
 
-A step is the time between two steps of rank 0's optimizer; every rank is a process with one thread. Runs of a strategy
-are interleaved and rotated; the table has medians over repetitions, and the median of each repetition's ratio to plain.
+Machines slow down for seconds and minutes, so all runners of a strategy live in the same rank processes, as threads
+that take turns, ten steps each. A step is the time between two steps of an optimizer on rank 0, one thread per process;
+the ratio is that of a block to the plain loop's block of the same round, its median over all rounds, and the quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SHAPE = {"layers": 4, "width": 256, "heads": 4, "mlp": 688, "seq": 64, "batch": 8, "vocab": 257}
 """``batch``: sequences of a step over all ranks."""
 MICRO_BATCHES = 4  # of a pipeline's step
-WARM_UP = 10  # steps left out
+BLOCK = 10  # steps of one turn
+WARM_UP = 2  # rounds left out
 LOG_EVERY = 10
 RUNNERS = {
-    "ddp": ("plain", "forgather", "accelerate", "hf-trainer"),
-    "fsdp2": ("plain", "forgather"),
-    "pipeline": ("plain", "forgather"),
+    "ddp": ("plain", "forgather", "without ticket", "accelerate", "hf-trainer"),
+    "fsdp2": ("plain", "forgather", "without ticket"),
+    "pipeline": ("plain", "forgather", "without ticket"),
 }
 NEEDS = {"accelerate": "accelerate", "hf-trainer": "transformers"}
 
 
-class Clock:
-    """Times of this process's optimizer steps."""
+class Turns:
+    """The runners of one process, of which one is awake: it hands over after ``BLOCK`` steps of its optimizer.
 
-    def __init__(self) -> None:
+    Every rank hands over after the same steps, so collectives of different runners never meet.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self.times: list[float] = []
-        self.cpu_times: list[float] = []
-        register_optimizer_step_post_hook(self._tick)
+        self._turn = threading.Condition()
+        self._order = list(names)
+        self._awake = names[0]
+        self._steps = dict.fromkeys(names, 0)
+        self._last: tuple[float, float] | None = None
+        self.blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        """Seconds of wall-clock and of CPU time per step, of each turn."""
+        self._seconds: list[tuple[float, float]] = []
+        register_optimizer_step_post_hook(self._stepped)
 
-    def _tick(self, *_: Any) -> None:
-        self.times.append(time.perf_counter())
-        self.cpu_times.append(time.process_time())
+    @contextlib.contextmanager
+    def taking(self, name: str) -> Iterator[None]:
+        threading.current_thread().name = name
+        self._await(name)
+        try:
+            yield
+        finally:
+            self._hand_over(name, leave=True)
 
-    def report(self) -> None:
-        gaps, cpu = (
-            statistics.median(b - a for a, b in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False))
-            for times in (self.times, self.cpu_times)
-        )
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print("RESULT", json.dumps({"step_ms": gaps * 1e3, "cpu_ms": cpu * 1e3, "rss_mb": rss}), flush=True)
+    def _stepped(self, *_: Any) -> None:
+        name, now = threading.current_thread().name, (time.perf_counter(), time.process_time())
+        if self._last is not None:
+            self._seconds.append((now[0] - self._last[0], now[1] - self._last[1]))
+        self._last = now
+        self._steps[name] += 1
+        if self._steps[name] % BLOCK == 0:
+            wall, cpu = zip(*self._seconds, strict=True)
+            self.blocks[name].append((statistics.median(wall), statistics.median(cpu)))
+            self._hand_over(name)
+            self._await(name)
+
+    def _hand_over(self, name: str, *, leave: bool = False) -> None:
+        with self._turn:
+            follower = self._order[(self._order.index(name) + 1) % len(self._order)]
+            if leave:
+                self._order.remove(name)
+            self._awake = follower
+            self._turn.notify_all()
+
+    def _await(self, name: str) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._awake == name)
+        self._last, self._seconds = None, []
 
 
 class Samples:
@@ -247,9 +282,6 @@ def run_accelerate_ddp(steps: int) -> None:
 
 
 def run_hf_trainer_ddp(steps: int) -> None:
-    import contextlib
-    import io
-
     from torch import distributed as dist
     from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -271,7 +303,7 @@ def run_hf_trainer_ddp(steps: int) -> None:
 # ------------------------------------------------------------------------------------------------------------- ours
 
 
-def run_forgather(strategy: str, steps: int, ranks: int) -> None:
+def run_forgather(strategy: str, steps: int, ranks: int, *, ticket: bool = True) -> None:
     from forgather_cli import Trainer
     from forgather_cli.config.load import load_config
     from forgather_cli.models.init import init_parameters
@@ -280,6 +312,7 @@ def run_forgather(strategy: str, steps: int, ranks: int) -> None:
         f"trainer={strategy}", f"nproc_per_node={ranks}", f"global_batch_size={SHAPE['batch']}", f"max_steps={steps}",
         f"output_dir={tempfile.mkdtemp()}", "eval_strategy=no", "save_strategy=no", "lr_scheduler=linear",
         f"logging_steps={LOG_EVERY}", "learning_rate=1e-3", "max_grad_norm=1.0", "callbacks=minimal", "data=synthetic",
+        "callbacks.progress=null",
     ]  # fmt: skip
     if strategy == "pipeline":
         overrides += [f"n_microbatches={MICRO_BATCHES}", f"model.num_hidden_layers={SHAPE['layers']}"]
@@ -289,31 +322,62 @@ def run_forgather(strategy: str, steps: int, ranks: int) -> None:
         args=load_config(None, overrides).config,
         train_dataset=Samples(steps * SHAPE["batch"]),
     )
+    if not ticket:
+        trainer.stopping.ticket = _foreseen(1 if strategy == "pipeline" else ranks)
     trainer.train()
+
+
+def _foreseen(copies: int) -> Callable[[Any], Any]:
+    """Tickets of equal shares, which need no collective: every rank knows what the others hold."""
+    from forgather_cli.trainer.ticket import Ticket
+
+    def ticket(step: Any) -> Any:
+        found = Ticket(step, asked=[0] * 8, saved=True, world=1, copies=1, group=None)
+        numbers = found._sum._numbers
+        numbers[:4] = [number * copies for number in numbers[:4]]
+        return found
+
+    return ticket
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
 
 
-def run_one(strategy: str, runner: str, steps: int) -> None:
-    """In a rank: train, and tell what rank 0 measured."""
+def run_all(strategy: str, names: tuple[str, ...], blocks: int) -> None:
+    """In a rank: all runners by turns; rank 0 tells what it measured."""
     import torch
     from torch import distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    clock = Clock()
-    if runner == "forgather":
-        run_forgather(strategy, steps, dist.get_world_size())
-    else:
-        globals()[f"run_{runner.replace('-', '_')}_{strategy}"](steps)
+    turns, steps, failures = Turns(names), (blocks + WARM_UP) * BLOCK, []
+
+    def run(name: str) -> None:
+        try:
+            with turns.taking(name):
+                torch.set_num_threads(1)  # the setting is each thread's own
+                if name in ("forgather", "without ticket"):
+                    run_forgather(strategy, steps, dist.get_world_size(), ticket=name == "forgather")
+                else:
+                    globals()[f"run_{name.replace('-', '_')}_{strategy}"](steps)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=run, args=(name,), name=name) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        os._exit(1)
     if dist.get_rank() == 0:
-        clock.report()
+        print("RESULT", json.dumps({name: found[WARM_UP:] for name, found in turns.blocks.items()}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(strategy: str, runner: str, steps: int, ranks: int) -> dict[str, float] | None:
+def measure(strategy: str, names: tuple[str, ...], blocks: int, ranks: int) -> dict[str, list[list[float]]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = {
@@ -321,76 +385,74 @@ def measure(strategy: str, runner: str, steps: int, ranks: int) -> dict[str, flo
         "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
-    command = [sys.executable, __file__, "--run", f"{strategy}:{runner}", "--steps", str(steps)]
+    command = [sys.executable, __file__, "--run", strategy, "--runners", ",".join(names), "--blocks", str(blocks)]
     with tempfile.TemporaryFile("w+") as errors:
         processes = [
             subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True,
+                command, stdout=None if rank else subprocess.PIPE, stderr=errors, text=True,
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(ranks)
         ]  # fmt: skip
-        try:
-            output = processes[0].communicate(timeout=600)[0]
-        except subprocess.TimeoutExpired:
-            output = ""
+        output = processes[0].communicate()[0]
         lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
         for process in processes:
             if not lines:
                 process.kill()
-            process.communicate()
+            process.wait()
         if not lines:
             errors.seek(0)
-            print(f"{strategy} {runner} failed: {errors.read()[-1500:]}", file=sys.stderr)
-            return None
-    result: dict[str, float] = json.loads(lines[-1][7:])
+            raise SystemExit(f"{strategy} failed: {errors.read()[-3000:]}")
+    result: dict[str, list[list[float]]] = json.loads(lines[-1][7:])
     return result
 
 
-def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> None:
-    """Medians, and the median over repetitions of the ratio to the plain loop of the same repetition."""
-    print("| strategy | runner | step, ms | over plain | its CPU time, ms | over plain | peak RSS of rank 0, MB |")
-    print("|---|---|---|---|---|---|---|")
+def table(results: dict[str, dict[str, list[list[float]]]]) -> None:
+    print("| strategy | runner | step, ms | over plain (quartiles) | CPU time of rank 0, ms | over plain (quartiles) |")
+    print("|---|---|---|---|---|---|")
     for strategy, runners in results.items():
-        for runner, runs in runners.items():
-            plain = runners.get("plain", [])
+        for runner, rounds in runners.items():
             cells = [strategy, runner]
-            for key in ("step_ms", "cpu_ms"):
-                cells += [f"{statistics.median(run[key] for run in runs):.2f}", ratio(runs, plain, key)]
-            print("| " + " | ".join([*cells, f"{statistics.median(run['rss_mb'] for run in runs):.0f}"]) + " |")
+            for column in (0, 1):
+                mine, plain = ([each[column] for each in found] for found in (rounds, runners["plain"]))
+                cells += [f"{statistics.median(mine) * 1e3:.2f}", "" if runner == "plain" else ratio(mine, plain)]
+            print("| " + " | ".join(cells) + " |")
 
 
-def ratio(runs: list[dict[str, float]], plain: list[dict[str, float]], key: str) -> str:
-    if runs is plain or not plain:
-        return ""
-    ratios: Iterable[float] = (run[key] / base[key] for run, base in zip(runs, plain, strict=False))
-    return f"{(statistics.median(ratios) - 1) * 100:+.1f} %"
+def ratio(mine: list[float], plain: list[float]) -> str:
+    percent = [(one / other - 1) * 100 for one, other in zip(mine, plain, strict=True)]
+    low, middle, high = statistics.quantiles(percent, n=4)
+    return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def is_installed(runner: str) -> bool:
+    return runner not in NEEDS or importlib.util.find_spec(NEEDS[runner]) is not None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(RUNNERS))
-    parser.add_argument("--runners", default="plain,forgather,accelerate,hf-trainer")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--reps", type=int, default=7)
+    parser.add_argument("--runners", default="plain,forgather,without ticket,accelerate,hf-trainer")
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     a = parser.parse_args()
+    wanted = tuple(a.runners.split(","))
     if a.run:
-        run_one(*a.run.split(":"), a.steps)
+        run_all(a.run, wanted, a.blocks)
         return
-    results: dict[str, dict[str, list[dict[str, float]]]] = {}
+    results: dict[str, dict[str, list[list[float]]]] = {}
     for strategy in a.only.split(","):
-        names = [n for n in RUNNERS[strategy] if n in a.runners.split(",")]
-        names = [n for n in names if n not in NEEDS or importlib.util.find_spec(NEEDS[n])]
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        names = tuple(
+            n for n in RUNNERS[strategy] if n in wanted and (n not in NEEDS or importlib.util.find_spec(NEEDS[n]))
+        )
+        runs = {name: [] for name in names}
         for rep in range(a.reps):
-            shift = rep % len(names)
-            for name in names[shift:] + names[:shift]:
-                result = measure(strategy, name, a.steps, a.ranks)
-                if result:
-                    runs[name].append(result)
-        results[strategy] = {name: each for name, each in runs.items() if each}
+            order = names[rep % len(names) :] + names[: rep % len(names)]
+            for name, rounds in measure(strategy, order, a.blocks, a.ranks).items():
+                runs[name] += rounds
+        results[strategy] = runs
     table(results)
 
 
