@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,22 @@ def test_trainer_and_callbacks_know_no_concrete_strategy() -> None:
     for name, tree in MODULES.items():
         if layer(name) in ("trainer", "callbacks", "checkpoint", "data", "models", "optim"):
             assert not ours(tree) & CONCRETE_STRATEGIES, name
+
+
+def test_loop_evaluation_checkpoints_and_callbacks_have_no_branch_on_the_strategy() -> None:
+    """Neither by its class nor by its name: what differs is a fact on the seam (``supports``, ``averaging``, ...)."""
+    for name, tree in MODULES.items():
+        if layer(name) in ("trainer", "callbacks", "checkpoint"):
+            for node in ast.walk(tree):
+                asks = node.args if isinstance(node, ast.Call) and ast.unparse(node.func) in _TYPE_CHECKS else []
+                compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+                subject = [node.subject] if isinstance(node, ast.Match) else []
+                for part in [*asks[:1], *compared, *subject]:
+                    assert not _STRATEGY.search(ast.unparse(part)), f"{name}:{part.lineno}: {ast.unparse(node)}"
+
+
+_TYPE_CHECKS = ("isinstance", "hasattr", "type")
+_STRATEGY = re.compile(r"\bstrategy(\.name)?$|args\.trainer\b|config\.trainer\b|trainer\.type\b")
 
 
 @pytest.mark.parametrize(("package", "home"), ONLY_IN.items())

@@ -53,7 +53,7 @@ def transformed(
     recomputation, and not the strategy's hooks.
     """
     if args.torch_compile and not strategy.supports.torch_compile:
-        raise ConfigError(f"torch_compile: {type(strategy).__name__} cannot compile; set torch_compile=false")
+        raise ConfigError(f"torch_compile: the strategy {strategy.name} cannot compile; set torch_compile=false")
     if not (args.gradient_checkpointing or args.torch_compile):
         return build
 
