@@ -93,10 +93,30 @@ def clip_grad_norm(
     device = parameters[0].device if parameters else None
     norm: Tensor = torch.zeros((), device=device)
     if counted:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted)))
+        norm = torch.linalg.vector_norm(_norms(counted))
     if model_group is not None:
         norm = all_sum(norm.square(), model_group).sqrt()
     if max_norm and grads:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(grads, scale)
     return norm
+
+
+_LONG = 1 << 14  # numbers
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norms whose own L2 norm is that of all ``tensors`` together, 1-dim.
+
+    Long tensors on the CPU are taken row by row: torch adds up one tensor's squares in fp32 (2.13), which is off by 4e-7
+    at 2^20 numbers and by less for each rank's rows of them. Clipping hands that on to all weights: fsdp2's drifted from
+    one device's ten times as fast as ddp's. No slower.
+    """
+    rows = [torch.linalg.vector_norm(t, dim=-1).flatten() for t in tensors if _is_long(t)]
+    short = [t for t in tensors if not _is_long(t)]
+    return torch.cat([*rows, torch.stack(torch._foreach_norm(short))] if short else rows)
+
+
+def _is_long(tensor: Tensor) -> bool:
+    on_cpu = tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    return on_cpu and tensor.ndim > 1 and tensor.numel() > _LONG
