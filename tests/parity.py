@@ -318,10 +318,11 @@ def _norm(tensors: dict[str, Tensor]) -> Tensor:
     return norm
 
 
-def assert_same_samples(found: Result, reference: Result) -> None:
-    """The last steps of the reference, if ``found`` was resumed: exactly the same sequences in the same order."""
-    steps = reference.samples[len(reference.samples) - len(found.samples) :]
-    for step, (ours, theirs) in enumerate(zip(found.samples, steps, strict=True), 1):
+def assert_same_samples(found: Result, reference: Result, *, first: int | None = None) -> None:
+    """Exactly the same sequences in the same order, from step ``first`` on; None: the last steps of the reference."""
+    start = len(reference.samples) - len(found.samples) if first is None else first - 1
+    steps = reference.samples[start : start + len(found.samples)]
+    for step, (ours, theirs) in enumerate(zip(found.samples, steps, strict=True), start + 1):
         assert torch.equal(ours, theirs), f"step {step} trained other samples"
 
 

@@ -115,8 +115,9 @@ def test_every_strategy_gives_the_result_of_one_device(tmp_path: Path, case: Cas
     expected = reference(settings(case), SEQUENCES * case.accumulation)
     assert max(expected.norms) > 0.2, "clipping was not active"
     if case.optimizer == "muon":  # each step rounds to bf16, and the differences of many steps add up: from one state
+        own.append("+callbacks.probe.stop_after=12")
         found = go_on(layout, (*settings(case), *own), RunDir(expected.path).checkpoint(10), tmp_path)
-        assert_same_samples(found, expected)
+        assert_same_samples(found, expected, first=11)
         assert_near(found.losses[:1], expected.losses[10:11], "loss")
         assert_near(found.norms[:1], expected.norms[10:11], "gradient norm")
         assert_update_within(0.02, found, expected, step=10)
