@@ -1,209 +1,272 @@
-"""Kill a training run with SIGKILL at random moments, resume it, and compare it with an uninterrupted one to the bit.
+"""Kill training runs of random strategy and settings at random instants, resume them, and compare what they compute.
 
-    scripts/crash_campaign 100            # 100 trials
-    scripts/crash_campaign 10 --seed 7 model=tiny
-    scripts/crash_campaign 20 trainer=ddp nproc_per_node=2
+    scripts/crash_campaign 100                        # 100 trials, seeds 0 to 99
+    scripts/crash_campaign 1 --seed 17                # the trial of seed 17, exactly as drawn
+    scripts/crash_campaign 20 --layouts single,ddp2 --jobs 2 optimizer.eps=1e-6
 
-Half of the kills wait for a save to begin and strike inside it. In a job of several ranks they strike the launcher, one
-rank, or all processes at once; what is left must end by itself. Extra arguments are overrides for every run. Exit code
-1 if a trial lost anything; each failure is printed with the seed that repeats it.
+A trial draws a layout and settings (``crash_draw.py``), kills a rank, the launcher, a data worker or all of them by a
+signal, mostly SIGKILL, inside a save more often than not, and resumes the run: once or twice, in the same layout or in
+another one. What is left of a killed job must end within 30 s. A run resumed in its layout must end with the losses,
+norms, weights, moments and random states of an uninterrupted one, bit by bit; in another layout with its losses and
+norms within 1e-5 and 1e-4. Other arguments are overrides for every run. Exit code 1 if a trial fails; each failure is
+printed with its seed, and its run is kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_LEFT_OVER = 30.0  # seconds in which the rest of a job must end once one of its processes was killed
-SETTINGS = ("max_steps=60", "save_steps=7", "logging_steps=1", "eval_steps=20", "deterministic=true")
-SMALL = ("model=nano", "data.seq_len=64", "max_eval_samples=16", "~callbacks.textgen", "~callbacks.tensorboard")
+from crash_check import Before, after_end, after_kill, compare, last_step, lost_steps, saved_steps
+from crash_draw import LAYOUTS, Plan, draw, reference_words
+from crash_job import LEFT_OVER, Job, Member, Struck, reached, send, strike
+
+_LIMIT = 300.0  # seconds that a start takes at most which nothing disturbs
+_STACKS = 2.0  # seconds in which a process that hangs writes its stacks to its log
+
+
+@dataclass
+class Trial:
+    """What one trial did."""
+
+    plan: Plan
+    kills: list[Struck] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    """Steps computed again after each kill."""
+    problems: list[str] = field(default_factory=list)
+    moved_after: int | None = None
+    """Step at which another layout went on."""
+    discarded: set[int] = field(default_factory=set)
+    """Steps at which a signal stopped the run."""
+
+    def __str__(self) -> str:
+        inside = sum(kill.inside_save for kill in self.kills)
+        verdict = "; ".join(self.problems) or f"{len(self.kills)} kills, {inside} inside a save, {sum(self.lost)} lost"
+        return f"seed {self.plan.seed}: {self.plan}: {'FAILED: ' if self.problems else ''}{verdict}"
+
+
+class Campaign:
+    """Trials under ``work``, which share the uninterrupted runs that they are compared with."""
+
+    def __init__(self, work: Path, overrides: Sequence[str] = (), layouts: Sequence[str] = ()) -> None:
+        self._work, self._layouts = work, layouts
+        self._corpus = work / "corpus"
+        write_corpus(self._corpus)
+        self._overrides = [f"data.files=[{self._corpus}/*.txt]", *overrides]
+        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._environment = {name: str(work / name.lower()) for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
+
+    def trial(self, seed: int) -> Trial:
+        """Start, kill and resume as the seed says, go on to the end, and compare."""
+        trial = Trial(draw(seed, self._layouts))
+        run = self.run_of(seed)
+        shutil.rmtree(run.parent, ignore_errors=True)
+        run.mkdir(parents=True)
+        try:
+            reference = self.reference(trial.plan)
+            starts = range(len(trial.plan.kills))
+            going_on = all(self._killed(trial, run, start) for start in starts)
+            if not trial.problems:
+                self._finished(trial, run, len(trial.plan.kills) if going_on else len(trial.kills))
+            if not trial.problems:
+                trial.problems += after_end(run)
+                trial.problems += compare(run, reference, moved_after=trial.moved_after, discarded=trial.discarded)
+        except Exception as error:  # one trial's failure, whatever it is
+            trial.problems.append(f"{type(error).__name__}: {error}")
+        if not trial.problems:
+            shutil.rmtree(run.parent)
+        return trial
+
+    def run_of(self, seed: int) -> Path:
+        return self._work / f"trial-{seed}" / "run"
+
+    # ------------------------------------------------------------------------------------------------------- one start
+
+    def _killed(self, trial: Trial, run: Path, start: int) -> bool:
+        """Start, wait for the instant, kill, and wait for the rest to end. False if it ended by itself before."""
+        kill, before = trial.plan.kills[start], Before.of(run)
+        with self._job(trial, run, start) as job:
+            if not reached(job, kill.instant, _LIMIT):
+                trial.problems += _ended_by_itself(job)
+                return False
+            trained = last_step(run) > before.step
+            struck = strike(job, kill)
+            left = job.wait(LEFT_OVER)
+            if left:
+                trial.problems.append(f"after {kill}: still there are {', '.join(map(str, left))}")
+                show_stacks(left)
+            code = job.process.poll()
+        if code is not None:
+            trial.kills.append(struck)
+            trial.lost.append(lost_steps(run, before))
+            trial.problems += after_kill(run, trial.plan, kill, struck.target, code, trained, before)
+            trial.problems += _says_how_to_go_on(job.output, run) if code == 75 else []
+            trial.discarded |= {max(saved_steps(run), default=0)} if code in (75, 0) else set()
+        return not trial.problems
+
+    def _finished(self, trial: Trial, run: Path, start: int) -> None:
+        """Start once more, and let the run come to its end."""
+        with self._job(trial, run, start) as job:
+            if left := job.wait(_LIMIT):
+                trial.problems.append(f"the resumed run goes on after {_LIMIT:g} s: {', '.join(map(str, left))}")
+                show_stacks(left)
+            elif job.process.returncode != 0:
+                trial.problems.append(f"the resumed run ends with exit code {job.process.returncode}")
+
+    def _job(self, trial: Trial, run: Path, start: int) -> Job:
+        plan = trial.plan
+        if start > 0 and plan.moved_to is not None and trial.moved_after is None:
+            trial.moved_after = max(saved_steps(run), default=0)
+        changes = [*plan.words(start), *self._overrides, f"data.cache_dir={run.parent}/cache"]
+        if start > 0 and plan.by_resume and (run / "config.yaml").exists():
+            moved = plan.layout_of(start).words(plan.recipe.accumulation) if plan.moved_to is not None else []
+            words = ["resume", str(run), *moved]
+        else:
+            words = ["train", *changes, f"output_dir={run}", "resume_from_checkpoint=true"]
+        return Job(run, words, self._environment, run.parent / "output.txt")
+
+    def reference(self, plan: Plan) -> Path:
+        """The uninterrupted run of a plan's layout and settings, which is made when it is first asked for."""
+        name = f"{plan.layout.name}-{plan.recipe.name}".replace(", ", "-").replace(" ", "-")
+        run = self._work / "references" / name
+        with self._locks[name]:
+            if not (run / "exit.json").exists():
+                shutil.rmtree(run, ignore_errors=True)
+                words = ["train", *reference_words(plan.layout, plan.recipe), *self._overrides, "save_steps=1000"]
+                words += [f"data.cache_dir={self._work}/cache", f"output_dir={run}"]
+                with Job(run, words, self._environment, self._work / f"{name}.txt") as job:
+                    if job.wait(_LIMIT) or job.process.returncode != 0:
+                        raise RuntimeError(f"the uninterrupted run fails; see {self._work}/{name}.txt")
+        return run
+
+
+def _ended_by_itself(job: Job) -> list[str]:
+    """What is wrong with a start that did not get to the instant of its kill."""
+    left = job.wait(5.0) if job.process.poll() is not None else job.members()
+    if left:
+        show_stacks(left)
+        return [f"undisturbed, it does not come to an end: {', '.join(map(str, left))}"]
+    code = job.process.returncode
+    return [f"undisturbed, it ends with exit code {code}"] if code != 0 else []
+
+
+def _says_how_to_go_on(output: str, run: Path) -> list[str]:
+    last = output.rstrip().rpartition("\n")[2]
+    return [] if last == f"forgather resume {run}" else [f"exit code 75 with {last!r} as the last line"]
+
+
+def show_stacks(members: Sequence[Member]) -> None:
+    """Have ranks that hang write where they stand to their logs."""
+    for member in members:
+        if member.role in ("launcher", "rank"):
+            send(member.pid, signal.SIGUSR2)
+    time.sleep(_STACKS)
+
+
+def write_corpus(directory: Path) -> None:
+    """40 short documents of made-up words: some 12 steps to an epoch, so that runs go through several."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 8))) for _ in range(200)]
+    for number in range(40):
+        text = " ".join(rng.choices(words, k=rng.randint(20, 60)))
+        (directory / f"{number:02}.txt").write_text(text)
+
+
+# --------------------------------------------------------------------------------------------------------------- report
 
 
 @dataclass
 class Report:
     """What a campaign did."""
 
-    trials: int = 0
-    kills: int = 0
-    kills_inside_saves: int = 0
-    steps_lost: int = 0
-    failures: list[str] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def kills(self) -> list[Struck]:
+        return [kill for trial in self.trials for kill in trial.kills]
+
+    @property
+    def failures(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.problems]
 
     def __str__(self) -> str:
-        text = (
-            f"{self.trials} trials, {self.kills} kills ({self.kills_inside_saves} inside a save), "
-            f"{self.steps_lost} steps computed again, {len(self.failures)} failures"
+        kills, lost = self.kills, [lost for trial in self.trials for lost in trial.lost]
+        moved = sum(trial.moved_after is not None for trial in self.trials)
+        whole = sum(not trial.kills and not trial.problems for trial in self.trials)
+        head = (
+            f"{len(self.trials)} trials ({moved} resumed in another layout, {whole} ended before their kill), "
+            f"{len(kills)} kills ({sum(kill.inside_save for kill in kills)} inside a save), {sum(lost)} steps computed "
+            f"again (at most {max(lost, default=0)} after one kill), {len(self.failures)} failures"
         )
-        return "\n".join([text, *self.failures])
+        signals = [(kill.signum.name + ("+SIGKILL" if kill.followed else ""), kill.target) for kill in kills]
+        events = [(kill.event, kill.target) for kill in kills]
+        layouts = Counter(trial.plan.layout.name for trial in self.trials)
+        counts = ", ".join(f"{name} {count}" for name, count in layouts.most_common())
+        tables = [_table("signal", signals), _table("instant", events), f"layouts: {counts}"]
+        return "\n\n".join([head, *tables, *map(str, self.failures)])
 
 
-def command(output_dir: Path, overrides: list[str]) -> list[str]:
-    return [
-        sys.executable, "-m", "forgather_cli", "train", *SETTINGS, *overrides,
-        f"output_dir={output_dir}", "resume_from_checkpoint=true",
-    ]  # fmt: skip
+def _table(title: str, cells: Sequence[tuple[str, str]]) -> str:
+    """Counts of (row, column) with their sums."""
+    rows, columns = (list(Counter(cell[side] for cell in cells)) for side in (0, 1))
+    counts = Counter(cells)
+    lines = [[title, *columns, "all"]]
+    lines += [[r, *(str(counts[r, c]) for c in columns), str(sum(counts[r, c] for c in columns))] for r in rows]
+    lines.append(["all", *(str(sum(counts[r, c] for r in rows)) for c in columns), str(len(cells))])
+    return "\n".join(
+        "".join(f"{cell:<16}" if i == 0 else f"{cell:>10}" for i, cell in enumerate(line)) for line in lines
+    )
 
 
-def records(run: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of every training record; a torn last line is left out."""
-    rows: list[tuple[int, float, float]] = []
-    if not (run / "metrics.jsonl").exists():
-        return rows
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if "grad_norm" in record:
-            rows.append((record["step"], record["loss"], record["grad_norm"]))
-    return rows
-
-
-def final_hashes(run: Path) -> dict[str, list[list[object]]]:
-    """Hashes of the final checkpoint's tensors: weights, moments, accumulators, random states."""
-    manifest = json.loads((run / "checkpoints" / "step-00000060" / "manifest.json").read_text())
-    return {n: f["ranges"] for n, f in manifest["files"].items() if n.endswith(".safetensors")}
-
-
-def kill_once(run: Path, overrides: list[str], rng: random.Random, seconds: float, report: Report) -> bool:
-    """Start the run and kill it at a random moment. True if it ended by itself before."""
-    inside_save = rng.random() < 0.5
-    with (run.parent / "output.txt").open("ab") as output:
-        process = subprocess.Popen(command(run, overrides), stdout=output, stderr=subprocess.STDOUT)
-        moment = time.monotonic() + rng.uniform(0.0, seconds)
-        while process.poll() is None and time.monotonic() < moment:
-            time.sleep(0.002)
-        if inside_save:
-            deadline = time.monotonic() + seconds
-            while process.poll() is None and time.monotonic() < deadline and not saving(run):
-                time.sleep(0.0005)
-            time.sleep(rng.uniform(0.0, 0.02))
-        return strike(process, run, rng, report)
-
-
-def strike(process: subprocess.Popen[bytes], run: Path, rng: random.Random, report: Report) -> bool:
-    """Kill the job, or one process of it, and wait until the rest has ended. True if it had ended before."""
-    job = family(process.pid)
-    ranks = [pid for pid, words in job.items() if "forgather_cli.rank" in words]
-    doomed = rng.choice([[process.pid], [rng.choice(ranks)], list(job)]) if ranks else [process.pid]
-    if process.poll() is not None:
-        return True
-    report.kills += 1
-    report.kills_inside_saves += saving(run)
-    for pid in doomed:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + _LEFT_OVER
-    while (left := [pid for pid in job if is_running(pid)]) and time.monotonic() < deadline:
-        process.poll()
-        time.sleep(0.02)
-    for pid in left:
-        report.failures.append(f"process {pid} ({job[pid]}) went on after {doomed} of {list(job)} were killed")
-        os.kill(pid, signal.SIGKILL)
-    return process.wait() == 0
-
-
-def family(pid: int) -> dict[int, str]:
-    """A process and all that descend from it, parents first: pid -> its command line."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found, waiting = {}, [pid]
-    while waiting:
-        pid = waiting.pop(0)
-        with contextlib.suppress(OSError):
-            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-        waiting += children.get(pid, [])
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """False for a process that has ended, even if nobody has asked for its exit code yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def saving(run: Path) -> bool:
-    checkpoints = run / "checkpoints"
-    return checkpoints.is_dir() and any(p.name.startswith(".") for p in checkpoints.iterdir())
-
-
-def trial(seed: int, work: Path, reference: Path, seconds: float, overrides: list[str], report: Report) -> bool:
-    """Start, kill one to three times, resume to the end, compare. False if the run was too fast to be killed."""
-    rng = random.Random(seed)
-    run = work / f"trial-{seed}" / "run"
-    shutil.rmtree(run.parent, ignore_errors=True)
-    run.parent.mkdir(parents=True)
-    kills = report.kills
-    for _ in range(rng.randint(1, 3)):
-        if kill_once(run, overrides, rng, seconds, report):
-            break
-    if report.kills == kills:
-        return False
-    reached = (records(run) or [(0, 0.0, 0.0)])[-1][0]
-    saved = max((int(p.name[5:]) for p in run.glob("checkpoints/step-*")), default=0)
-    report.steps_lost += max(0, reached - saved)
-    with (run.parent / "output.txt").open("ab") as output:
-        subprocess.run(command(run, overrides), stdout=output, stderr=subprocess.STDOUT, check=False)
-    problem = compare(run, reference)
-    if problem:
-        report.failures.append(f"seed {seed}: {problem} (kept in {run})")
-    else:
-        shutil.rmtree(run.parent)
-    report.trials += 1
-    return True
-
-
-def compare(run: Path, reference: Path) -> str | None:
-    """What differs from the uninterrupted run; None if nothing does."""
-    mine, theirs = records(run), records(reference)
-    if mine != theirs:
-        different = [b[0] for a, b in zip(mine, theirs, strict=False) if a != b]
-        return f"{len(mine)} of {len(theirs)} records, first difference at step {different[:1]}"
-    leftovers = [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
-    if leftovers:
-        return f"left behind: {leftovers}"
-    return None if final_hashes(run) == final_hashes(reference) else "weights, moments or random states differ"
-
-
-def campaign(trials: int, seed: int, work: Path, overrides: list[str]) -> Report:
-    """Run ``trials`` trials under ``work``; the reference run's duration sets the range of the kills."""
-    report = Report()
-    reference = work / "reference" / "run"
-    start = time.monotonic()
-    subprocess.run(command(reference, overrides), check=True, stdout=subprocess.DEVNULL)
-    seconds = time.monotonic() - start
-    for n in range(trials):
-        while not trial(seed + n, work, reference, seconds, overrides, report):
-            seconds *= 0.7  # the reference ran while the machine was slower
-        print(f"{n + 1}/{trials}: {report.kills} kills, {len(report.failures)} failures", flush=True)
+def campaign(
+    seeds: Sequence[int], work: Path, overrides: Sequence[str] = (), *, layouts: Sequence[str] = (), jobs: int = 1
+) -> Report:
+    """Run the trials of ``seeds``, ``jobs`` at a time."""
+    runs, report, start = Campaign(work, overrides, layouts), Report(), time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(runs.trial, seed) for seed in seeds]
+        for future in as_completed(futures):
+            report.trials.append(future.result())
+            minutes = (time.monotonic() - start) / 60
+            print(f"{len(report.trials)}/{len(seeds)} {minutes:.1f} min  {report.trials[-1]}", flush=True)
     return report
+
+
+def _take_signals() -> None:
+    """Ignored signals (``nohup``, ``&``) would be ignored in the runs too; caught ones start there as by default."""
+    signal.signal(signal.SIGHUP, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trials", type=int)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial; the others' follow")
+    parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
+    parser.add_argument("--layouts", default="", help=f"only these: {','.join(layout.name for layout in LAYOUTS)}")
+    parser.add_argument("--work", type=Path, help="directory to work in and to keep, with the uninterrupted runs")
     arguments, overrides = parser.parse_known_args()
-    work = Path(tempfile.mkdtemp(prefix="crash-campaign-"))
-    report = campaign(arguments.trials, arguments.seed, work, [*SMALL, *overrides])
-    print(report)
-    if not report.failures:
+    _take_signals()
+    work = arguments.work or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
+    seeds = range(arguments.seed, arguments.seed + arguments.trials)
+    layouts = [name for name in arguments.layouts.split(",") if name]
+    report = campaign(seeds, work.resolve(), overrides, layouts=layouts, jobs=arguments.jobs)
+    print(f"\n{report}")
+    if report.failures:
+        print(f"\nkept in {work}")
+    elif arguments.work is None:
         shutil.rmtree(work)
     return 1 if report.failures else 0
 

@@ -1,21 +1,274 @@
-"""A short crash campaign: killed with SIGKILL at random moments, a resumed run equals an uninterrupted one."""
+"""A short crash campaign, and that a campaign finds what it looks for: each way in which a run can be wrong."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-from crash_campaign import SMALL, campaign
+import pytest
+from crash_campaign import Report, campaign
+from crash_check import Before, after_end, after_kill, checkpoint, compare, records
+from crash_draw import LAYOUTS, MAX_STEPS, STOPS, Instant, Kill, Plan, draw
+from crash_job import MARK, Job, Watch
+
+from forgather_cli.data.fetch import Workers, worker_loader
+from forgather_cli.errors import SetupError
+from forgather_cli.launch.claim import claim
+from forgather_cli.launch.signals import watching
+
+TWO_RANKS = [layout.name for layout in LAYOUTS if layout.ranks == 2]
+
+# ----------------------------------------------------------------------------------------------------- a short campaign
 
 
-def test_a_job_of_two_ranks_loses_nothing_whichever_process_is_killed(tmp_path: Path) -> None:
-    overrides = [*SMALL, "trainer=ddp", "nproc_per_node=2"]
-    report = campaign(trials=1, seed=int(time.time()), work=tmp_path, overrides=overrides)
-    assert not report.failures, str(report)
-    assert report.kills >= 1
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("crash")
 
 
-def test_killed_runs_resume_to_the_last_bit(tmp_path: Path) -> None:
-    report = campaign(trials=3, seed=int(time.time()), work=tmp_path, overrides=list(SMALL))
-    assert not report.failures, str(report)
-    assert report.kills >= 3
+@pytest.fixture(scope="module")
+def report(work: Path) -> Report:
+    """One trial in one process and one of two ranks, at the same time."""
+    seed, breadth = int(time.time()), [["single"], TWO_RANKS]
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(campaign, [seed], work / layouts[0], layouts=layouts) for layouts in breadth]
+        return Report([trial for run in runs for trial in run.result().trials])
+
+
+def test_killed_runs_resume_to_the_last_bit_and_nothing_is_left(report: Report) -> None:
+    repeat = f"scripts/crash_campaign 1 --seed SEED --layouts single, or {','.join(TWO_RANKS)}"
+    assert not report.failures, f"{report}\nto repeat a failure: {repeat}"
+    assert report.kills, report
+
+
+# ------------------------------------------------------------------------------------------- what a campaign reports
+
+
+@pytest.fixture
+def whole(report: Report, work: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of an uninterrupted run, and the run itself."""
+    reference = next((work / "single" / "references").iterdir())
+    return shutil.copytree(reference, tmp_path / "run"), reference
+
+
+def test_a_whole_run_is_all_right(whole: tuple[Path, Path]) -> None:
+    run, reference = whole
+    assert compare(run, reference) == after_end(run) == []
+
+
+def change_record(run: Path, key: str, change: Callable[[float], float]) -> None:
+    """Change a value of the newest record that has it."""
+    rows = records(run)
+    row = next(row for row in reversed(rows) if key in row)
+    row[key] = change(row[key])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def edit_manifest(run: Path) -> None:
+    """Give the weights another hash, as if they were others."""
+    path = checkpoint(run, MAX_STEPS) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["model/model.safetensors"]["ranges"][0][2] = "0" * 64
+    path.write_text(json.dumps(manifest))
+
+
+def flip_a_bit(run: Path) -> None:
+    path = checkpoint(run, MAX_STEPS) / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def drop_line(run: Path, key: str) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    newest = max(number for number, line in enumerate(lines) if f'"{key}"' in line)
+    (run / "metrics.jsonl").write_text("".join(lines[:newest] + lines[newest + 1 :]))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "found"),
+    [
+        (lambda run: change_record(run, "grad_norm", lambda x: x * (1 + 1e-15)), "step 30: grad_norm"),
+        (lambda run: change_record(run, "eval_loss", lambda x: x * (1 + 1e-15)), "eval_loss"),
+        (lambda run: drop_line(run, "grad_norm"), "training records of steps"),
+        (lambda run: drop_line(run, "eval_loss"), "evaluations at steps"),
+        (edit_manifest, "weights, moments or random states differ"),
+    ],
+)
+def test_another_result_is_reported(whole: tuple[Path, Path], tamper: Callable[[Path], None], found: str) -> None:
+    run, reference = whole
+    tamper(run)
+    assert found in " ".join(compare(run, reference))
+
+
+@pytest.mark.parametrize(("key", "bound"), [("loss", 1e-5), ("grad_norm", 1e-4), ("eval_loss", 1e-5)])
+def test_another_layout_has_its_tolerance_and_no_more(whole: tuple[Path, Path], key: str, bound: float) -> None:
+    run, reference = whole
+    change_record(run, key, lambda x: x * (1 + bound / 2))
+    assert compare(run, reference, moved_after=12) == []
+    assert compare(run, reference, moved_after=MAX_STEPS), "before the move nothing may differ"
+    change_record(run, key, lambda x: x * (1 + bound))
+    assert key in " ".join(compare(run, reference, moved_after=12))
+
+
+def test_a_damaged_checkpoint_leftovers_and_a_wrong_outcome_are_reported(whole: tuple[Path, Path]) -> None:
+    run, _ = whole
+    flip_a_bit(run)
+    (run / "checkpoints" / ".tmp-step-00000030-1.0").mkdir()
+    (run / "exit.json").write_text('{"code": 1}')
+    found = " ".join(after_end(run))
+    assert "checkpoint 30 is damaged: model/model.safetensors" in found
+    assert "left behind: .tmp-step-00000030-1.0" in found
+    assert "exit.json says 1" in found
+
+
+def kill(signum: signal.Signals, target: str = "rank") -> Kill:
+    return Kill(Instant("record", 1, 0.0), signum, target)
+
+
+def plan(*, async_save: bool = False) -> Plan:
+    return replace(draw(0), save_steps=5, async_save=async_save)
+
+
+@pytest.mark.parametrize(
+    ("signum", "target", "code", "found"),
+    [
+        (signal.SIGKILL, "rank", 0, "exit code 0"),
+        (signal.SIGKILL, "launcher", 1, "exit code 1"),
+        (signal.SIGTERM, "launcher", 143, "exit code 143"),
+        (signal.SIGTERM, "rank", 75, "exit.json says 0"),
+        (signal.SIGTERM, "rank", 75, "75 without a checkpoint of the last step: 6 steps lost"),
+        (signal.SIGKILL, "rank", 1, "6 steps lost"),
+    ],
+)
+def test_a_wrong_exit_code_and_too_many_lost_steps_are_reported(
+    whole: tuple[Path, Path], signum: signal.Signals, target: str, code: int, found: str
+) -> None:
+    run, _ = whole
+    checkpoint(run, 30).rename(checkpoint(run, 24))  # records go to step 30
+    problems = after_kill(run, plan(), kill(signum, target), target, code, True, Before(0, 0))
+    assert found in " ".join(problems)
+
+
+def test_what_was_lost_while_a_save_was_in_flight_and_no_more_is_allowed(whole: tuple[Path, Path]) -> None:
+    run, _ = whole
+    checkpoint(run, 30).rename(checkpoint(run, 24))
+    killed = (kill(signal.SIGKILL), "rank", 1, True, Before(0, 0))
+    (run / "checkpoints" / ".tmp-step-00000029-1.0").mkdir()
+    assert "steps lost" in " ".join(after_kill(run, plan(), *killed))
+    assert after_kill(run, plan(async_save=True), *killed) == []
+    assert "steps lost" not in " ".join(after_kill(run, plan(), *killed[:4], Before(30, 24))), "not of this start"
+
+
+def test_a_process_that_goes_on_is_found_though_it_has_lost_its_parent(tmp_path: Path) -> None:
+    stray = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    environment = {**os.environ, MARK: str(tmp_path)}
+    with subprocess.Popen(stray, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with Job(tmp_path, ["--version"], {}, tmp_path / "output.txt") as job:
+            job.process.wait(60)
+            assert [member.pid for member in job.wait(0.1)] == [process.pid]
+        assert job.process.returncode == 0
+        assert process.wait(10) == -signal.SIGKILL, "what is left is killed"
+
+
+def test_a_campaign_whose_runs_do_not_start_fails_and_names_the_seed(tmp_path: Path) -> None:
+    words = [sys.executable, str(Path(__file__).with_name("crash_campaign.py")), "1", "--seed", "7"]
+    done = subprocess.run(
+        [*words, f"--work={tmp_path}", "--layouts=single", "max_stepz=3"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "1 trials" in done.stdout
+    assert "1 failures" in done.stdout
+    assert "seed 7: single" in done.stdout
+    assert f"kept in {tmp_path}" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------ what is drawn
+
+
+def test_a_seed_is_a_trial_and_many_seeds_are_all_there_is() -> None:
+    plans = [draw(seed) for seed in range(400)]
+    assert plans == [draw(seed) for seed in range(400)]
+    kills = [kill for plan in plans for kill in plan.kills]
+    assert {plan.layout for plan in plans} == set(LAYOUTS)
+    assert {kill.signum for kill in kills} == {signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, *STOPS}
+    assert {kill.target for kill in kills} == {"rank", "launcher", "group", "worker"}
+    assert {"manifest", "rename", "retention", "final"} < {kill.instant.event for kill in kills}
+    near_a_save = sum(kill.instant.event not in ("start", "record") for kill in kills)
+    assert near_a_save > 0.6 * len(kills)
+    assert all(plan.recipe.exact for plan in plans if plan.moved_to), "others do not compute the same elsewhere"
+    assert {draw(seed, ["single"]).layout.name for seed in range(20)} == {"single"}
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    (tmp_path / "checkpoints").mkdir()
+    watch = Watch(tmp_path)
+    yield watch
+    watch.close()
+
+
+def test_a_save_is_seen_as_it_happens(watch: Watch, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    temporary = checkpoints / ".tmp-step-00000030-1.0"
+    temporary.mkdir()
+    assert list(watch.events(1.0)) == ["temporary"]
+    (temporary / "manifest.json").write_text("{}")
+    assert list(watch.events(1.0)) == ["manifest"]
+    temporary.rename(checkpoint(tmp_path, 30))
+    assert list(watch.events(1.0)) == ["rename", "final"]
+    checkpoint(tmp_path, 30).rename(checkpoints / ".trash-step-00000030-1.1")
+    assert list(watch.events(1.0)) == ["retention"]
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert list(watch.events(1.0)) == ["record"]
+    assert list(watch.events(0.0)) == []
+
+
+# ---------------------------------------------------------------------------------------------- what a crash may tear
+
+
+def test_data_workers_end_by_a_sigterm_of_their_parent_alone() -> None:
+    with watching() as stop:
+        batches = iter(worker_loader(list(range(64)), Workers(num=2), 0, batch_size=1))
+        read = [next(batches), next(batches)]  # one of each worker: both are up
+        workers = multiprocessing.active_children()
+        for process in workers:
+            subprocess.run(["kill", "-TERM", str(process.pid)], check=True)
+        read += list(batches)
+        assert len(workers) == 2
+        assert [int(batch[0]) for batch in read] == list(range(64))
+        assert stop.signum is None
+
+        batches = iter(worker_loader(list(range(64)), Workers(num=1), 0, batch_size=1))
+        next(batches)
+        (worker,) = multiprocessing.active_children()
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == 0
+
+
+def test_a_config_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with claim(tmp_path) as held:
+        held.write(held.run.config, "max_steps: 3\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        try:
+            with pytest.raises(SetupError, match="cannot be written"):
+                held.write(held.run.later_config(1), "max_steps: 3000\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert held.run.newest_config() == held.run.config
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -104,12 +106,30 @@ def worker_loader(dataset: Any, workers: Workers, seed: int, **kwargs: Any) -> A
 
     if workers.num:
         kwargs |= {"prefetch_factor": workers.prefetch_factor or 2, "persistent_workers": workers.persistent}
+        kwargs["worker_init_fn"] = _outlive_sigterm
     generator = torch.Generator().manual_seed(seed & (1 << 63) - 1)
     kwargs.setdefault("collate_fn", _unchanged)
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates
         warnings.filterwarnings("ignore", ".*set_vital", UserWarning)
         return StatefulDataLoader(dataset, num_workers=workers.num, generator=generator, **kwargs)
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """In a worker: end by a SIGTERM of the parent alone. A scheduler sends one to workers, which training still needs.
+
+    torch's worker loop has set a handler in C that ends them at once (torch 2.13, ``_set_worker_signal_handlers``). A
+    handler does not learn who has sent the signal, a thread that waits for it does. Not where there is no sigwaitinfo.
+    """
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told_by(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        continue
+    os._exit(0)
 
 
 def start_workers(loader: Any) -> Iterator[Any]:

@@ -1,0 +1,217 @@
+"""What a trial of the crash campaign does: layout, settings, kills, all of it drawn from its seed before it begins."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
+
+MAX_STEPS = 30
+BATCH = 24
+"""Sequences of one step in every layout: what 2 and 3 ranks, 2 micro-steps and 4 micro-batches divide."""
+
+COMMON = (
+    f"max_steps={MAX_STEPS}", f"global_batch_size={BATCH}", "deterministic=true", "model=nano",
+    "model.num_hidden_layers=4", "data=text", "data.seq_len=32", "data.eval_fraction=0.1", "eval_steps=12",
+    "max_eval_samples=8", "callbacks=minimal", "verify_checkpoint=full",
+)  # fmt: skip
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask for a save and an end."""
+
+_SIGNALS = {
+    signal.SIGKILL: 55, signal.SIGTERM: 12, signal.SIGINT: 7, signal.SIGHUP: 5, signal.SIGUSR1: 7,
+    signal.SIGABRT: 7, signal.SIGSEGV: 7,
+}  # fmt: skip
+_TARGETS = {"rank": 4, "launcher": 3, "group": 3}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy and its ranks."""
+
+    name: str
+    trainer: str
+    ranks: int = 1
+    schedule: str = ""
+
+    def words(self, accumulation: int) -> list[str]:
+        """The overrides that train ``BATCH`` sequences per step with so many micro-steps."""
+        readers = 1 if self.trainer == "pipeline" else self.ranks
+        words = [f"trainer={self.trainer}", f"per_device_train_batch_size={BATCH // accumulation // readers}"]
+        words += [f"nproc_per_node={self.ranks}"] if self.ranks > 1 else []
+        return [*words, f"schedule={self.schedule}", "n_microbatches=4"] if self.schedule else words
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings that, with the layout, decide what an uninterrupted run computes."""
+
+    name: str
+    overrides: tuple[str, ...]
+    accumulation: int = 1
+    logging_steps: int = 1
+    exact: bool = True
+    """Another layout computes the same within 1e-5: no dropout, no muon."""
+
+
+@dataclass(frozen=True)
+class Instant:
+    """``delay`` seconds after the ``count``-th ``event`` of a start (see ``crash_job.Watch``)."""
+
+    event: str
+    count: int
+    delay: float
+
+    def __str__(self) -> str:
+        number = f" {self.count}" if self.count > 1 else ""
+        return f"{self.event}{number}+{1000 * self.delay:.1f} ms"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A signal to a process of the job: to rank ``rank``, the launcher, a data worker of the rank, or all at once."""
+
+    instant: Instant
+    signum: signal.Signals
+    target: str
+    rank: int = 0
+    then: float | None = None
+    """Seconds after which all are killed with SIGKILL, as an impatient scheduler does."""
+
+    def __str__(self) -> str:
+        number = f" {self.rank}" if self.target in ("rank", "worker") else ""
+        then = "" if self.then is None else f" (SIGKILL to all {1000 * self.then:.0f} ms later)"
+        return f"{self.signum.name} to {self.target}{number} at {self.instant}{then}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One trial. It is killed and resumed as often as ``kills`` says, and then runs to its end."""
+
+    seed: int
+    layout: Layout
+    recipe: Recipe
+    save_steps: int
+    keep: int
+    async_save: bool
+    workers: int
+    by_resume: bool
+    """Resumed by ``forgather resume``, not by the first command again."""
+    kills: tuple[Kill, ...]
+    moved_to: Layout | None
+    """Where it is resumed after the first kill, if not in the same layout."""
+
+    def layout_of(self, start: int) -> Layout:
+        """Of the ``start``-th start, from 0."""
+        return self.moved_to if self.moved_to is not None and start > 0 else self.layout
+
+    def words(self, start: int) -> list[str]:
+        """The overrides of a start by the command ``train``."""
+        saving = [f"save_steps={self.save_steps}", f"save_total_limit={self.keep}"]
+        saving += [f"async_save={str(self.async_save).lower()}", f"dataloader_num_workers={self.workers}"]
+        return [*reference_words(self.layout_of(start), self.recipe), *saving]
+
+    def __str__(self) -> str:
+        mode = "async" if self.async_save else "sync"
+        text = f"{self.layout.name} {self.recipe.name}, saved every {self.save_steps} ({mode}, {self.keep} kept)"
+        text += f", {self.workers} workers" if self.workers else ""
+        moved = f"; resumed as {self.moved_to.name}" if self.moved_to else ""
+        return f"{text}: {'; '.join(map(str, self.kills))}{moved}"
+
+
+LAYOUTS = {
+    Layout("single", "single"): 5,
+    Layout("ddp2", "ddp", 2): 3,
+    Layout("ddp3", "ddp", 3): 1,
+    Layout("fsdp2", "fsdp2", 2): 3,
+    Layout("fsdp3", "fsdp2", 3): 1,
+    Layout("1f1b", "pipeline", 2, "1F1B"): 1,
+    Layout("gpipe", "pipeline", 2, "GPipe"): 1,
+    Layout("interleaved", "pipeline", 2, "Interleaved1F1B"): 1,
+    Layout("zbv", "pipeline", 2, "ZBVZeroBubble"): 1,
+}
+"""With the weights they are drawn by."""
+
+RECIPES = (
+    Recipe("adamw", ("optimizer=adamw", "data.packing=concat")),
+    Recipe(
+        "sgd, 2 micro-steps",
+        ("optimizer=sgd", "optimizer.momentum=0.9", "learning_rate=0.05", "data.packing=best_fit"),
+        accumulation=2,
+        logging_steps=3,
+    ),
+    Recipe(
+        "muon, dropout",
+        ("optimizer=muon", "model.residual_dropout=0.1", "data.packing=pad"),
+        exact=False,
+    ),
+    Recipe(
+        "adamw, dropout, 2 micro-steps",
+        ("optimizer=adamw", "model.residual_dropout=0.1", "data.packing=concat"),
+        accumulation=2,
+        exact=False,
+    ),
+)
+
+
+def reference_words(layout: Layout, recipe: Recipe) -> list[str]:
+    """The overrides that decide what is computed."""
+    logging = f"logging_steps={recipe.logging_steps}"
+    return [*COMMON, *recipe.overrides, logging, *layout.words(recipe.accumulation)]
+
+
+def draw(seed: int, layouts: Sequence[str] = ()) -> Plan:
+    """The trial of a seed, among the named layouts or all. Nothing else that a trial does is random."""
+    rng = random.Random(seed)
+    choice = {layout: weight for layout, weight in LAYOUTS.items() if not layouts or layout.name in layouts}
+    layout = _weighted(rng, choice)
+    recipe = rng.choice(RECIPES)
+    save_steps, keep, workers = rng.choice([3, 5, 8]), rng.choice([1, 2]), rng.choice([0, 0, 2])
+    async_save, by_resume, moves = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.4
+    others = [other for other in choice if other != layout] or [layout]
+    other = rng.choice(others)
+    plan = Plan(
+        seed=seed, layout=layout, recipe=recipe, save_steps=save_steps, keep=keep, async_save=async_save,
+        workers=workers, by_resume=by_resume, kills=(),
+        moved_to=other if moves and recipe.exact and other != layout else None,
+    )  # fmt: skip
+    kills = [_draw_kill(rng, plan, start) for start in range(2 if rng.random() < 0.3 else 1)]
+    return replace(plan, kills=tuple(kills))
+
+
+def _draw_kill(rng: random.Random, plan: Plan, start: int) -> Kill:
+    instant = _draw_instant(rng, plan, start)
+    target, signum = _weighted(rng, _TARGETS), _weighted(rng, _SIGNALS)
+    rank, then = rng.randrange(plan.layout_of(start).ranks), rng.uniform(0.0, 0.3)
+    followed = rng.random() < 0.2 and signum in STOPS
+    if plan.workers and rng.random() < 0.15:  # what the kernel does to the process that needs too much memory
+        target, signum, followed = "worker", signal.SIGKILL, False
+    return Kill(instant, signum, target, rank, then if followed else None)
+
+
+def _draw_instant(rng: random.Random, plan: Plan, start: int) -> Instant:
+    """Two of three are inside a save or close to one. A start that goes on may get through few of them."""
+    saves, records = -(-MAX_STEPS // plan.save_steps), MAX_STEPS // plan.recipe.logging_steps - 2
+    deletions = max(1, saves - plan.keep - 1)
+    if start > 0:
+        saves, records, deletions = max(1, saves // 3), records // 3, 1
+    instants = {
+        Instant("start", 1, rng.uniform(0.0, 4.0)): 6,
+        Instant("trial", 1, rng.uniform(0.0, 0.002)): 3,
+        Instant("record", rng.randint(1, records), rng.uniform(0.0, 0.03)): 17,
+        Instant("temporary", rng.randint(1, saves), rng.uniform(0.0, 0.04)): 26,
+        Instant("manifest", rng.randint(1, saves), rng.uniform(0.0, 0.003)): 15,
+        Instant("rename", rng.randint(1, saves), rng.uniform(0.0, 0.003)): 15,
+        Instant("retention", rng.randint(1, deletions), rng.uniform(0.0, 0.003)): 12,
+        Instant("final", 1, rng.uniform(0.0, 0.3)): 6,
+    }
+    return _weighted(rng, instants)
+
+
+def _weighted(rng: random.Random, weights: dict[T, int]) -> T:
+    return rng.choices(list(weights), list(weights.values()))[0]
