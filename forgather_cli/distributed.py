@@ -108,9 +108,9 @@ _LONG = 1 << 14  # numbers
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """L2 norms whose own L2 norm is that of all ``tensors`` together, 1-dim.
 
-    Long tensors on the CPU are taken row by row: torch adds up one tensor's squares in fp32 (2.13), which is off by 4e-7
-    at 2^20 numbers and by less for each rank's rows of them. Clipping hands that on to all weights: fsdp2's drifted from
-    one device's ten times as fast as ddp's. No slower.
+    Long tensors on the CPU are taken row by row: torch adds up one tensor's squares in fp32 (2.13), which is off by
+    4e-7 at 2^20 numbers and by less for each rank's rows of them. Clipping hands that on to all weights: fsdp2's
+    drifted from one device's ten times as fast as ddp's. No slower.
     """
     rows = [torch.linalg.vector_norm(t, dim=-1).flatten() for t in tensors if _is_long(t)]
     short = [t for t in tensors if not _is_long(t)]

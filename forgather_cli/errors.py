@@ -7,8 +7,9 @@
     │   ├── ModelError
     │   └── CheckpointError        damaged, foreign, newer or not matching
     ├── CallbackError              a user's callback raised; names callback and event
+    ├── ControlError               no such job, or it does not do what it was told, exit code 1
     └── TrainingError              the run failed after it had started, exit code 1
-        ├── DivergenceError        a loss or gradient norm that is not finite
+        ├── DivergenceError        a loss or gradient norm that is not finite, or a loss that rose for good
         ├── ReplicationError       ranks hold different values of what must be equal
         └── OutOfMemoryError       with memory by kind and the settings most likely to help
 
@@ -61,12 +62,16 @@ class CallbackError(ForgatherError):
     """A callback raised; the original exception is the cause."""
 
 
+class ControlError(ForgatherError):
+    """No such job, one that does not answer, or one that did not do what it was told."""
+
+
 class TrainingError(ForgatherError):
     """The run failed after it had started."""
 
 
 class DivergenceError(TrainingError):
-    """Loss or gradient norm is not finite."""
+    """A loss or gradient norm is not finite, or a callback has seen the loss rise for good."""
 
 
 class ReplicationError(TrainingError):

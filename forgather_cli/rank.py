@@ -21,13 +21,13 @@ from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch import failures, outcome, process_group, signals, watch
 from forgather_cli.launch.claim import begin_training
-from forgather_cli.launch.ending import Ending, done
+from forgather_cli.launch.ending import Ending
 from forgather_cli.launch.finish import finish
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.meeting import FAREWELL, Meeting, Shared
 from forgather_cli.launch.orphans import end_with_parent
 from forgather_cli.launch.place import Place, enter, launched
-from forgather_cli.launch.rank_log import rank_log
+from forgather_cli.launch.rank_log import lasting_output, rank_log
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Rank:
             meeting.share(Shared(str(start.run.root.resolve()), start.lock(), text, going_on))
         if going_on:
             config = replace(config, resume_from_checkpoint=True, resume_components="all")
-        with process_group.initialised(config, place, meeting):
+        with process_group.initialised(config, place, meeting), watch.progress(self, config.hang_timeout):
             from forgather_cli import worker
 
             trainer = worker.run(
@@ -132,9 +132,7 @@ class Rank:
                 on_stop=self.stop.honour,
                 on_begin=self._begin,
             )
-            if place.rank == 0:
-                finish(config, start.run, trainer)
-            return done(place.rank, trainer.stopped_by)
+            return finish(config, start.run, trainer)
 
     def _begin(self) -> None:
         """The first step is done: settings, data and model were found sound."""
@@ -205,9 +203,13 @@ def _check_seen(run: RunDir, lock: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- the process
 
 
+@lasting_output()
 def main() -> int:
     """A rank that our launcher started."""
-    job = Job.entered()
+    try:
+        job = Job.entered()
+    except FileNotFoundError:  # the launcher was stopped and has taken its folder along
+        return outcome.FAILED
     if job is None:
         print("forgather_cli.rank is started by forgather train", file=sys.stderr)
         return outcome.MISTAKE

@@ -8,6 +8,7 @@ from pathlib import Path
 
 _STEP = re.compile(r"step-(\d{8,})$")
 _LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,20 @@ class RunDir:
         return self._logging / "metrics.jsonl"
 
     @property
+    def gradient_norms(self) -> Path:
+        """GradNormLogger's file."""
+        return self._logging / "gradient_norms.jsonl"
+
+    @property
+    def parameter_norms(self) -> Path:
+        """ParameterNormLogger's file."""
+        return self._logging / "parameter_norms.jsonl"
+
+    def memory_snapshot(self, prefix: str, rank: int) -> Path:
+        """PeakMemory's file of one rank."""
+        return self._logging / f"{prefix}-rank-{rank}.pickle"
+
+    @property
     def samples(self) -> Path:
         """TextgenCallback's file."""
         return self._logging / "samples.txt"
@@ -76,8 +91,23 @@ class RunDir:
         return self._logging / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        """ProfilerCallback's traces and tables."""
+        return self._logging / "profile"
+
+    @property
+    def trackers(self) -> Path:
+        """Files of trackers that keep some."""
+        return self._logging / "trackers"
+
+    @property
     def _logging(self) -> Path:
         return self.logging_dir or self.root
+
+    @property
+    def rollbacks(self) -> Path:
+        """When the run went back to a checkpoint, and what it does not see again."""
+        return self.root / "rollbacks.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -93,6 +123,16 @@ class RunDir:
         found = (step_of(path) for path in self.checkpoints.iterdir() if path.is_dir())
         return sorted(step for step in found if step is not None)
 
+    @property
+    def control(self) -> Path:
+        """Commands that jobs in this directory were given, with their answers."""
+        return self.root / "control"
+
+    def command(self, command_id: str) -> Path:
+        """One command's answer."""
+        assert is_name(command_id)
+        return self.control / f"{command_id}.json"
+
     def is_used(self) -> bool:
         """True if a run has left metrics or checkpoints here. Reads the directory."""
         return self.metrics.exists() or bool(self.checkpoint_steps())
@@ -102,3 +142,8 @@ def step_of(path: Path) -> int | None:
     """The step a checkpoint directory is named after, or None if it is not one."""
     match = _STEP.match(path.name)
     return int(match.group(1)) if match else None
+
+
+def is_name(text: str) -> bool:
+    """True for what may stand for a job or a command: one part of a path, that leads nowhere else."""
+    return _NAME.fullmatch(text) is not None

@@ -20,6 +20,11 @@ def import_target(path: str, where: str) -> Callable[..., Any]:
 
     Raises ConfigError naming ``<where>._target_``, whatever the user's module raises.
     """
+    return import_path(path, f"{where}._target_")
+
+
+def import_path(path: str, setting: str) -> Callable[..., Any]:
+    """The same; raises ConfigError naming ``setting``."""
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(here)
     try:
@@ -27,7 +32,7 @@ def import_target(path: str, where: str) -> Callable[..., Any]:
     except Exception as error:
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{where}._target_: cannot import {path} ({reason}); mend the path or install what it needs"
+            f"{setting}: cannot import {path} ({reason}); mend the path or install what it needs"
         ) from error
 
 

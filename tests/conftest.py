@@ -1,6 +1,12 @@
-"""``--full``: also the cases marked ``full``, which are many and alike; without it they are deselected."""
+"""``--full``: also the cases marked ``full``, which are many and alike; without it they are deselected.
+
+Jobs of the tests register in a folder of the session's, not among the user's.
+"""
 
 from __future__ import annotations
+
+import os
+import tempfile
 
 import pytest
 
@@ -10,6 +16,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    home = tempfile.TemporaryDirectory(prefix="forgather-tests-")
+    config.add_cleanup(home.cleanup)
+    os.environ["XDG_CONFIG_HOME"] = home.name
     config.addinivalue_line("markers", "full: a case that only --full runs")
 
 

@@ -247,7 +247,7 @@ CONTRADICTIONS = {
     "logging_strategy=no logging_steps=5": "logging_steps: nothing reads it with logging_strategy=no",
     "save_strategy=epoch save_steps=5": "save_steps: nothing reads it with save_strategy=epoch",
     "nproc_per_node=2": "nproc_per_node: nothing reads it with trainer=single; choose trainer=ddp, fsdp2 or pipeline",
-    "hang_timeout=5": "hang_timeout: nothing reads it with trainer=single; choose trainer=ddp, fsdp2 or pipeline",
+    "replication_check=full": "replication_check: nothing reads it with trainer=single; choose trainer=ddp, fsdp2",
     "bpe_vocab_size=300": "bpe_vocab_size: nothing reads it with tokenizer=bytes; set tokenizer=bpe",
     "torch_compile_mode=default": "torch_compile_mode: nothing reads it with torch_compile=false",
     "num_train_epochs=2": "num_train_epochs: nothing reads it with max_steps=400; set max_steps=-1",

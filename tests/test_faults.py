@@ -1,18 +1,37 @@
-"""One rank of a run fails: it ends within seconds, with one message that names the cause, and can be gone on with."""
+"""One rank of a run fails: it ends within seconds, with one message that names the cause, and can be gone on with.
+
+A job that restarts its ranks meets one fault after another, so that many share the start of a launcher.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
-from program import forgather
-from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_steps, start, train
+from program import Process, forgather
+from two_ranks import RUN, SMALL, WATCHED, acted, ended, fault, nobody_left, recorded_steps, start, train
 
-STRATEGIES = ["ddp"]
+CAUSES = {
+    "raise": r"rank 1: callback fault failed in on_\w+: ZeroDivisionError: of rank 1 in {}",
+    "kill": r"rank 1 was killed by SIGKILL \(out of memory\?\); its log is run/logs/rank-1.log",
+    "exit": r"rank 1: SystemExit: 0",
+    "sleep": r"hang_timeout.*: rank 1 stands at .*faults.py:\d+ in _sleep",
+    "oom": r"rank 1: out of memory in step 3, micro-batches of 2 x 16 tokens: weights .*; most likely to help: .*",
+}
+"""What the terminal says of an act at a moment."""
+CHAINS = {
+    "ddp": ("setup-raise", "forward-oom", "save-kill", "step-sleep"),
+    "pipeline": ("evaluation-raise", "forward-sleep", "step-kill", "step-raise"),
+    "fsdp2": ("setup-kill", "evaluation-kill", "step-exit"),
+}
+"""By strategy, faults that one job meets."""
+EVERY = ["step-kill", "step-sleep", "setup-kill", "evaluation-kill", "save-kill", "setup-raise", "step-raise",
+         "evaluation-raise", "step-exit", "forward-oom", "forward-sleep"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -23,45 +42,101 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on() -> bool:
-    """True if the run can be finished, here by one process."""
+    """True if the run can be finished, here by one process, and no step is missing or told twice."""
     words = ["trainer=single", "max_steps=12", "~callbacks.fault"]
     code = forgather("resume", "run", *words) if RUN.is_used() else forgather("train", *SMALL, "max_steps=12")
-    return code == 0 and ended().step == 12
+    return code == 0 and ended().step == 12 and recorded_steps() == list(range(1, 13))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("moment", ["setup", "step", "evaluation"])
-def test_a_rank_that_raises_ends_the_run_with_its_traceback(strategy: str, moment: str) -> None:
-    code, output = train("max_steps=1000", "eval_steps=4", "save_steps=2", *fault(moment, "raise"), strategy=strategy)
-    assert code == 1, output
-    assert output.count("Traceback (most recent call last)") == 1, output
-    assert output.count("ZeroDivisionError: of rank 1") == 2  # the traceback's last line, and ours
-    assert output.splitlines()[-1].startswith("error: rank 1: callback fault failed in "), output
-    assert "ZeroDivisionError" in RUN.rank_log(1).read_text()
-    assert (ended().code, "ZeroDivisionError" in ended().reason) == (1, True)
+def meeting(strategy: str, *faults: str, restarts: int, max_steps: int = 1000) -> Process:
+    """A job that is to meet these faults one after another."""
+    words = [f"max_steps={max_steps}", "eval_steps=4", "save_steps=3", "async_save=false", f"max_restarts={restarts}"]
+    hangs = ["hang_timeout=8"] if any("sleep" in each for each in faults[:restarts]) else []
+    return start(*words, *hangs, *fault(*faults), strategy=strategy)
+
+
+def said_of(each: str) -> str:
+    moment, act = each.split("-")
+    return CAUSES[act].format(moment)
+
+
+def assert_restarted(output: str, faults: tuple[str, ...]) -> None:
+    """Each fault was followed by a restart, and told in one line."""
+    assert [Path(f"acted-{n}").exists() for n in range(len(faults))] == [True] * len(faults)
+    restarts = [line for line in output.splitlines() if line.startswith("restart ")]
+    assert len(restarts) == len(faults), output
+    for number, (line, each) in enumerate(zip(restarts, faults, strict=True), start=1):
+        said = f"restart {number} of {len(faults)}, from the newest checkpoint: .*{said_of(each)}"
+        assert re.match(said, line), (each, line)
+
+
+def assert_ended(output: str, last: str) -> None:
+    """The fault that ended the job: one message, one traceback if it raised, and the run can be gone on with."""
+    raised = last.endswith(("raise", "exit"))
+    assert output.count("Traceback (most recent call last)") == raised, output
+    line = output.splitlines()[-1]
+    if last.endswith("exit"):
+        assert ("SystemExit: 0" in output, line) == (True, "the log of rank 1 is run/logs/rank-1.log")
+    else:
+        assert re.match(f"error: {said_of(last)}$", line), output
+    assert re.search(said_of(last).removeprefix("rank 1: "), ended().reason)
+    assert ended().code == 1
+    assert not raised or "Traceback" in RUN.rank_log(1).read_text()
     assert nobody_left()
     assert goes_on()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("moment", ["setup", "step", "evaluation", "save"])
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(strategy: str, moment: str) -> None:
-    code, output = train("max_steps=1000", "eval_steps=4", "save_steps=3", *fault(moment, "kill"), strategy=strategy)
-    assert code == 1, output
-    message = "rank 1 was killed by SIGKILL (out of memory?); its log is run/logs/rank-1.log"
-    assert output.splitlines()[-1] == f"error: {message}", output
-    assert "Traceback" not in output
-    assert ended().reason == message
+def test_faults_of_data_parallel_ranks_are_told_and_a_second_signal_ends_what_hangs() -> None:
+    *before, _ = faults = CHAINS["ddp"]
+    with meeting("ddp", *faults, restarts=len(before)) as job:
+        acted(job, len(before))
+        job.process.send_signal(signal.SIGINT)
+        job.read_until("SIGINT: saving after this step; a second signal ends at once")
+        job.process.send_signal(signal.SIGINT)
+        assert job.finish() == 130, job.output
+    assert_restarted(job.output, (*before,))
+    assert "Traceback" not in job.output
+    assert re.match(
+        r"ended at once by SIGINT; (the newest checkpoint is step 3|there is no checkpoint)$", job.lines[-1]
+    )
+    assert ended().code == 130
     assert nobody_left()
     assert goes_on()
 
 
-def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on() -> None:
-    code, output = train("max_steps=12", "save_steps=3", *fault("save", "raise"))
-    assert code == 0, output
-    assert len(re.findall(r"ERROR the checkpoint of step 3 was not saved: .*rank 1.*ZeroDivisionError", output)) == 1
-    assert 3 not in RUN.checkpoint_steps()
-    assert 12 in RUN.checkpoint_steps()
+def test_faults_of_pipeline_stages_are_told_and_the_last_ends_the_run() -> None:
+    *before, last = faults = CHAINS["pipeline"]
+    with meeting("pipeline", *faults, restarts=len(before)) as job:
+        assert job.finish() == 1, job.output
+    assert_restarted(job.output, (*before,))
+    assert_ended(job.output, last)
+
+
+def test_faults_of_sharded_ranks_are_told_and_the_run_comes_to_its_end() -> None:
+    faults = CHAINS["fsdp2"]
+    with meeting("fsdp2", *faults, restarts=len(faults), max_steps=12) as job:
+        assert job.finish() == 0, job.output
+    assert_restarted(job.output, faults)
+    assert "resumed from run/checkpoints/step-0000000" in job.output
+    assert "Traceback" not in job.output
+    assert (ended().code, ended().step) == (0, 12)
+    assert recorded_steps() == list(range(1, 13))
+    assert nobody_left()
+
+
+def test_the_faults_of_the_chains_are_of_all_kinds() -> None:
+    assert set(itertools.chain(*CHAINS.values())) | {"forward-sleep"} == set(EVERY)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", CHAINS)
+@pytest.mark.parametrize("each", EVERY)
+def test_any_fault_under_any_strategy_ends_the_run(strategy: str, each: str) -> None:
+    hangs = ["hang_timeout=8"] if "sleep" in each else []
+    words = ["max_steps=1000", "eval_steps=4", "save_steps=3", *hangs]
+    code, output = train(*words, *fault(each), strategy=strategy)
+    assert code == 1, output
+    assert_ended(output, each)
 
 
 def test_a_mistake_that_one_rank_finds_is_said_once_and_neither_restarted_nor_left_behind(tmp_path: Path) -> None:
@@ -77,54 +152,42 @@ def test_a_mistake_that_one_rank_finds_is_said_once_and_neither_restarted_nor_le
     assert not RUN.root.exists()
 
 
-def test_a_rank_that_leaves_without_a_word_is_named() -> None:
-    code, output = train("max_steps=1000", *fault("step", "exit"))
-    assert code == 1, output
-    assert "SystemExit: 0" in output
-    assert output.splitlines()[-1] == "the log of rank 1 is run/logs/rank-1.log"
-    assert nobody_left()
-
-
-def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it() -> None:
-    code, output = train("max_steps=1000", "hang_timeout=3", *fault("step", "sleep"))
-    assert code == 1, output
-    assert re.search(r"error: hang_timeout passed in a collective: rank 1 stands at .*faults.py:\d+ in _now$", output)
-    assert nobody_left()
-
-
-def test_a_signal_that_a_rank_does_not_get_to_names_that_rank() -> None:
-    with start("max_steps=1000", *fault("step", "sleep", grace=1.0)) as job:
-        job.read_until("step 2/")
-        while not Path("acted").exists():
-            time.sleep(0.05)
+def test_a_rank_that_does_not_get_to_a_signal_is_named_and_not_the_one_that_waits_for_it() -> None:
+    with start("max_steps=1000", *fault("forward-sleep", grace=1.0), strategy="pipeline") as job:
+        acted(job)
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 1, job.output
-    assert re.search(
-        r"error: SIGTERM was not acted on within 1 s: rank 1 stands at .*faults.py:\d+ in _now$", job.output
-    )
+    said = r"error: SIGTERM was not acted on within 1 s: rank 1 stands at .*faults.py:\d+ in _sleep$"
+    assert re.match(said, job.lines[-1]), job.output
     assert nobody_left()
-    assert goes_on()
 
 
-def test_ranks_end_with_their_launcher() -> None:
-    with start("max_steps=9999", *WATCHED) as job:
-        job.read_until("step 3/")
+def test_a_launcher_that_is_killed_takes_its_ranks_along_and_a_damaged_checkpoint_is_passed_over() -> None:
+    words = ["max_steps=1000", "save_steps=2", "async_save=false"]
+    with start(*words, *WATCHED, strategy="ddp") as job:
+        job.read_until("step 9/")
         job.process.kill()
         assert job.finish() == -signal.SIGKILL
     assert nobody_left()
-    assert goes_on()
-
-
-def test_a_failed_rank_is_restarted_from_the_newest_checkpoint() -> None:
-    words = ["max_steps=12", "save_steps=4", "async_save=false", "max_restarts=1", *fault("step", "raise", after=6)]
-    code, output = train(*words)
-    assert code == 0, output
-    [line] = [line for line in output.splitlines() if line.startswith("restart ")]
-    assert re.match(r"restart 1 of 1, from the newest checkpoint: rank 1: .*ZeroDivisionError: of rank 1 in step", line)
-    assert "resumed from run/checkpoints/step-00000004 at step 4" in output
-    assert "Traceback" not in output
-    assert (ended().code, ended().step) == (0, 12)
-    assert recorded_steps() == list(range(1, 13))
+    before, newest = RUN.checkpoint_steps()[-2:]
+    (RUN.checkpoint(newest) / "optimizer/optimizer.safetensors").unlink()
+    damaged = RUN.checkpoint(before) / "model/model.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    older = RUN.checkpoint_steps()[:-2]
+    with Process("resume", "run", "trainer=fsdp2") as job:
+        job.read_until(rf"WARNING .*step-{newest:08d}: is damaged: optimizer/optimizer.safetensors is missing")
+        job.read_until(rf"WARNING .*step-{before:08d}: is damaged: model/model.safetensors has other content")
+        job.read_until(rf"resumed from run/checkpoints/step-{older[-1]:08d}")
+        job.read_until(rf"step {newest + 1}/")
+        os.kill(int(Path("pid-1").read_text()), signal.SIGUSR1)
+        assert job.finish() == 75, job.output
+    assert job.lines[-1] == "forgather resume run"
+    assert ended().reason == "stopped by SIGUSR1"
+    assert RUN.checkpoint_steps()[-1] == ended().step
+    assert recorded_steps() == list(range(1, ended().step + 1))
+    assert nobody_left()
 
 
 def test_a_port_in_use_is_said_in_one_sentence() -> None:

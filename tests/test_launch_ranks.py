@@ -34,9 +34,10 @@ from forgather_cli.launch.ending import (
     killed,
     told,
 )
-from forgather_cli.launch.job import Job
+from forgather_cli.launch.job import Job, is_running
 from forgather_cli.launch.layout import count_gpus, plan_layout
 from forgather_cli.launch.meeting import Meeting, Shared
+from forgather_cli.launch.orphans import children
 from forgather_cli.launch.place import Place, first_host, joined, launched
 from forgather_cli.rank import Rank, shared
 from forgather_cli.run_dir import RunDir
@@ -320,46 +321,16 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
     assert recorded_steps() == list(range(1, ended().step + 1))
 
 
-def test_a_signal_to_one_rank_stops_all() -> None:
-    with start("max_steps=100000", *WATCHED) as job:
-        job.read_until("step 3/")
-        os.kill(int(Path("pid-1").read_text()), signal.SIGINT)
-        assert job.finish() == 75, job.output
-    assert ended().reason == "stopped by SIGINT"
-    assert RUN.checkpoint_steps() == [ended().step]
-    assert nobody_left()
-
-
-def test_a_second_signal_ends_all_ranks_at_once() -> None:
-    with start("max_steps=100000", *fault("step", "sleep")) as job:
-        job.read_until("step 2/")
-        job.process.send_signal(signal.SIGINT)
-        job.read_until("SIGINT: saving after this step")
-        job.process.send_signal(signal.SIGINT)
-        assert job.finish() == 130, job.output
-    assert job.lines[-1] == "ended at once by SIGINT; there is no checkpoint"
-    assert ended().code == 130
-    assert nobody_left()
-
-
-def wait_for_handler(pid: int, signum: int) -> None:
-    """Until a process catches ``signum``."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        status = Path(f"/proc/{pid}/status").read_text()
-        [caught] = re.findall(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-        if int(caught, 16) >> (signum - 1) & 1:
-            return
-        time.sleep(0.005)
-
-
-def test_a_signal_before_there_are_ranks_ends_the_launcher() -> None:
+def test_a_signal_before_ranks_have_begun_ends_them_with_the_launcher() -> None:
     with start("max_steps=10") as job:
-        wait_for_handler(job.process.pid, signal.SIGTERM)
+        until = time.monotonic() + 60
+        while len(ranks := children(job.process.pid)) < 2 and time.monotonic() < until:
+            time.sleep(0.005)
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 143, job.output
     assert job.lines == ["", "ended at once by SIGTERM before the first step; there is no checkpoint"]
     assert ended().code == 143
+    assert [pid for pid in ranks if is_running(pid)] == []
 
 
 def test_data_parallel_on_one_rank_trains_in_this_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,7 +354,7 @@ def torchrun(*words: str, restarts: int = 0) -> Process:
 
 def test_ranks_that_torchrun_has_started_join_and_its_restarts_go_on() -> None:
     words = [word for word in SMALL if not word.startswith("output_dir")]
-    words += ["save_steps=4", "async_save=false", *fault("step", "raise", after=6)]
+    words += ["save_steps=4", "async_save=false", *fault("step-raise", after=6)]
     with torchrun("train", *words, "trainer=ddp", "max_steps=8", restarts=1) as job:
         assert job.finish() == 0, job.output
     assert job.output.count("training from step 0") == 1
@@ -431,7 +402,7 @@ def test_ranks_that_slurm_has_started_join_and_leave_with_0_after_a_signal() -> 
 
 
 def test_a_failure_among_joined_ranks_is_told_by_the_rank_that_failed_and_ends_all() -> None:
-    with slurm("trainer=ddp", "max_steps=100000", *fault("step", "raise")) as ranks:
+    with slurm("trainer=ddp", "max_steps=100000", *fault("step-raise")) as ranks:
         assert [rank.finish() for rank in ranks] == [1, 1], ranks[0].output
     assert "ZeroDivisionError" not in ranks[0].output
     assert ranks[1].lines[-1].startswith("error: rank 1: callback fault failed in on_step_begin: ZeroDivisionError")
@@ -473,7 +444,7 @@ def test_two_nodes_train_one_run(tmp_path: Path) -> None:
 
 
 def test_a_failure_on_one_node_is_told_on_both() -> None:
-    with two_nodes("max_steps=100000", *fault("step", "raise")) as nodes:
+    with two_nodes("max_steps=100000", *fault("step-raise")) as nodes:
         assert [node.finish() for node in nodes] == [1, 1], "\n".join(node.output for node in nodes)
     for node in nodes:
         assert node.lines[-1].startswith("error: rank 1: callback fault failed in on_step_begin: ZeroDivisionError")

@@ -43,7 +43,11 @@ ALLOWED = {
         "config.accelerate_file", "config.pipeline_layout", "distributed", "loss", "precision", "models.init",
         "models.stages", "models.transform",
     },
-    "callbacks": {"models.generate", "models.modes"},
+    "callbacks": {
+        "checkpoint.gather", "control", "distributed", "models.generate", "models.modes", "trainer.schedule",
+        "trainer.setup",
+    },
+    "control": {"trainer.commands"},
     "distributed": set(),
     "checkpoint": set(),
     "models": set(),

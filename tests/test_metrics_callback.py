@@ -11,7 +11,7 @@ import torch
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.callbacks.metrics import DefaultMetrics, peak_flops, peak_memory
-from forgather_cli.config.schema import BF16Settings, MetricsSettings, RunSettings
+from forgather_cli.config.schema import BF16Settings, FSDP2Settings, MetricsSettings, RunSettings
 
 CPU = torch.device("cpu")
 
@@ -65,8 +65,12 @@ def test_peak_memory_sees_an_allocation() -> None:
         ("NVIDIA L4", 121e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),
+        ("NVIDIA A30", 165e12),
+        ("NVIDIA GeForce RTX 3080", 59.5e12),
         ("NVIDIA GeForce RTX 3090", 71e12),
+        ("NVIDIA GeForce RTX 4080", 97.5e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 5080", 112.6e12),
         ("NVIDIA GeForce RTX 5090", 209.5e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("Some Future Accelerator", None),
@@ -87,6 +91,8 @@ def test_what_matrices_are_multiplied_in() -> None:
     assert _matmul_kind(SimpleNamespace(precision=BF16Settings())) == "bf16"
     assert _matmul_kind(SimpleNamespace(bf16=True)) == "bf16"
     assert _matmul_kind(RunSettings()) == "fp32"
+    assert _matmul_kind(SimpleNamespace(trainer=FSDP2Settings(param_dtype="bf16"))) == "bf16"
+    assert _matmul_kind(SimpleNamespace(trainer=FSDP2Settings(param_dtype="fp32"), precision=BF16Settings())) == "fp32"
     torch.set_float32_matmul_precision("high")
     try:
         assert _matmul_kind(RunSettings()) == "tf32"

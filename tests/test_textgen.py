@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
@@ -52,7 +53,7 @@ def event(
         TrainerState(global_step=step, **state),
         TrainerControl(),
         processing_class=tokenizer,
-        trainer=SimpleNamespace(strategy=strategy, poll_stop=lambda: False),
+        trainer=SimpleNamespace(strategy=strategy, poll_stop=lambda: False, seed=42, cpu_group=None),
     )
 
 
@@ -220,3 +221,20 @@ def test_a_missing_prompt_file_is_named() -> None:
 def test_left_padded() -> None:
     ids, mask = left_padded([[1], [2, 3]], 9)
     assert (ids.tolist(), mask.tolist()) == ([[9, 1], [2, 3]], [[0, 1], [1, 1]])
+
+
+def said_on_a_rank(path: Path) -> tuple[int, bool]:
+    """Rank 1's model would end at once, as weights may that part under post-local SGD."""
+    import torch.distributed as dist
+
+    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    strategy = Speaker([65, 66, EOS] if rank == 0 else [EOS])
+    trainer = SimpleNamespace(strategy=strategy, poll_stop=lambda: False, seed=42, cpu_group=group)
+    state = TrainerState(global_step=1, is_world_process_zero=rank == 0)
+    made(path).on_evaluate(RunSettings(), state, TrainerControl(), processing_class=ByteTokenizer(), trainer=trainer)
+    return len(strategy.calls), state.is_world_process_zero
+
+
+def test_ranks_whose_logits_differ_go_on_with_the_same_tokens_and_end_together(tmp_path: Path) -> None:
+    assert run_ranks(2, said_on_a_rank, tmp_path) == [(3, True), (3, False)]
+    assert "deAB\n" in (tmp_path / "samples.txt").read_text()

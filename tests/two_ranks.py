@@ -19,19 +19,27 @@ SMALL = [
 RUN = RunDir(Path("run"))
 
 
-def fault(moment: str, act: str, **settings: object) -> list[str]:
+def fault(*faults: str, **settings: object) -> list[str]:
     """Words that put a ``faults.Fault`` into a run."""
-    given = {"_target_": "faults.Fault", "moment": moment, "act": act, **settings}
+    given = {"_target_": "faults.Fault", "faults": f"[{','.join(faults)}]", **settings}
     return [f"+callbacks.fault.{name}={value}" for name, value in given.items()]
 
 
-WATCHED = fault("step", "nothing")
+WATCHED = fault("step-nothing")
 """Words for a run whose ranks leave their process ids."""
+
+
+def acted(job: Process, number: int = 0) -> None:
+    """Wait until the fault of that number is there."""
+    while not Path(f"acted-{number}").exists():
+        assert job.process.poll() is None, f"fault {number} did not come"
+        time.sleep(0.02)
 
 
 def start(*words: str, strategy: str = "ddp") -> Process:
     """A run on two ranks."""
-    return Process("train", *SMALL, f"trainer={strategy}", "nproc_per_node=2", *words)
+    layout = ["n_microbatches=2"] if strategy == "pipeline" else []
+    return Process("train", *SMALL, f"trainer={strategy}", "nproc_per_node=2", *layout, *words)
 
 
 def train(*words: str, strategy: str = "ddp") -> tuple[int, str]:

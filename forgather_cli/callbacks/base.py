@@ -2,7 +2,7 @@
 
 Events, arguments and names are those of Hugging Face's ``TrainerCallback`` (transformers 5.23), so a
 class written for that library works here unchanged. Forgather adds ``on_forward_backward_begin/_end``,
-``on_train_metrics``, ``on_log_step`` and ``on_exception``.
+``on_train_metrics``, ``on_log_step``, ``on_divergence``, ``on_rollback`` and ``on_exception``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from forgather_cli.errors import CallbackError, ForgatherError
 
@@ -20,10 +20,24 @@ EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
     "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_prediction_step",
     "on_save", "on_log", "on_forward_backward_begin", "on_forward_backward_end", "on_train_metrics", "on_log_step",
-    "on_exception",
+    "on_divergence", "on_rollback", "on_exception",
 )  # fmt: skip
 
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A callback's view that training has diverged; the run ends as failed unless it is rolled back."""
+
+    reason: str
+    """What was seen, at which step."""
+    action: Literal["stop", "abort", "rollback"] = "stop"
+    """Of the loop only rollback asks for more than the flags of the control object."""
+    sound_step: int | None = None
+    """The last step at which all looked well: a rollback goes back at least so far where it can."""
+    max_rollbacks: int = 3
+    """Over the life of the run; then it stops."""
 
 
 @dataclass
@@ -36,6 +50,7 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
     should_abort_without_save: bool = False
+    divergence: Divergence | None = None
 
 
 @dataclass
@@ -55,6 +70,8 @@ class TrainerState:
     log_history: list[dict[str, Any]] = field(default_factory=list)
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
+    healthy: bool = True
+    """False while training looks diverged to a callback; checkpoints tell it."""
     resumed_step: int = 0
     """Step this process started from; 0 for a fresh run."""
     logging_steps: int = 0
@@ -70,7 +87,10 @@ class TrainerCallback:
     ``kwargs`` hold model, processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader and trainer;
     besides: metrics (on_evaluate, on_predict), logs (on_log, on_log_step; the latter may add to it), checkpoint
     (on_save: path of the published checkpoint), loss, grad_norm, tokens (on_train_metrics: device tensors and an int),
-    exception (on_exception). An event may return the control object.
+    reason (on_divergence: the gradient norm is not finite, and the run fails unless a callback asks for a rollback),
+    rollback (on_rollback: the run is back at ``state.global_step``, states as they were there; before on_train_begin
+    where that happened in a job that was killed right after), exception (on_exception). An event may return the control
+    object.
 
     A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its name. ``name``
     is its config name, else its class name. Ranks other than 0 get every event too: check
@@ -100,6 +120,8 @@ class TrainerCallback:
     ) -> Any: ...
     def on_train_metrics(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
     def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_divergence(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_rollback(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
 
@@ -120,6 +142,8 @@ class CallbackList:
         self.by_name: dict[str, Any] = {}
         self._handlers: dict[str, list[tuple[str, Any]]] = {event: [] for event in EVENTS}
         self._cut_short: set[tuple[str, str]] = set()
+        self.stopped = ""
+        """``callback NAME in EVENT`` that has stopped training."""
 
     def add(self, callback: Any, name: str | None = None) -> str:
         """Append a callback (an object, or a class to instantiate); returns its name, numbered when taken."""
@@ -145,7 +169,7 @@ class CallbackList:
         The callback that first asks to stop is named in the log.
         """
         for name, method in self._handlers[event]:
-            stopping = control.should_training_stop
+            stopping = control.should_training_stop or control.should_abort_without_save
             try:
                 answer = method(args, state, control, **kwargs)
             except ForgatherError:
@@ -159,7 +183,8 @@ class CallbackList:
                 raise _failed(name, event, error) from error
             if answer is not None and answer is not control and isinstance(answer, TrainerControl):
                 control.__dict__.update(answer.__dict__)
-            if control.should_training_stop and not stopping:
+            if not stopping and (control.should_training_stop or control.should_abort_without_save):
+                self.stopped = f"callback {name} in {event}"
                 log.info("callback %s stopped training in %s at step %d", name, event, state.global_step)
 
     def _report_full_disk(self, name: str, event: str, error: OSError) -> None:

@@ -1,4 +1,4 @@
-"""JsonLogger: every log and evaluation as one line of RUN/metrics.jsonl."""
+"""JsonLogger: every log and evaluation as one line of RUN/metrics.jsonl; and files of such records."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.run_dir import RunDir
@@ -17,40 +18,64 @@ from forgather_cli.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 
-class JsonLogger(TrainerCallback):
-    """One JSON object per training log, evaluation and final result: ``time`` (UTC), ``step``, ``epoch``, metrics.
+class RecordFile:
+    """A log of one JSON object per line: ``time`` (UTC), ``step``, ``epoch`` and values. World rank 0 writes it.
 
     Floats are written with all their digits, so that two runs can be compared to the last bit; NaN and infinities,
     which JSON lacks, are null. A record is handed to the operating system as it is written. At the start, records
     after the resumed step are cut, as is a line that a crash left half-written; a file that is not such a log is set
-    aside as ``metrics.jsonl.bak``. Evaluations arrive by on_log too, so on_evaluate is not needed.
+    aside as ``<name>.bak``. Records of steps that the run has gone back from stay, with ``"abandoned": true``.
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self._path = run.metrics
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._ready = False
         self._wrote = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            # a fresh run repeats step 0 too, unless its record is of an evaluation by this very process
-            self._prepare(state.resumed_step if state.resumed_step or self._wrote else -1)
+    def begin(self, resumed_step: int) -> None:
+        """Training begins after this step; 0: a fresh run."""
+        # which repeats step 0 too, unless its record is of an evaluation by this very process
+        self._prepare(resumed_step if resumed_step or self._wrote else -1)
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
+    def add(self, values: Mapping[str, Any], *, step: int, epoch: float) -> None:
         if not self._ready:  # an evaluation without training
             self._prepare(math.inf)
-        head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": state.global_step}
-        record = {**head, "epoch": state.epoch, **(kwargs.get("logs") or {}), **head}
+        head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": step}
+        record = {**head, "epoch": epoch, **values, **head}
         line = json.dumps(plain(record), allow_nan=False) + "\n"
         _append(self._path, line.encode())
         self._wrote = True
+
+    def abandon(self, last_step: int) -> None:
+        """The run has gone back to ``last_step``: mark the records after it."""
+        _rewrite(self._path, lambda record: _marked(record) if record.step > last_step else record)
 
     def _prepare(self, last_step: float) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         cut_records(self._path, last_step)
         self._ready = True
+
+
+class JsonLogger(TrainerCallback):
+    """Every training log, evaluation and final result as a record of ``metrics.jsonl``.
+
+    Evaluations arrive by on_log too, so on_evaluate is not needed.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._file = RecordFile(run.metrics)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._file.begin(state.resumed_step)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._file.add(kwargs.get("logs") or {}, step=state.global_step, epoch=state.epoch)
+
+    def on_rollback(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._file.abandon(state.global_step)
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -82,10 +107,24 @@ def plain(value: Any) -> Any:
 
 
 def cut_records(path: Path, last_step: float) -> None:
-    """Keep the records up to ``last_step``, in place and atomically; sets aside what cannot be read."""
+    """Keep the records up to ``last_step``, in place and atomically; sets aside what cannot be read.
+
+    Abandoned ones stay unless the run begins anew (below 0).
+    """
+    _rewrite(path, lambda record: record if record.step <= last_step or (record.abandoned and last_step >= 0) else None)
+
+
+class _Record(NamedTuple):
+    line: bytes
+    step: int
+    abandoned: bool
+
+
+def _rewrite(path: Path, change: Callable[[_Record], _Record | None]) -> None:
+    """Put what ``change`` makes of each record, None to leave it out, in its place."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
-        kept = [line for line, step in _records(lines) if step <= last_step]
+        kept = [record.line for record in map(change, _records(lines)) if record is not None]
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
@@ -93,17 +132,22 @@ def cut_records(path: Path, last_step: float) -> None:
         path.rename(aside)
         logger.warning("%s cannot be read (%s); it is set aside as %s", path, error, aside.name)
         return
-    if len(kept) < len(lines):  # also by a torn last line
+    if kept != lines:  # also by a torn last line
         _replace(path, b"".join(kept))
 
 
-def _records(lines: list[bytes]) -> list[tuple[bytes, int]]:
+def _marked(record: _Record) -> _Record:
+    line = json.dumps({**json.loads(record.line), "abandoned": True}).encode() + b"\n"
+    return _Record(line, record.step, abandoned=True)
+
+
+def _records(lines: list[bytes]) -> list[_Record]:
     """Each line with its step; a last line without an end is torn and left out. Raises ValueError for any other."""
     whole = lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
-    return [(line, _step(line, number)) for number, line in enumerate(whole, 1)]
+    return [_record(line, number) for number, line in enumerate(whole, 1)]
 
 
-def _step(line: bytes, number: int) -> int:
+def _record(line: bytes, number: int) -> _Record:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -111,7 +155,7 @@ def _step(line: bytes, number: int) -> int:
     step = record.get("step") if isinstance(record, dict) else None
     if not isinstance(step, int):
         raise ValueError(f"line {number} has no step")
-    return step
+    return _Record(line, step, bool(record.get("abandoned")))
 
 
 def _free_name(path: Path) -> Path:

@@ -14,8 +14,9 @@ from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, Traine
 from forgather_cli.config.schema import MetricsSettings
 
 _T = 1e12
-# Dense matrix-multiply peaks in FLOP/s: bf16 with fp32 accumulation, TF32, fp32 without tensor cores. NVIDIA's data
-# sheets print most tensor-core numbers with 2:4 sparsity; these are half of that. First match wins.
+# Dense matrix-multiply peaks in FLOP/s: bf16 and fp16 (equal on all of these) with fp32 accumulation, TF32, fp32
+# without tensor cores. NVIDIA's data sheets print most tensor-core numbers with 2:4 sparsity; these are half of that.
+# First match wins.
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
     (r"\bGB200\b", 2500 * _T, 1250 * _T, 80 * _T),  # GB200 NVL72 data sheet, per GPU
     (r"\bB200\b", 2250 * _T, 1125 * _T, 75 * _T),  # HGX B200 data sheet
@@ -26,6 +27,7 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
     (r"\bH100 PCIe\b", 756 * _T, 378 * _T, 51 * _T),  # H100 data sheet
     (r"\bH100\b", 989.5 * _T, 494.5 * _T, 67 * _T),  # H100 data sheet, SXM
     (r"\bA100\b", 312 * _T, 156 * _T, 19.5 * _T),  # A100 data sheet
+    (r"\bA30\b", 165 * _T, 82 * _T, 10.3 * _T),  # A30 data sheet
     (r"\bA40\b", 149.7 * _T, 74.8 * _T, 37.4 * _T),  # A40 data sheet
     (r"\bA10\b", 125 * _T, 62.5 * _T, 31.2 * _T),  # A10 data sheet
     (r"\bA6000\b", 154.8 * _T, 77.4 * _T, 38.7 * _T),  # Ampere GA102 white paper
@@ -34,8 +36,11 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
     (r"\bL4\b", 121 * _T, 60 * _T, 30.3 * _T),  # L4 data sheet
     (r"\bRTX 6000 Ada\b", 364.2 * _T, 182.1 * _T, 91.1 * _T),  # Ada white paper
     (r"\bRTX 5090$", 209.5 * _T, 104.8 * _T, 104.8 * _T),  # RTX Blackwell white paper, appendix A
+    (r"\bRTX 5080$", 112.6 * _T, 56.3 * _T, 56.3 * _T),  # RTX Blackwell white paper, appendix A
     (r"\bRTX 4090$", 165.2 * _T, 82.6 * _T, 82.6 * _T),  # Ada white paper, appendix A
+    (r"\bRTX 4080$", 97.5 * _T, 48.7 * _T, 48.7 * _T),  # Ada white paper, appendix A
     (r"\bRTX 3090$", 71 * _T, 35.6 * _T, 35.6 * _T),  # Ampere GA102 white paper, table 2
+    (r"\bRTX 3080$", 59.5 * _T, 29.8 * _T, 29.8 * _T),  # Ampere GA102 white paper, table 2
 )
 
 
@@ -83,7 +88,10 @@ def _known_peak(device: torch.device, args: Any) -> float | None:
 def _matmul_kind(args: Any) -> str:
     """What the run's matrices are multiplied in; ``args`` are a recipe's settings or Hugging Face's arguments."""
     precision = getattr(getattr(args, "precision", None), "type", None)
-    if precision in ("bf16", "bf16_true", "fp16") or getattr(args, "bf16", False):
+    sharded = getattr(getattr(args, "trainer", None), "param_dtype", None)  # fsdp2's, which goes before precision
+    if sharded is not None and sharded != "fp32":
+        return "bf16"
+    if sharded is None and (precision in ("bf16", "bf16_true", "fp16") or getattr(args, "bf16", False)):
         return "bf16"
     return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 

@@ -89,6 +89,11 @@ class TBLogger(TrainerCallback):
         """Show literal text of another callback; world rank 0 only."""
         self._open().add_text(tag, _indented(text), step)
 
+    def on_rollback(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._writer is not None:
+            self._close()
+            self._purge_step = state.global_step + 1
+
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close()
 
@@ -96,10 +101,10 @@ class TBLogger(TrainerCallback):
         self._close()
 
     def _values(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        values = {_tag(name): float(value) for name, value in logs.items() if _is_number(value) and name != "step"}
+        values = {curve(name): float(value) for name, value in logs.items() if is_number(value) and name != "step"}
         for tag, scalar in self._scalars.items():
             values.pop(tag, None)
-            if scalar is not None and _is_number(logs.get(scalar.source)):
+            if scalar is not None and is_number(logs.get(scalar.source)):
                 values[tag] = _apply(scalar.transform, float(logs[scalar.source]))
         return values
 
@@ -120,14 +125,15 @@ class TBLogger(TrainerCallback):
             self._writer = None
 
 
-def _tag(name: str) -> str:
+def curve(name: str) -> str:
+    """A metric's name as Hugging Face's loggers write it: ``eval/loss``, ``train/loss``."""
     for split in ("eval", "test"):
         if name.startswith(f"{split}_"):
             return f"{split}/{name.removeprefix(f'{split}_')}"
     return f"train/{name}"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor
 
@@ -30,8 +31,9 @@ _PATH = "callbacks.textgen.prompts"
 class TextgenCallback(TrainerCallback):
     """Continues the prompts at each evaluation, or every ``generation_steps`` steps, all in one left-padded batch.
 
-    Collective: every rank generates, world rank 0 writes to the console, to ``samples.txt`` and to ``add_text`` (tag,
-    text, step). Sampling draws from a generator of its own, seeded by (seed, step), and leaves training's alone.
+    Collective: every rank generates the tokens that rank 0 draws, and rank 0 writes to the console, to ``samples.txt``
+    and to ``add_text`` (tag, text, step). Sampling draws from a generator of its own, seeded by (seed, step), and
+    leaves training's alone.
     """
 
     def __init__(
@@ -53,16 +55,16 @@ class TextgenCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.settings.generation_steps is None:
-            self._sample(args, state, kwargs)
+            self._sample(state, kwargs)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         every = self.settings.generation_steps
         if every is not None and state.global_step % every == 0:
-            self._sample(args, state, kwargs)
+            self._sample(state, kwargs)
 
-    def _sample(self, args: Any, state: TrainerState, kwargs: dict[str, Any]) -> None:
+    def _sample(self, state: TrainerState, kwargs: dict[str, Any]) -> None:
         tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
-        generator = _generator(trainer.strategy.device, args.seed, state.global_step)
+        generator = _generator(trainer.strategy.device, trainer.seed, state.global_step)
         with evaluation_mode(trainer.strategy.parts):
             completions = self._generate(trainer, tokenizer, generator)
         if state.is_world_process_zero:
@@ -87,6 +89,7 @@ class TextgenCallback(TrainerCallback):
             eos_token_id=eos,
             pad_token_id=pad,
             generator=generator,
+            agree=_that_of_rank_0(trainer.cpu_group),
             on_token=lambda _: trainer.poll_stop(),  # all ranks end it together
         )
         new = output[:, input_ids.shape[1] :].tolist()
@@ -148,14 +151,25 @@ def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tenso
 
 
 def _generator(device: torch.device, seed: int, step: int) -> torch.Generator:
-    """A generator of this (seed, step) alone, the same on all ranks; a negative seed takes one from the system."""
-    generator = torch.Generator(device)
-    if seed < 0:
-        generator.seed()
-    else:
-        digest = hashlib.sha256(f"textgen {seed} {step}".encode()).digest()
-        generator.manual_seed(int.from_bytes(digest[:7], "little"))
-    return generator
+    """A generator of this (seed, step) alone."""
+    digest = hashlib.sha256(f"textgen {seed} {step}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _that_of_rank_0(group: Any) -> Callable[[Tensor], Tensor] | None:
+    """What makes all ranks go on with the same tokens, and so end together.
+
+    Their logits may differ: in the last bits on GPUs of several kinds, in more while post-local SGD lets weights part.
+    """
+    if group is None:
+        return None
+
+    def agree(token: Tensor) -> Tensor:
+        chosen = token.cpu()
+        dist.broadcast(chosen, src=0, group=group)
+        return chosen.to(token.device)
+
+    return agree
 
 
 def _show(prompt: str, completion: str, title: str, stream: StreamName) -> None:

@@ -15,6 +15,7 @@ from forgather_cli.checkpoint.components import Component, Sharing, rank_file, s
 from forgather_cli.checkpoint.encoding import decode
 from forgather_cli.checkpoint.gather import on_rank_0, rank_in
 from forgather_cli.checkpoint.manifest import Level, Manifest, NewerFormatError, read_manifest
+from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.checkpoint.verify import find_problems
 from forgather_cli.errors import CheckpointError
@@ -174,7 +175,7 @@ def named(path: Path, verify: Level = "full", group: Any = None) -> Reader:
 
 def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Reader | None:
     """Collective in ``group``. The run's newest whole checkpoint, a healthy one if there is any; None if the run has
-    none at all. All ranks verify it together and get the same one.
+    none at all. All ranks verify it together and get the same one. What the run has gone back from does not count.
 
     Every damaged one on the way is a warning of rank 0 with file and reason. Raises CheckpointError on all ranks if all
     are damaged, or if one is of a newer format: falling back behind it would lose work that an upgrade keeps.
@@ -198,6 +199,12 @@ def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Read
     return None
 
 
+def healthy_ones(run: RunDir, group: Any = None) -> list[Reader]:
+    """Collective in ``group``. The run's healthy checkpoints, newest first, not verified."""
+    manifests, _ = on_rank_0(lambda: _read_all(run), group)
+    return [Reader(path, manifest) for path, manifest in manifests.items() if manifest.healthy]
+
+
 def _tell(used: Reader, newest: Reader, problems: Iterable[str]) -> None:
     """Why ``used`` is not simply the newest checkpoint of the run."""
     for problem in problems:
@@ -209,16 +216,23 @@ def _tell(used: Reader, newest: Reader, problems: Iterable[str]) -> None:
 
 
 def _read_all(run: RunDir) -> tuple[dict[Path, Manifest], list[str]]:
-    """The manifests of the run's checkpoints by path, newest first, and what is wrong with those that have none."""
+    """The manifests of the run's checkpoints by path, newest first, and what is wrong with those that have none.
+
+    Abandoned ones are left out.
+    """
     manifests, problems = {}, []
+    rollbacks = read_rollbacks(run)
     for step in reversed(run.checkpoint_steps()):
         path = run.checkpoint(step)
         try:
-            manifests[path] = read_manifest(path)
+            manifest = read_manifest(path)
         except NewerFormatError:
             raise
         except CheckpointError as error:
             problems.append(str(error))
+            continue
+        if not is_abandoned(step, manifest.rollbacks, rollbacks):
+            manifests[path] = manifest
     return manifests, problems
 
 

@@ -85,6 +85,8 @@ class Manifest:
     healthy: bool = True
     final: bool = False
     """Training ended with this one."""
+    rollbacks: int = 0
+    """How many times the run had gone back before (``checkpoint.rollbacks``)."""
     best_by: BestBy | None = None
     info: dict[str, Any] = field(default_factory=dict)
     components: dict[str, str] = field(default_factory=dict)
@@ -215,5 +217,6 @@ def manifest_of(info: Mapping[str, Any], *, versions: Mapping[str, str], **known
         config_fingerprint=rest.pop("config_fingerprint", None),
         versions={**versions, **rest.pop("versions", {})},
         final=bool(rest.pop("final", False)),
+        rollbacks=int(rest.pop("rollbacks", 0)),
         info=rest,
     )

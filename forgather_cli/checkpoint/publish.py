@@ -169,7 +169,7 @@ class Publication:
         return temporary
 
     def _is_kept(self) -> bool:
-        """True if this step has a checkpoint that is whole, of the same config and no less healthy.
+        """True if this step has a checkpoint that is whole, of the same config and data, and no less healthy.
 
         It gets the new one's metrics and marks.
         """
@@ -186,7 +186,8 @@ class Publication:
         if problems:
             log.warning("%s: is damaged and is written again: %s", self.target, "; ".join(problems))
             return False
-        if old.config_fingerprint != new.config_fingerprint or (new.healthy and not old.healthy):
+        same = (old.config_fingerprint, old.rollbacks) == (new.config_fingerprint, new.rollbacks)
+        if not same or (new.healthy and not old.healthy):
             return False
         marked = replace(old, metrics={**old.metrics, **new.metrics}, final=old.final or new.final)
         if marked != old:

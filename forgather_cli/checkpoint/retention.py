@@ -12,6 +12,7 @@ from pathlib import Path
 
 from forgather_cli.checkpoint.files import remove, size_of, sync_directory
 from forgather_cli.checkpoint.manifest import NAME, BestBy, Manifest, NewerFormatError, read_manifest
+from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir, step_of
 
@@ -42,8 +43,17 @@ class CheckpointInfo:
     best_by: BestBy | None = None
     problem: str | None = None
     """Why it cannot be used, as far as manifest and file sizes tell."""
+    abandoned: bool = False
+    """The run went back to before it: never resumed from."""
+    rollbacks: int = 0
+    """How many times the run had gone back before."""
     foreign: bool = False
     """Not written by this program or by a newer version of it: never deleted."""
+
+    @property
+    def usable(self) -> bool:
+        """True unless it is damaged or abandoned."""
+        return self.problem is None and not self.abandoned
 
 
 def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[CheckpointInfo]:
@@ -53,6 +63,8 @@ def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[Checkpo
     """
     listed = [_info(step, run.checkpoint(step)) for step in run.checkpoint_steps()]
     found = [info for info in listed if info.path.exists()]  # a running job may have deleted some meanwhile
+    if rollbacks := read_rollbacks(run):
+        found = [replace(info, abandoned=is_abandoned(info.step, info.rollbacks, rollbacks)) for info in found]
     rules = [info.best_by for info in found if info.best_by is not None]
     rule = best_by or (rules[-1] if rules else None)
     best = {info.step for info in best_of(found, rule, 1)} if rule else set()
@@ -70,7 +82,7 @@ def best_of(found: Sequence[CheckpointInfo], rule: BestBy, count: int) -> list[C
     scored = [
         (value, info)
         for info in found
-        if info.problem is None and info.healthy and (value := rule.value(info.metrics)) is not None
+        if info.usable and info.healthy and (value := rule.value(info.metrics)) is not None
     ]
     scored.sort(key=lambda item: (-item[0] if rule.greater_is_better else item[0], item[1].step))
     return [info for _, info in scored[:count]]
@@ -98,6 +110,7 @@ def _from_manifest(step: int, path: Path, size: int, manifest: Manifest) -> Chec
         strategy=manifest.strategy,
         world_size=manifest.world_size,
         best_by=manifest.best_by,
+        rollbacks=manifest.rollbacks,
         problem="; ".join(manifest.problems(path, "size")) or None,
     )
 
@@ -109,9 +122,9 @@ def expendable(
     found: Sequence[CheckpointInfo], *, limit: int, num_best: int, best_by: BestBy, protected: Collection[int] = ()
 ) -> list[CheckpointInfo]:
     """The checkpoints that may go: all but the newest ``limit``, the ``num_best`` best, the newest healthy one and
-    those of the ``protected`` steps. Damaged ones do not count towards the limit and go first.
+    those of the ``protected`` steps. Damaged and abandoned ones do not count towards the limit and go first.
     """
-    usable = sorted((info for info in found if info.problem is None), key=lambda info: info.step, reverse=True)
+    usable = sorted((info for info in found if info.usable), key=lambda info: info.step, reverse=True)
     kept = {info.step for info in usable[:limit]}
     kept |= {info.step for info in best_of(found, best_by, num_best)}
     kept |= {info.step for info in [info for info in usable if info.healthy][:1]}
@@ -130,6 +143,16 @@ def apply_retention(
             delete(info.path)
         except OSError as error:
             log.warning("%s: cannot delete this old checkpoint (%s)", info.path, error.strerror)
+
+
+def delete_abandoned(run: RunDir) -> None:
+    """Delete what the run has gone back from. What cannot be deleted is a warning, and is never resumed from."""
+    for info in list_checkpoints(run):
+        if info.abandoned and not info.foreign:
+            try:
+                delete(info.path)
+            except OSError as error:
+                log.warning("%s: cannot delete this abandoned checkpoint (%s)", info.path, error.strerror)
 
 
 def delete(path: Path) -> None:

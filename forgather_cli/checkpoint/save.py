@@ -224,9 +224,10 @@ class Checkpointer:
     @property
     def is_done(self) -> bool:
         """True if no save is in flight on this rank, or its writer is past all patience. Costs nothing."""
-        if self._job is None or self._thread is None or not self._thread.is_alive():
+        job, thread = self._job, self._thread  # also asked for in other threads than the one that sets them
+        if job is None or thread is None or not thread.is_alive():
             return True
-        return time.monotonic() > self._job.give_up_at
+        return time.monotonic() > job.give_up_at
 
     def poll(self) -> list[Path]:
         """Checkpoints published since the last call. Never waits on one rank.

@@ -81,7 +81,12 @@ def _print_list(found: list[CheckpointInfo]) -> None:
 
 
 def _marks(info: CheckpointInfo) -> str:
-    marks = {"best": info.best, "final": info.final, "not healthy": not info.healthy and not info.problem}
+    marks = {
+        "best": info.best,
+        "final": info.final,
+        "not healthy": not info.healthy and not info.problem,
+        "abandoned": info.abandoned,
+    }
     return ", ".join(["damaged"] if info.problem else [mark for mark, holds in marks.items() if holds])
 
 

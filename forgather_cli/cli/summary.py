@@ -48,7 +48,7 @@ def summarize(run: RunDir) -> Summary:
         raise SetupError(f"{run.root}: no such directory; give a run's directory")
     if not run.metrics.exists():
         raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
-    records = list(read_records(run.metrics))
+    records = [record for record in read_records(run.metrics) if not record.get("abandoned")]
     ended = read_outcome(run)
     return Summary(
         run=str(run.root),

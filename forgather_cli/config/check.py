@@ -8,9 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.control_limits import control_problems
+from forgather_cli.config.divergence_limits import divergence_problems
 from forgather_cli.config.fsdp2_limits import fsdp2_problems
+from forgather_cli.config.options import did_you_mean
 from forgather_cli.config.pipeline_limits import pipeline_problems
 from forgather_cli.config.schema import (
+    TRACKERS,
     Config,
     DDPSettings,
     FSDP2Settings,
@@ -23,7 +27,7 @@ from forgather_cli.errors import ConfigError
 
 _SEVERAL_RANKS = (
     "nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts",
-    "replication_check", "hang_timeout",
+    "replication_check",
 )  # fmt: skip
 """Settings that only a job of several ranks reads."""
 _ENDPOINT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
@@ -45,6 +49,9 @@ def cross_check(config: Config, given: frozenset[str], command_line: frozenset[s
         *_memory(config),
         *_trainer(config),
         *_launch(config),
+        *_trackers(config),
+        *control_problems(config, given),
+        *divergence_problems(config, given),
         *_unread(config, given, command_line),
     ]
 
@@ -193,6 +200,20 @@ def _post_local_sgd(trainer: DDPSettings, ranks: int | None) -> Iterator[str]:
             f"post_local_sgd.subgroup: {ranks} ranks cannot be divided into groups of {subgroup}; "
             f"set it to a divisor of {ranks}"
         )
+
+
+def _trackers(config: Config) -> Iterator[str]:
+    if (trackers := config.callbacks.trackers) is None:
+        return
+    path, known = "callbacks.trackers", [*TRACKERS, "comet"]
+    if not trackers.names:
+        yield f"{path}.names: is empty; name a tracker, or remove it with ~{path}"
+    for name in trackers.names:
+        if name not in known and "." not in name:
+            near = did_you_mean(name, known)
+            yield f"{path}.names: unknown tracker, got {name!r};{near} One of your own is given as module.Class"
+    for name in trackers.init_kwargs.keys() - set(trackers.names):
+        yield f"{path}.init_kwargs.{name}: nothing reads it, since {name} is not among {path}.names; leave it out"
 
 
 def _unread(config: Config, given: frozenset[str], command_line: frozenset[str]) -> Iterator[str]:

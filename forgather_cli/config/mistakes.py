@@ -161,7 +161,7 @@ def _options(group: str, say: Speech) -> list[str]:
 
 def _types(group: str) -> list[str]:
     if group == "callbacks":
-        return ["default", "minimal"]
+        return ["default", "full", "minimal"]
     return [option_type(cls) for cls in members(get_type_hints(schema.Config, include_extras=True)[group])]
 
 

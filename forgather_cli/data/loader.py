@@ -118,6 +118,10 @@ class TrainLoader:
         self._steps.check(state)
         self._position = dict(state)
 
+    def samples_between(self, start: Position, stop: Position) -> list[int] | None:
+        """Numbers of the samples from one position to a later one, in order; None for data without numbers."""
+        return self._steps.between(start, stop) if isinstance(self._steps, MapSteps) else None
+
     def close(self) -> None:
         """End persistent workers."""
         self._steps.close()

@@ -46,6 +46,19 @@ class MapSteps:
             count = -(-(last - first) // self._share.micro_batch)
             yield step_of(list(islice(batches, count))), {"epoch": epoch, "sample": stop}
 
+    def between(self, start: Position, stop: Position) -> list[int]:
+        """Samples that steps from one position to a later one are made of, in order; epochs between as whole ones."""
+        found: list[int] = []
+        for epoch in range(start["epoch"], stop["epoch"] + 1):
+            begin = start["sample"] if epoch == start["epoch"] else 0
+            end = stop["sample"] if epoch == stop["epoch"] else begin + self._used_of(self._length - begin)
+            found += Order(self._length, self._seed, epoch, shuffle=self._shuffle)[begin:end]
+        return found
+
+    def _used_of(self, left: int) -> int:
+        """Samples that still fill steps, of those left of an epoch."""
+        return left - left % self._share.global_batch if self._share.drop_last else left
+
     def _global_batches(self, start: int) -> Iterator[tuple[int, int]]:
         size = self._share.global_batch
         while start < self._length and (start + size <= self._length or not self._share.drop_last):

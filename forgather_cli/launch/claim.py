@@ -36,10 +36,16 @@ class Claim:
         self._traces = self._training_traces()
 
     def write(self, path: Path, text: str) -> None:
-        """Write a file of the run that ``undo`` takes back."""
+        """Write a file of the run that ``undo`` takes back: whole or not at all, since a later start reads it."""
         self.remember(path)
+        temporary = path.with_name(f".{path.name}.tmp")
         with _writing(self.run):
-            path.write_text(text, encoding="utf-8")
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
 
     def remember(self, path: Path) -> None:
         """Note what is at ``path`` now, for ``undo``."""
@@ -124,8 +130,8 @@ def begin_training(run: RunDir) -> None:
 def _files_of(run: RunDir) -> list[Path]:
     """What a run of ours leaves directly in its directory; other files are not touched."""
     starts = [run.later_config(n) for n in run.later_starts()]
-    files = [run.metrics, run.samples, run.exit, run.config, run.origin, *starts]
-    return [path for path in (*files, run.logs, run.tensorboard, run.checkpoints) if path.exists()]
+    files = [run.metrics, run.rollbacks, run.samples, run.exit, run.config, run.origin, *starts]
+    return [path for path in (*files, run.logs, run.tensorboard, run.checkpoints, run.control) if path.exists()]
 
 
 def _settle_overwritten(run: RunDir) -> None:

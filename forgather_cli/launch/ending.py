@@ -81,10 +81,10 @@ class Ending:
         return cls(**{**known, "problems": tuple(known["problems"])})
 
 
-def done(rank: int, stopped_by: int | None = None) -> Ending:
-    """Training came to its end, or a signal stopped it."""
+def done(rank: int, stopped_by: int | None = None, reason: str = "done") -> Ending:
+    """Training came to its end, which ``reason`` tells, or a signal stopped it."""
     if stopped_by is None:
-        return Ending(rank, "done", DONE, "done")
+        return Ending(rank, "done", DONE, reason)
     return Ending(rank, "stopped", STOPPED, f"stopped by {signal.Signals(stopped_by).name}")
 
 

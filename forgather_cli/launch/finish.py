@@ -1,4 +1,4 @@
-"""What rank 0 leaves when training has ended: ``exit.json``, and where the run and its checkpoints are."""
+"""How training has ended, and what rank 0 leaves then: ``exit.json``, and where the run and its checkpoints are."""
 
 from __future__ import annotations
 
@@ -8,28 +8,49 @@ from typing import TYPE_CHECKING
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import TrainingError
 from forgather_cli.launch import outcome
-from forgather_cli.launch.ending import done
+from forgather_cli.launch.ending import Ending, done
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
     from forgather_cli.checkpoint.retention import CheckpointInfo
     from forgather_cli.trainer.trainer import Trainer
 
+_DONE = "done"
 
-def finish(config: Config, run: RunDir, trainer: Trainer) -> None:
-    """Write ``exit.json`` and print the places.
 
-    Raises TrainingError when its last checkpoint could not be written.
+def finish(config: Config, run: RunDir, trainer: Trainer) -> Ending:
+    """How training has ended on this rank; rank 0 writes ``exit.json`` and prints the places.
+
+    Raises TrainingError where its last checkpoint was asked for and could not be written.
     """
-    step = trainer.state.global_step
-    ending = done(0, trainer.stopped_by)
-    wanted = trainer.stopped_by is not None or config.save_strategy != "no"
-    if wanted and not trainer.control.should_abort_without_save and step not in run.checkpoint_steps():
+    step, rank = trainer.state.global_step, trainer.world.rank
+    aborted = trainer.control.should_abort_without_save
+    ending = done(rank, None if aborted else trainer.stopped_by, _reason(trainer))
+    if rank != 0:
+        return ending
+    failed = any(unsaved == step for unsaved, _ in trainer.persistence.failures)
+    wanted = trainer.stopped_by is not None or config.save_strategy != "no" or failed
+    if wanted and not aborted and step not in run.checkpoint_steps():
         raise TrainingError(_not_saved(run, ending.message, step))
-    if ending.code == outcome.DONE and 0 < step == trainer.state.resumed_step:
+    if ending.message == _DONE and 0 < step == trainer.state.resumed_step:
         print(f"\nnothing left to train: step {step} is the last; raise max_steps to go on")
     outcome.write_outcome(run, ending.code, ending.message, step)
     _print_places(run)
+    return ending
+
+
+def _reason(trainer: Trainer) -> str:
+    """Why training ended that no signal has ended."""
+    step, last = trainer.state.global_step, trainer.state.max_steps
+    told, callback = trainer.stopping.obeyed, trainer.callbacks.stopped
+    if trainer.control.should_abort_without_save:
+        by = " by a command" if told.aborts else f" by {callback}" if callback else ""
+        return f"aborted{by} at step {step}; nothing was saved"
+    if 0 < last <= step:
+        return _DONE
+    if told.stops:
+        return f"stopped by a command at step {step}"
+    return f"stopped by {callback} at step {step}" if callback else _DONE
 
 
 def _not_saved(run: RunDir, reason: str, step: int) -> str:

@@ -46,7 +46,10 @@ class Job:
 
     @classmethod
     def entered(cls) -> Job | None:
-        """The job whose launcher has started this process; None if none has."""
+        """The job whose launcher has started this process; None if none has.
+
+        Raises FileNotFoundError where that launcher has ended.
+        """
         root = os.environ.get(_VARIABLE)
         return None if root is None else cls(Path(root), **json.loads(Path(root, "job.json").read_text()))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
@@ -23,3 +25,12 @@ def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 def is_orphan(parent: int) -> bool:
     """True if ``parent``, which started this process, is gone."""
     return os.getppid() != parent
+
+
+def children(parent: int) -> set[int]:
+    """Process ids of a process's children; empty where the kernel does not list them (Linux does)."""
+    found: set[int] = set()
+    for each in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # of a thread that has just ended
+            found |= {int(pid) for pid in each.read_text().split()}
+    return found

@@ -79,7 +79,9 @@ def _last_recorded_step(metrics: Path) -> int:
         return 0
     for line in reversed(lines):
         try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            if not record.get("abandoned"):
+                return int(record["step"])
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import io
 import logging
@@ -10,10 +11,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
+_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
 
@@ -51,6 +53,53 @@ class LogFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class Lasting(io.TextIOBase):
+    """A text stream that outlives what it writes to: a terminal that is closed, a pipe whose reader has ended.
+
+    A run must not end for want of one, least of all when it is about to save because the terminal was closed.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self._is_terminal = stream.isatty()  # also when it is gone: what draws a bar is not to change its ways
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, use: Callable[[], object]) -> None:
+        """Once it fails the descriptor leads to nowhere: the stream's buffer, child processes and Python's exit, which
+        flushes it, find no error either."""
+        try:
+            use()
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.stream.errors
 
 
 class Tee(io.TextIOBase):
@@ -116,6 +165,14 @@ class _ToLog(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, standard output and standard error may go away without an error."""
+    out, err = Lasting(sys.stdout), Lasting(sys.stderr)
+    with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, err)):
+        yield
 
 
 def _visible(line: str) -> str:

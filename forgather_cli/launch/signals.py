@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import socket
@@ -25,9 +26,11 @@ GRACE = 25.0
 """Seconds from the first signal to a point where training can stop; schedulers kill after 30."""
 _OURS = f"{os.sep}forgather_cli{os.sep}"
 _SAVING = f"{_OURS}checkpoint{os.sep}"
-_TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}"
+_COLLECTIVES = (f"{_TORCH}distributed{os.sep}", f"{_TORCH}nn{os.sep}parallel{os.sep}distributed.py")
 _LAST_WORDS = 5.0  # seconds
 _AFTER_YOU = 5.0  # seconds that a rank which waits for others leaves them to say where they stand
+_BURST = 0.03  # seconds in which one signal may arrive several times
 _LINGER = 30.0  # seconds that a forked worker outlives SIGTERM
 
 
@@ -54,21 +57,22 @@ class Hooks:
 class StopSignal:
     """Whether a signal has asked this process to save and end.
 
-    The trainer reads ``signum`` at each step. Until it has done so for the first time there is nothing to save, and
-    the first signal already ends the process.
+    The trainer reads ``signum`` at each step, evaluation batch and generated token. Until it has done so for the first
+    time there is nothing to save, and the first signal already ends the process.
     """
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
         self._signum: int | None = None
         self._last: tuple[int, float] | None = None  # what has arrived here, and when
-        self._polled = False
+        self.polls = 0
+        """How often ``signum`` was read: it counts on as long as training does."""
         self._honoured = threading.Event()
 
     @property
     def signum(self) -> int | None:
         """Number of the first signal that arrived, None before. Reading it says that somebody listens."""
-        self._polled = True
+        self.polls += 1
         return self._signum
 
     @property
@@ -84,8 +88,8 @@ class StopSignal:
             return
         if signum == signal.SIGTERM and self._hooks.abandoned():
             return
-        if last is not None:
-            self._end(signum, early=not self._polled)
+        if last is not None and counts_again(signum):
+            self._end(signum, early=not self.polls)
         elif self._signum is None:
             self._first(signum)
             self._hooks.heard(signum)
@@ -108,7 +112,7 @@ class StopSignal:
 
     def _first(self, signum: int, by: str = "") -> None:
         self._signum = signum
-        if not self._polled:
+        if not self.polls:
             self._end(signum, early=True)
         _say(f"{self.name}{by and f' {by}'}: saving after this step; a second signal ends at once")
         threading.Thread(target=self._watch_main_thread, name="forgather-grace", daemon=True).start()
@@ -117,7 +121,7 @@ class StopSignal:
         assert self._signum is not None
         while not self._honoured.wait(GRACE):
             stack = main_thread_stack()
-            if _saves(stack):  # what was asked for; save_timeout is its limit
+            if saves(stack):  # what was asked for; save_timeout is its limit
                 self._hooks.saving()
                 continue
             waits = self._hooks.others_save is not None and waits_for_others(stack)
@@ -130,6 +134,11 @@ class StopSignal:
 
     def _end(self, signum: int, *, early: bool) -> None:
         end_process(128 + signum, lambda: self._hooks.at_once(signum, early))
+
+
+def counts_again(signum: int) -> bool:
+    """False for SIGHUP, of which a closing terminal sends several: the kernel, the shell, the kernel once more."""
+    return signum != signal.SIGHUP
 
 
 def end_process(code: int, last_words: Callable[[], int]) -> None:
@@ -162,18 +171,23 @@ def standing_at(stack: traceback.StackSummary) -> str:
     return ", inside it ".join(lines)
 
 
-def _saves(stack: traceback.StackSummary) -> bool:
+def saves(stack: traceback.StackSummary) -> bool:
+    """True if the stack's thread reads or writes a checkpoint."""
     ours = [entry.filename for entry in stack if _SAVING in entry.filename]
     return any(not name.endswith("gather.py") for name in ours)  # which others use too
 
 
 def waits_for_others(stack: traceback.StackSummary) -> bool:
-    """True if the stack's thread stands in a collective: in torch's, or in a backward, which may contain some."""
+    """True if the stack's thread stands in a collective: in torch's, or in a backward, which may contain some.
+
+    torch's code counts from where it was called last: a pipeline's schedule calls the model, which waits for nobody.
+    """
     if not stack:
         return False
     inner = stack[-1]
-    in_torch = any(_TORCH_DISTRIBUTED in entry.filename for entry in stack)
-    return in_torch or inner.name == "_engine_run_backward" or (inner.line or "").endswith(".wait()")
+    of_torch = itertools.takewhile(lambda entry: _TORCH in entry.filename, reversed(stack))
+    in_collective = any(name in entry.filename for entry in of_torch for name in _COLLECTIVES)
+    return in_collective or inner.name == "_engine_run_backward" or (inner.line or "").endswith(".wait()")
 
 
 def _say(text: str) -> None:
@@ -200,7 +214,8 @@ def listening(arrived: Callable[[int], None], signals: Sequence[signal.Signals])
     thread = threading.Thread(target=_watch, args=(read_end, arrived, signals), name="forgather-signals", daemon=True)
     thread.start()
     old_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
-    old_handlers = {signum: signal.signal(signum, _handled) for signum in signals}
+    heeded = [signum for signum in signals if not _is_nohup(signum)]
+    old_handlers = {signum: signal.signal(signum, _handled) for signum in heeded}
     _leave_stopping_to_parent_in_forks()
     try:
         yield
@@ -214,13 +229,25 @@ def listening(arrived: Callable[[int], None], signals: Sequence[signal.Signals])
         read_end.close()
 
 
+def _is_nohup(signum: int) -> bool:
+    """True for the hang-up that ``nohup`` has this process ignore: the run is to outlive the terminal."""
+    return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN
+
+
 def _handled(signum: int, frame: FrameType | None) -> None:
     """A Python handler must exist for the C handler to write to the wake-up descriptor; the thread does the work."""
 
 
 def _watch(read_end: socket.socket, arrived: Callable[[int], None], signals: Sequence[signal.Signals]) -> None:
+    """A burst of one signal is one: coreutils' ``timeout`` sends its own twice, to the process and to its group.
+
+    Nobody who has seen what the first one did can be that fast.
+    """
     while data := read_end.recv(64):
-        for signum in data:
+        time.sleep(_BURST)
+        with contextlib.suppress(BlockingIOError):
+            data += read_end.recv(64, socket.MSG_DONTWAIT)
+        for signum in dict.fromkeys(data):
             if signum in signals:
                 arrived(signum)
 

@@ -21,6 +21,7 @@ from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.meeting import Meeting
 from forgather_cli.launch.place import Place, enter
+from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.report import report_ending
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.launch.watch import leave_now
@@ -39,6 +40,7 @@ def output_dir(loaded: Loaded) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
+@lasting_output()
 def launch(loaded: Loaded) -> int:
     """Train in this process, or start ranks that do; returns the exit code (0, 1, 2, 75).
 
@@ -62,6 +64,7 @@ def launch(loaded: Loaded) -> int:
     return ending.code
 
 
+@lasting_output()
 def join(place: Place, compose: Callable[[], Loaded]) -> int:
     """Be one rank of a world that others have started; returns the exit code, which is 0 after a signal too.
 

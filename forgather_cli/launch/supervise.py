@@ -8,16 +8,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.ending import ERROR, KILLED, LOST, MISTAKE, STUCK, Ending, cut, done, first_cause, killed
 from forgather_cli.launch.job import Attempt, Job, is_running
 from forgather_cli.launch.layout import Layout
+from forgather_cli.launch.orphans import children
 from forgather_cli.launch.outcome import FAILED, STOPPED, resume_command
 from forgather_cli.launch.outcome import MISTAKE as MISTAKE_CODE
-from forgather_cli.launch.signals import STOP_SIGNALS, end_process, listening
+from forgather_cli.launch.signals import STOP_SIGNALS, counts_again, end_process, listening
 from forgather_cli.run_dir import RunDir
 
 _LOOK = 0.1  # seconds
@@ -37,6 +38,9 @@ class Supervisor:
         self._codes: dict[int, int] = {}
         self._trouble: BaseException | None = None
         self._asked: int | None = None
+        self._watched: set[int] = set()
+        self._exits: dict[int, int] = {}
+        """Exit code by process id."""
         self._gone: dict[int, float] = {}
         self._failed_at: float | None = None
         self._told_at: float | None = None
@@ -74,6 +78,7 @@ class Supervisor:
         attempt, now = self._attempt(), time.time()
         pids, endings = attempt.pids(), attempt.endings()
         for rank, pid in pids.items():
+            self._watch_exit(pid)
             if rank not in self._gone and not is_running(pid):
                 self._gone[rank] = now
         if self._failed_at is None and any(ending.failed for ending in endings):
@@ -82,7 +87,23 @@ class Supervisor:
             self._told_at = now
         late = self._failed_at is not None and now > self._failed_at + _PATIENCE
         if late or (self._told_at is not None and now > self._told_at + _UNWINDING):
-            self._kill({rank: pid for rank, pid in pids.items() if rank not in self._gone})
+            silent = pids.keys() - self._gone.keys()
+            self._silent |= silent
+            _kill(pids[rank] for rank in silent)
+
+    def _watch_exit(self, pid: int) -> None:
+        """Learn the exit code of a rank: the agent tells those of the last start only."""
+        if pid in self._watched:
+            return
+        self._watched.add(pid)
+
+        def wait() -> None:
+            with contextlib.suppress(OSError):  # it was quick, or this system has no waitid
+                end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the agent is to see it too
+                if end is not None:
+                    self._exits[pid] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+        threading.Thread(target=wait, name="forgather-exit", daemon=True).start()
 
     def _tell_of_restart(self, attempts: int) -> None:
         cause = first_cause(self._causes(self._job.attempt(attempts - 2), {}))
@@ -96,33 +117,28 @@ class Supervisor:
         self._attempts_seen = attempts
         self._gone, self._failed_at, self._told_at, self._silent = {}, None, None, set()
 
-    def _kill(self, pids: dict[int, int]) -> None:
-        for rank, pid in pids.items():
-            self._silent.add(rank)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
     # --------------------------------------------------------------------------------------------------------- signals
 
     def _arrived(self, signum: int) -> None:
         pids = self._attempt().pids()
         if signum == signal.SIGUSR2:
-            for pid in pids.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signum)
-        elif self._asked is not None or not pids:
+            _kill(pids.values(), signum)
+        elif (self._asked is not None and counts_again(signum)) or not pids:
             end_process(128 + signum, lambda: self._cut(signum, early=self._asked is None))
-        else:
+        elif self._asked is None:
             self._asked = signum
             self._job.ask_to_stop(signum)
             if self._layout.node:
                 print(f"{signal.Signals(signum).name}: told to all ranks", file=sys.stderr, flush=True)
 
     def _cut(self, signum: int, *, early: bool) -> int:
-        pids = self._attempt().pids()
-        self._kill(pids)
+        doomed = {
+            *self._attempt().pids().values(),
+            *children(os.getpid()),
+        }  # those that have not told their rank yet too
+        _kill(doomed)
         until = time.monotonic() + _REAPED
-        while any(is_running(pid) for pid in pids.values()) and time.monotonic() < until:
+        while any(is_running(pid) for pid in doomed) and time.monotonic() < until:
             time.sleep(0.02)
         ending = cut(0, self._run, signum, early)
         print(f"\n{ending.message}", file=sys.stderr, flush=True)
@@ -153,18 +169,30 @@ class Supervisor:
         return first_cause(attempt.endings()) or Ending(0, LOST, FAILED, message)
 
     def _causes(self, attempt: Attempt, codes: dict[int, int]) -> list[Ending]:
-        """What the ranks of this node have told, and what became of those that could not."""
+        """What the ranks of this node have told, and what became of those that could not.
+
+        ``codes``: exit codes by rank on this node that are known besides.
+        """
         first = self._layout.node * self._layout.ranks_per_node
         here = range(first, first + self._layout.ranks_per_node)
+        ends = {rank: self._exits[pid] for rank, pid in attempt.pids().items() if pid in self._exits}
+        ends |= {first + local: code for local, code in codes.items()}
         endings = {ending.rank: ending for ending in attempt.endings()}
-        silent = [self._without_a_word(rank, codes.get(rank - first)) for rank in here if rank not in endings]
+        silent = [self._without_a_word(rank, ends) for rank in here if rank not in endings]
         told = [e for e in endings.values() if not (e.cause.kind == KILLED and e.cause.rank in here)]
         return [*told, *(ending for ending in silent if ending is not None)]
 
-    def _without_a_word(self, rank: int, code: int | None) -> Ending | None:
+    def _without_a_word(self, rank: int, ends: dict[int, int]) -> Ending | None:
         log = self._run.rank_log(rank) if self._run is not None else f"logs/rank-{rank}.log"
         if rank in self._silent:
             return Ending(rank, STUCK, FAILED, f"rank {rank} gave no answer and was killed; its log is {log}")
-        if code == -signal.SIGTERM and self._codes.keys() - {rank}:
+        code, failed = ends.get(rank), {each for each, end in ends.items() if end}
+        if code == -signal.SIGTERM and failed - {rank}:
             return None  # by the agent, after another rank had failed
         return killed(rank, code, log, self._gone.get(rank, time.time()))
+
+
+def _kill(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from traceback import StackSummary, format_list
 from typing import TYPE_CHECKING
 
 from forgather_cli.launch import failures, signals
@@ -21,7 +22,7 @@ from forgather_cli.launch.job import Job
 from forgather_cli.launch.meeting import within
 from forgather_cli.launch.orphans import is_orphan
 from forgather_cli.launch.outcome import FAILED, STOPPED, resume_command
-from forgather_cli.launch.signals import Hooks, end_process, main_thread_stack, standing_at, waits_for_others
+from forgather_cli.launch.signals import Hooks, end_process, main_thread_stack, saves, standing_at, waits_for_others
 
 if TYPE_CHECKING:
     from forgather_cli.rank import Rank
@@ -52,6 +53,49 @@ def _start(rank: Rank, name: str, seconds: float, look: Callable[[], None]) -> N
                 look()
 
     threading.Thread(target=run, name=name, daemon=True).start()
+
+
+@contextmanager
+def progress(rank: Rank, timeout: float) -> Iterator[None]:
+    """End this process if training stands still for ``timeout`` seconds inside, as ``hang_timeout`` asks.
+
+    A rank that waits for others is left to the timeout of its collective, so that the one they wait for is named.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_watch_progress, args=(rank, timeout, over), name="forgather-hang", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch_progress(rank: Rank, timeout: float, over: threading.Event) -> None:
+    look = min(1.0, timeout / 5)
+    polls, still = 0, 0.0  # seconds that this thread has run, so that a process stopped by Ctrl-Z does not hang
+    while not over.wait(look):
+        before, polls = polls, rank.stop.polls
+        still = still + look if polls == before > 0 else 0.0
+        if still < timeout:
+            continue
+        stack = main_thread_stack()
+        if not (saves(stack) or _is_debugged(stack) or (rank.place.size > 1 and waits_for_others(stack))):
+            end_process(FAILED, partial(_stands_still, rank, timeout, stack))
+
+
+def _stands_still(rank: Rank, timeout: float, stack: StackSummary) -> int:
+    close_bars()
+    print("".join(format_list(stack)).rstrip(), file=sys.stderr, flush=True)
+    where = f"rank {rank.place.rank} stands at {standing_at(stack)}"
+    ending = Ending(rank.place.rank, STUCK, FAILED, f"hang_timeout: no progress within {timeout:g} s: {where}")
+    failures.tell(rank, ending)
+    rank.settle(ending)
+    return rank.exit_code(ending)
+
+
+def _is_debugged(stack: StackSummary) -> bool:
+    """A person at ``breakpoint()`` may take their time."""
+    return any(entry.filename.endswith(f"{os.sep}bdb.py") for entry in stack)
 
 
 def _look_at_job(rank: Rank, job: Job) -> None:

@@ -33,14 +33,16 @@ def generate(
     pad_token_id: int | None = None,
     generator: Generator | None = None,
     use_cache: bool = True,
+    agree: Callable[[Tensor], Tensor] | None = None,
     on_token: Callable[[Tensor], bool | None] | None = None,
 ) -> Tensor:
     """Prompts (B, T), padded on the left where ``attention_mask`` (B, T) is 0, with new tokens: (B, T + n).
 
     n is ``max_new_tokens``, or less once every row has ended; a row that has ended goes on with ``pad_token_id``
     (else its end token). Random numbers come from ``generator`` alone (None: a fresh one, seed 0), so training's are
-    not touched. ``on_token`` sees each column (B, 1) and ends the generation by returning True. A model that does not
-    fill the cache is given the whole sequence each time. The model's mode (eval) is the caller's business.
+    not touched. ``agree`` makes a column of tokens (B, 1) that of all ranks, where they generate together. ``on_token``
+    sees each column and ends the generation by returning True. A model that does not fill the cache is given the whole
+    sequence each time. The model's mode (eval) is the caller's business.
     """
     ids, ends = input_ids, _end_tokens(eos_token_id, input_ids.device)
     generator = generator or Generator().manual_seed(0)
@@ -62,6 +64,7 @@ def generate(
         else:
             token = scores.argmax(-1, keepdim=True)
         token = torch.where(done, filler, token.to(ids))
+        token = token if agree is None else agree(token)
         ids, real = torch.cat((ids, token), dim=1), torch.cat((real, torch.ones_like(token)), dim=1)
         done |= torch.isin(token, ends)
         if (on_token is not None and on_token(token)) or (len(ends) and bool(done.all())):

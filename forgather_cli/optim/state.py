@@ -104,6 +104,12 @@ class ParameterOptimizer(ABC):
 
     # ---------------------------------------------------------------------------------------------------- putting back
 
+    def forget_changes(self) -> None:
+        """Give every group the settings it was built with; ``lr`` is the scheduler's."""
+        for group in self.param_groups:
+            for key, value in self._built[group["name"]].items():
+                _assign(group, key, value)
+
     def load(
         self,
         tensors: Mapping[str, Tensor],

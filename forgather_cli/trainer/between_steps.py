@@ -31,8 +31,7 @@ class BetweenSteps:
         self._saved_step: int | None = trainer.state.resumed_step or None
         self._newest: tuple[Tensor, Tensor] | None = None  # loss and gradient norm of the last step
         self._started = time.perf_counter()
-        self._samples_before, self._tokens_before = trainer.metrics.total_samples, trainer.metrics.total_tokens
-        self._flops_before = trainer.metrics.total_flops
+        self._before = self._counts()
 
     def at_start(self) -> None:
         """Before the first step: a signal that came during set-up, and the first evaluation."""
@@ -60,6 +59,15 @@ class BetweenSteps:
         self._trainer.emit("on_epoch_end")
         self._do()
 
+    def last_look(self) -> None:
+        """All steps are done: read what is still on the device, which may take the run back by some of them."""
+        if self._control.should_abort_without_save:
+            return
+        self._trainer.recovery.watch_last()
+        if self._looks_sound and self._trainer.stopped_by is None:
+            self._log()
+        self._go_back_if_asked()
+
     def finish(self) -> dict[str, float]:
         """The end of training: last log, final checkpoint, best model. Returns the run's metrics, logged too."""
         persistence = self._trainer.persistence
@@ -86,15 +94,36 @@ class BetweenSteps:
         if control.should_abort_without_save:
             control.should_training_stop = True
             return
-        if control.should_log:
+        if control.should_log and self._looks_sound:
             self._log()
-        if control.should_evaluate:
+        if control.should_evaluate and self._looks_sound:
             self._evaluate()
-        if control.should_save and not control.should_abort_without_save:
+        if control.should_save and self._looks_sound and not control.should_abort_without_save:
             self._save()
+        self._go_back_if_asked()
         if not several:
             self._deliver_saves()
             self._trainer.poll_stop()
+
+    @property
+    def _looks_sound(self) -> bool:
+        """No callback has seen the run diverge."""
+        return self._control.divergence is None
+
+    def _go_back_if_asked(self) -> None:
+        """Collective. Roll the run back. What was due at this step is not; a save that somebody asked for still is."""
+        if not self._trainer.recovery.is_due():
+            return
+        self._trainer.persistence.wait()
+        self._deliver_saves()
+        counts = self._counts()
+        record = self._trainer.recovery.roll_back()
+        # what was trained in vain has been trained all the same
+        self._before = [b + now - was for b, now, was in zip(self._before, self._counts(), counts, strict=True)]
+        control = self._control
+        control.should_log = control.should_evaluate = False
+        control.should_save &= not schedule.save_due(self._args, record.from_step)
+        self._saved_step, self._evaluated_step, self._newest = record.to_step, None, None
 
     def _deliver_saves(self) -> None:
         for path in self._trainer.persistence.published():
@@ -164,16 +193,24 @@ class BetweenSteps:
         """Speeds are of this process; totals of the whole run."""
         metrics, state = self._trainer.metrics, self._state
         seconds = time.perf_counter() - self._started
+        samples, steps, tokens, flops = (
+            (now - before) / seconds for now, before in zip(self._counts(), self._before, strict=True)
+        )
         return {
             "train_runtime": seconds,
             "train_samples": metrics.total_samples,
-            "train_samples_per_second": (metrics.total_samples - self._samples_before) / seconds,
-            "train_steps_per_second": (state.global_step - state.resumed_step) / seconds,
+            "train_samples_per_second": samples,
+            "train_steps_per_second": steps,
             "train_loss": metrics.mean_loss(),
             "effective_batch_size": self._trainer.batch_plan.global_batch,
             "total_tokens": metrics.total_tokens,
-            "tokens_per_second": (metrics.total_tokens - self._tokens_before) / seconds,
+            "tokens_per_second": tokens,
             "total_flops": metrics.total_flops,
-            "flops_per_second": (metrics.total_flops - self._flops_before) / seconds,
+            "flops_per_second": flops,
             "epoch": state.epoch,
         }
+
+    def _counts(self) -> list[float]:
+        """Samples, steps, tokens and floating-point operations of the run so far."""
+        metrics = self._trainer.metrics
+        return [metrics.total_samples, self._state.global_step, metrics.total_tokens, metrics.total_flops]

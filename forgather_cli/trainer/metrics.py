@@ -171,6 +171,11 @@ class TrainMetrics:
             "totals": [self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets],
         }
 
+    @staticmethod
+    def samples_of(state: dict[str, Any]) -> int:
+        """``total_samples`` of a state."""
+        return int(state["totals"][1])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loss_sum.copy_(state["loss_sum"])
         self._keep_on_rank_0()

@@ -203,10 +203,12 @@ class Persistence:
             info={
                 "strategy": t.strategy.name,
                 "final": final,
+                "rollbacks": t.recovery.behind,
                 "epoch": t.state.epoch,
                 "config_fingerprint": _fingerprint(self._identity()),
             },
             metrics=metrics,
+            healthy=t.state.healthy,
         )
 
     def _model_rows(self) -> dict[str, Rows]:
@@ -228,9 +230,17 @@ class Persistence:
         """True if this rank is not writing a checkpoint."""
         return self._checkpointer.is_done
 
+    @property
+    def failures(self) -> list[tuple[int, str]]:
+        """(step, reason) of every save that was not published; the same on all ranks."""
+        return self._checkpointer.failures
+
     def published(self) -> list[Path]:
         """Checkpoints published since the last call."""
-        return self._checkpointer.poll()
+        paths = self._checkpointer.poll()
+        for path in paths:
+            self._trainer.recovery.published(path)
+        return paths
 
     def wait(self) -> None:
         """Until the save in flight is published or has failed."""
@@ -255,24 +265,28 @@ class Persistence:
         """Collective. Put the run back to a checkpoint. Raises CheckpointError when it does not fit this run."""
         t, wanted = self._trainer, self._wanted()
         self._compare(reader, wanted)
+        if t.args.ignore_data_skip:
+            wanted.discard("data")
+        if "data" in wanted and "data" in reader.components():
+            t.epochs.load_state_dict(t.recovery.position(reader))
+            wanted.discard("data")
+        self.put_back(reader, wanted)
+        t.state.resumed_step = t.state.global_step
+        log.info("resumed from %s at step %d", reader.path, reader.step)
+
+    def put_back(self, reader: Reader, wanted: set[str]) -> None:
+        """Collective. The components ``wanted``, as a checkpoint has them."""
+        t = self._trainer
         if "model" in wanted:
             load_model(reader, named_tensors(t.strategy.parts), t.cpu_group)
         if "optimizer" in wanted:
             self._restore_optimizer(reader)
-        if t.args.ignore_data_skip:
-            wanted.discard("data")
-        if "data" in wanted and "data" in reader.components():
-            # read by every rank, also of another number of them: the loader knows which positions it can go on from
-            t.epochs.load_state_dict(reader.state("data", t.world.rank % reader.manifest.world_size))
-            wanted.discard("data")
         restore_components(reader, self._restorable(), rank=t.world.rank, world_size=t.world.size, only=wanted)
         if "optimizer" in wanted and "strategy" in reader.components():
             # how gradients come about belongs to how they are used; another number of ranks goes on with rank 0's
             same = reader.manifest.world_size == t.world.size
             restore_components(reader, self._of_strategy(), rank=t.world.rank if same else 0)
         self._checkpointer.protected = {reader.step}
-        t.state.resumed_step = t.state.global_step
-        log.info("resumed from %s at step %d", reader.path, reader.step)
 
     def _wanted(self) -> set[str]:
         wanted = self._trainer.args.resume_components

@@ -29,7 +29,8 @@ class Stopping:
         """A new training: nothing was agreed on so far."""
         self.signum: int | None = None
         """The signal that ends training, once it is agreed on."""
-        self._obeyed = Asked()
+        self.obeyed = Asked()
+        """The commands that all ranks have acted on."""
 
     @property
     def wants_save(self) -> bool:
@@ -42,7 +43,7 @@ class Stopping:
         t = self._trainer
         return Ticket(
             step,
-            asked=self.ask(),
+            asked=[] if t.cpu_group is None else self.ask(),  # one rank polls after the step
             saved=t.persistence.is_done,
             world=t.world.size,
             copies=t.world.size // t.strategy.data_size,
@@ -79,10 +80,10 @@ class Stopping:
 
     def _obey(self, asked: Asked) -> bool:
         """Do what was asked for since the last time; True if that is to stop."""
-        new = asked.since(self._obeyed)
+        new = asked.since(self.obeyed)
         if max(new.numbers()) <= 0:  # below zero: a sum that was started before the last one
             return False
-        self._obeyed = asked
+        self.obeyed = asked
         control = self._trainer.control
         control.should_save |= new.saves > 0
         control.should_training_stop |= new.stops > 0 or new.aborts > 0

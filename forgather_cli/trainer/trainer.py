@@ -25,7 +25,7 @@ from forgather_cli.config.schema import Config
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, world
-from forgather_cli.errors import ConfigError, DataError, DivergenceError
+from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
 from forgather_cli.trainer import setup
@@ -35,8 +35,9 @@ from forgather_cli.trainer.describe import describe
 from forgather_cli.trainer.epochs import Epochs, WorldStep
 from forgather_cli.trainer.evaluate import PredictionOutput, Uninterrupted, evaluate, in_rounds, predict
 from forgather_cli.trainer.host import garbage_collection, out_of_memory_explained, seed_step
-from forgather_cli.trainer.metrics import Flops, LateReader, TrainMetrics
+from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.persistence import Persistence
+from forgather_cli.trainer.rollback import Recovery
 from forgather_cli.trainer.stopping import Stopping
 
 log = logging.getLogger(__name__)
@@ -144,12 +145,13 @@ class Trainer:
                 self._between_steps.at_start()
                 while not self._finished():
                     self._train_epoch()
-                for norm in self._norms.drain():
-                    self._check_finite(norm)
+                    if self._finished():
+                        self._between_steps.last_look()  # which may find that training goes on, some steps back
                 metrics = self._between_steps.finish()
                 self.emit("on_train_end")
+                self.recovery.raise_if_diverged()
         except BaseException as error:
-            self.callbacks.emit_quietly("on_exception", self.args, self.state, self.control, exception=error)
+            self.emit("on_exception", quietly=True, exception=error)
             raise
         return TrainOutput(self.state.global_step, self.metrics.mean_loss(), metrics)
 
@@ -160,10 +162,10 @@ class Trainer:
         on_batch = partial(self.emit, "on_prediction_step", eval_dataloader=loader)
         metrics = evaluate(self.strategy, rounds, self.world, prefix=metric_key_prefix, on_batch=on_batch)
         metrics["epoch"] = self.state.epoch
-        self._track_best(metrics)
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         self.emit("on_log", logs=metrics)
         self.emit("on_evaluate", metrics=metrics)
+        self._track_best(metrics)  # Hugging Face's early stopping compares with the best one before this
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -217,7 +219,7 @@ class Trainer:
         self.stopping.begin()
         args, state, strategy = self.args, self.state, self.strategy
         self.batch_plan: BatchPlan = batch_plan(args, strategy.data_size, multiple_of=strategy.batch_multiple)
-        self.persistence = Persistence(self)
+        self.persistence, self.recovery = Persistence(self), Recovery(self)
         reader = self.persistence.find(resume) if resume else None
         if reader is not None and args.seed < 0:
             self.seed = reader.state("trainer")["seed"]  # drawn at random by the first start
@@ -237,10 +239,10 @@ class Trainer:
             args.speed_metrics_start_step,
             norms_differ=strategy.averaging is not None,
         )
-        self._norms = LateReader(strategy.device)
         if reader is not None:
             self.persistence.restore(reader)
             state.max_steps = self.epochs.total_steps() or 0
+        self.recovery.begin(reader)
         self.persistence.trial()
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps, state.save_steps = args.logging_steps, args.eval_steps, args.save_steps
@@ -272,6 +274,7 @@ class Trainer:
             loss, norm = self.step(step)
             self.state.epoch = epochs.done()
             self._between_steps.after_step(loss, norm)
+            first = min(first, self.state.global_step)  # which a rollback may have taken to before this epoch
             self._garbage.after_step(self.state.global_step)
         if self.stopped_by is not None or control.should_abort_without_save:
             return  # in the middle of an epoch, which a resume ends
@@ -309,7 +312,7 @@ class Trainer:
         self._count(step, loss, norm)
         state.global_step += 1
         state.num_input_tokens_seen = self.metrics.total_tokens
-        self._check_finite(self._norms.push(norm))
+        self.recovery.watch(norm)
         return loss, norm
 
     def _count(self, step: WorldStep, loss: Tensor, norm: Tensor) -> None:
@@ -324,13 +327,6 @@ class Trainer:
             log.warning(
                 "step %d has no targets (every label is -100): its loss and gradient are 0; check labels and seq_len",
                 self.state.global_step + 1,
-            )
-
-    def _check_finite(self, norm: float | None) -> None:
-        if norm is not None and not norm < float("inf"):
-            raise DivergenceError(
-                f"the gradient norm became {norm} by step {self.state.global_step}; the weights are void and were not "
-                "saved: go on from the newest checkpoint, with a lower learning_rate or a smaller max_grad_norm"
             )
 
     # ------------------------------------------------------------------------------------------------ for its helpers
@@ -358,12 +354,13 @@ class Trainer:
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
-    def emit(self, event: str, **kwargs: Any) -> None:
-        """Send an event to the callbacks that handle it, with the run's objects."""
+    def emit(self, event: str, *, quietly: bool = False, **kwargs: Any) -> None:
+        """Send an event to the callbacks that handle it, with the run's objects; see ``CallbackList``."""
         if not self.callbacks.handles(event):
             return
         kwargs.setdefault("eval_dataloader", None)
-        self.callbacks.emit(
+        send = self.callbacks.emit_quietly if quietly else self.callbacks.emit
+        send(
             event,
             self.args,
             self.state,

@@ -20,15 +20,24 @@ from forgather_cli.config.schema.base import (
     settings,
 )
 from forgather_cli.config.schema.callbacks import (
+    TRACKERS,
     CallbackOption,
     CallbackSettings,
+    ControlSettings,
+    DivergenceSettings,
     EarlyStoppingSettings,
+    GradNormSettings,
     InfoSettings,
     JsonSettings,
     MetricsSettings,
+    ParameterNormSettings,
+    PeakMemorySettings,
+    ProfilerSettings,
     ProgressSettings,
     TensorboardSettings,
     TextgenSettings,
+    TrackersSettings,
+    WeightNormSettings,
 )
 from forgather_cli.config.schema.data import (
     DataOption,
@@ -73,14 +82,15 @@ from forgather_cli.config.schema.trainer import (
 )
 
 __all__ = [
-    "AdafactorSettings", "AdamWSettings", "BF16Settings", "Betas", "CallbackOption", "CallbackSettings",
-    "Config", "ConstantSettings", "CosineSettings", "Count", "CrossEntropySettings", "DDPSettings",
-    "DataOption", "DataTarget", "DecoderSettings", "EarlyStoppingSettings", "FP32Settings", "FSDP2Settings", "Fraction",
-    "GroupSettings", "InfiniteSettings", "InfoSettings", "Interval", "InverseSqrtSettings", "JsonSettings",
-    "LinearCrossEntropySettings", "LinearSettings", "LossOption", "MetricsSettings", "ModelOption",
-    "MuonSettings", "NonNegative", "OptimizerOption", "PipelineSettings", "PositiveFloat", "PositiveInt",
-    "PostLocalSGD", "PrecisionOption", "PretrainedSettings", "Probability", "ProgressSettings",
-    "PythonStdlibSettings", "RopeScaling", "RunSettings", "SGDSettings", "Schedule", "SchedulerOption",
-    "SingleSettings", "SyntheticSettings", "Target", "TargetOption", "TensorboardSettings", "TextSettings",
-    "TextgenSettings", "TokensSettings", "TrainerOption", "WSDSettings", "settings",
+    "TRACKERS", "AdafactorSettings", "AdamWSettings", "BF16Settings", "Betas", "CallbackOption", "CallbackSettings",
+    "Config", "ConstantSettings", "ControlSettings", "CosineSettings", "Count", "CrossEntropySettings", "DDPSettings",
+    "DataOption", "DataTarget", "DecoderSettings", "DivergenceSettings", "EarlyStoppingSettings", "FP32Settings",
+    "FSDP2Settings", "Fraction", "GradNormSettings", "GroupSettings", "InfiniteSettings", "InfoSettings", "Interval",
+    "InverseSqrtSettings", "JsonSettings", "LinearCrossEntropySettings", "LinearSettings", "LossOption",
+    "MetricsSettings", "ModelOption", "MuonSettings", "NonNegative", "OptimizerOption", "ParameterNormSettings",
+    "PeakMemorySettings", "PipelineSettings", "PositiveFloat", "PositiveInt", "PostLocalSGD", "PrecisionOption",
+    "PretrainedSettings", "Probability", "ProfilerSettings", "ProgressSettings", "PythonStdlibSettings", "RopeScaling",
+    "RunSettings", "SGDSettings", "Schedule", "SchedulerOption", "SingleSettings", "SyntheticSettings", "Target",
+    "TargetOption", "TensorboardSettings", "TextSettings", "TextgenSettings", "TokensSettings", "TrackersSettings",
+    "TrainerOption", "WSDSettings", "WeightNormSettings", "settings",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ class RunSettings:
     output_dir: str | None = None  # null: outputs/<recipe>/<date>_<time>
     logging_dir: str | None = None  # null: output_dir
     overwrite_output_dir: bool = False
+    job_id: str | None = None  # null: job_<time>_<host>_<pid>
 
     max_steps: Annotated[int, Ge(-1)] = -1
     num_train_epochs: float = 1.0  # -1: data that ends by itself

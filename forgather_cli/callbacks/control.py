@@ -1,0 +1,271 @@
+"""TrainerControlCallback: the running job listens to ``forgather control``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.json_logger import plain
+from forgather_cli.config.schema import ControlSettings
+from forgather_cli.control import records, registry
+from forgather_cli.control.commands import CommandQueue
+from forgather_cli.control.records import ABORT, SAVE, STOP, Command
+from forgather_cli.control.registry import Entry
+from forgather_cli.control.server import PORTS, ControlServer
+from forgather_cli.errors import ForgatherError
+from forgather_cli.run_dir import RunDir, step_of
+
+log = logging.getLogger(__name__)
+
+_LOOPBACK = ("127.", "localhost", "::1")
+_NEWEST = 50  # records of the log history that the newest metrics are looked for in
+
+
+class TrainerControlCallback(TrainerCallback):
+    """Takes commands on world rank 0, lets all ranks agree on them, and answers each when it has come to its end.
+
+    The loop acts on commands by itself (``trainer.stopping``); here is told what became of them. A step costs one call;
+    what ``status`` tells is read when it is asked for. Nothing here raises: a job that cannot be controlled trains on.
+    """
+
+    def __init__(self, settings: ControlSettings | None = None, run: RunDir | None = None) -> None:
+        """``run``: where the job logs, by default the trainer's."""
+        self.settings = settings or ControlSettings()
+        self._run = run
+        self._trainer: Any = None
+        self._queue: CommandQueue | None = None
+        self._server: ControlServer | None = None
+        self._entry: Entry | None = None
+        self._about: dict[str, Any] = {}
+        """What of the status stays."""
+        self._evaluating = False
+        self._pace: tuple[float, int] | None = None
+        """Time (seconds) and step at which this process began to train."""
+        self._targets: dict[str, int] = {}
+        """Id of a save -> the step whose checkpoint answers it."""
+        self._published: dict[int, Path] = {}
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer = trainer = kwargs["trainer"]
+        job_id = _free_job_id(args.job_id)
+        self._evaluating, self._pace, self._targets, self._published = False, None, {}, {}
+        self._queue = CommandQueue(trainer.run_dir, job_id, step=lambda: state.global_step)
+        trainer.stopping.commands = self._queue
+        if not state.is_world_process_zero:
+            return
+        resumed = trainer.run_dir.checkpoint(state.resumed_step)
+        if state.resumed_step and resumed.is_dir():
+            self._published[state.resumed_step] = resumed
+        for left in records.unfinished(trainer.run_dir):
+            records.write(trainer.run_dir, left.failed("its job ended before it answered"))
+        if self.settings.enable_http:
+            self._listen(job_id)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluating = False
+        if self._pace is None:
+            self._pace = time.monotonic(), state.global_step
+        if self._queue is not None and self._queue.has_open:
+            self._settle(state, control)
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluating = True
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluating = False
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        path = Path(kwargs["checkpoint"])
+        self._published[step_of(path) or 0] = path
+        self._settle(state, control)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        for command in self._open():
+            self._answer_at_end(command, state.global_step)
+        self._leave()
+
+    def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        for command in self._open():
+            target = self._targets.get(command.id)
+            path = None if target is None else self._trainer.run_dir.checkpoint(target)
+            if path is not None and path.is_dir():  # published while the job failed
+                self._commands.done(command, path)
+            else:
+                self._commands.fail(command, f"the job failed: {_told(kwargs.get('exception'))}")
+        self._leave()
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    @property
+    def _commands(self) -> CommandQueue:
+        assert self._queue is not None
+        return self._queue
+
+    def _open(self) -> list[Command]:
+        return [] if self._queue is None else self._queue.open()
+
+    def _settle(self, state: TrainerState, control: TrainerControl) -> None:
+        """Answer the saves whose checkpoint is published or has failed, while training goes on."""
+        for command in self._commands.applied():
+            if command.command != SAVE:
+                continue
+            if command.id not in self._targets:
+                if control.should_save:  # the loop has not come to it
+                    continue
+                self._targets[command.id] = state.global_step
+            step = self._targets[command.id]
+            if step in self._published:
+                self._commands.done(command, self._published[step])
+            elif (why := self._failure(step)) is not None:
+                self._commands.fail(command, f"the checkpoint of step {step} was not saved: {why}")
+
+    def _answer_at_end(self, command: Command, last: int) -> None:
+        """Training is over after ``last`` steps, and nothing is being written any more."""
+        step = self._targets.get(command.id, last)
+        path, why = self._published.get(last) or self._published.get(step), self._failure(step)
+        if command.command == ABORT:
+            self._commands.done(command)
+        elif path is not None or (command.command == STOP and why is None):
+            self._commands.done(command, path)
+        elif why is not None:
+            self._commands.fail(command, f"the checkpoint of step {step} was not saved: {why}")
+        elif self._trainer.control.should_abort_without_save:
+            self._commands.fail(command, f"the job was aborted at step {last} before it saved")
+        else:
+            self._commands.fail(command, f"the job ended at step {last} before it saved")
+
+    def _failure(self, step: int) -> str | None:
+        """Why the checkpoint of a step was not published; None if it was, or may still be."""
+        if step in self._published:
+            return None
+        return next((why for failed, why in reversed(self._trainer.persistence.failures) if failed == step), None)
+
+    # ------------------------------------------------------------------------------------------------------- listening
+
+    def _listen(self, job_id: str) -> None:
+        settings = self.settings
+        token = None if settings.disable_auth else settings.auth_token or secrets.token_hex(32)
+        ports = PORTS if settings.port is None else [settings.port]
+        about = {"job_id": job_id, "hostname": socket.gethostname(), "pid": os.getpid(), "started_at": records.now()}
+        run_dir = str(self._trainer.run_dir.root.resolve())
+        self._about = {**about, "run_dir": run_dir}
+        try:
+            self._server = ControlServer(
+                job_id, self._commands, self.status, host=settings.host, ports=ports, token=token
+            )
+            entry = self._new_entry(self._server.port)
+            registry.register(entry, token)
+            self._entry = entry
+        except Exception as error:  # whatever it is: training is worth more than being steered
+            log.warning("control: this job takes no commands: %s", _told(error))
+            self._leave()
+            return
+        log.info("control: this is %s", job_id)
+        self._warn()
+
+    def _new_entry(self, port: int) -> Entry:
+        run = self._run or self._trainer.run_dir
+        return Entry(
+            **self._about,
+            host=self.settings.host,
+            port=port,
+            process_start_time=registry.start_of(os.getpid()) or "",
+            logging_dir=str((run.logging_dir or run.root).resolve()),
+        )
+
+    def _warn(self) -> None:
+        reach = "any process of this machine"
+        if not self.settings.host.startswith(_LOOPBACK):
+            reach = "whoever reaches this machine"
+            log.warning(
+                "callbacks.control.host=%s: other machines reach this job, and the token travels unencrypted",
+                self.settings.host,
+            )
+        if self.settings.disable_auth:
+            log.warning("callbacks.control.disable_auth=true: %s can stop this job", reach)
+
+    def _leave(self) -> None:
+        """The job ends: nobody finds it any more."""
+        server, self._server = self._server, None
+        entry, self._entry = self._entry, None
+        try:
+            if entry is not None:
+                registry.unregister(entry)
+            if server is not None:
+                server.close()
+        except OSError as error:
+            log.warning("control: %s", error)
+
+    # --------------------------------------------------------------------------------------------------------- status
+
+    def status(self) -> dict[str, Any]:
+        """What the job is at, for JSON. Called in the server's threads, while training changes what it reads."""
+        state, run = self._trainer.state, self._trainer.run_dir
+        step = state.global_step
+        document = {
+            **self._about,
+            "state": self._state(),
+            "step": step,
+            "max_steps": state.max_steps or None,
+            "epoch": state.epoch,
+            "eta_seconds": self._seconds_left(step, state.max_steps),
+            "metrics": _newest_metrics(state.log_history[-_NEWEST:]),
+            "checkpoints": [{"step": n, "path": str(run.checkpoint(n).absolute())} for n in run.checkpoint_steps()],
+            "commands": [command.document() for command in self._open()],
+            "strategy": self._trainer.strategy.name,
+            "world_size": self._trainer.world.size,
+        }
+        found: dict[str, Any] = plain(document)
+        return found
+
+    def _state(self) -> str:
+        """starting, training, evaluating, saving (in the background, too) or stopping."""
+        trainer = self._trainer
+        control = trainer.control
+        if control.should_training_stop or control.should_abort_without_save or trainer.stopped_by is not None:
+            return "stopping"
+        if self._evaluating:
+            return "evaluating"
+        if not trainer.persistence.is_done:
+            return "saving"
+        return "starting" if self._pace is None else "training"
+
+    def _seconds_left(self, step: int, max_steps: int) -> float | None:
+        """By the mean time of this process's steps, with evaluations and saves."""
+        if self._pace is None or not max_steps or step <= self._pace[1]:
+            return None
+        since, first = self._pace
+        return max(0, max_steps - step) * (time.monotonic() - since) / (step - first)
+
+
+def _free_job_id(wanted: str | None) -> str:
+    if wanted is not None and not registry.is_taken(wanted):
+        return wanted
+    if wanted is not None:
+        log.warning("job_id: %s is the id of a job that runs; this one adds its process id", wanted)
+        return f"{wanted}_{os.getpid()}"
+    return registry.new_job_id(os.getpid())
+
+
+def _newest_metrics(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the newest training log, and of the newest evaluation."""
+    logs: dict[str, Any] = next((record for record in reversed(history) if "loss" in record), {})
+    evaluation: dict[str, Any] = next((record for record in reversed(history) if "eval_loss" in record), {})
+    evaluated = {key: value for key, value in evaluation.items() if key.startswith("eval_")}
+    return {**evaluated, **{key: value for key, value in logs.items() if key != "step"}}
+
+
+def _told(error: object) -> str:
+    """An exception in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join(str(part) for part in (error.filename, error.strerror) if part)
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ForgatherError) and text else f"{type(error).__name__}: {text}"

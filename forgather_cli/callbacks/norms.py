@@ -1,0 +1,103 @@
+"""True norms of full parameters, however ranks share them: each rank adds up its rows, one sum over ranks is the whole.
+
+Legend: N parameters of the run, on whichever rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather_cli.checkpoint.gather import gather
+from forgather_cli.distributed import all_sum
+from forgather_cli.sharding import locals_of
+from forgather_cli.trainer.setup import named_tensors
+
+
+class FullParameters:
+    """The parameters of a Trainer's model over all ranks, by their names in the full model; tied ones once.
+
+    Where each rank trains by itself (post-local SGD), values are root mean squares over the ranks, as the logged
+    gradient norm is; while ranks agree that is everybody's value.
+    """
+
+    def __init__(self, trainer: Any, *, trained_only: bool = False) -> None:
+        """Collective."""
+        strategy = trainer.strategy
+        self.device: torch.device = strategy.device
+        apart = strategy.averaging is not None
+        self._group: Any = trainer.world.group if apart else strategy.model_group
+        self._copies = trainer.world.size if apart else 1
+        held = {n: t for n, t in named_tensors(strategy.parts).items() if isinstance(t, nn.Parameter)}
+        own = {n: p for n, p in held.items() if p.requires_grad or not trained_only}
+        counted = {n: p for n, p in own.items() if p not in strategy.duplicates}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of the full parameters, by name; equal on all ranks, also in their order."""
+        for shapes in gather({n: tuple(p.shape) for n, p in counted.items()}, trainer.cpu_group):
+            self.shapes |= shapes
+        self.held: list[tuple[int, nn.Parameter]] = [
+            (place, counted[name]) for place, name in enumerate(self.shapes) if name in counted
+        ]
+        """What this rank counts: places in ``shapes`` and parameters, of which it may hold some rows only."""
+        self._by_device = [self._on(device) for device in dict.fromkeys(p.device for _, p in self.held)]
+
+    def _on(self, device: torch.device) -> tuple[Tensor, list[nn.Parameter], Tensor]:
+        """The held parameters on a device, with their places, and what stands for a missing gradient.
+
+        With cpu_offload of fsdp2 rows are in host memory, and 0-dim parameters on the device.
+        """
+        found = [(place, p) for place, p in self.held if p.device == device]
+        places = torch.tensor([place for place, _ in found], device=self.device)
+        return places, [p for _, p in found], torch.zeros((), device=device)
+
+    def weights(self) -> Tensor:
+        """Collective. Squared L2 norms of the parameters, (N,) float64 on the device."""
+        return self._squares((places, list(parameters)) for places, parameters, _ in self._by_device)
+
+    def gradients(self) -> Tensor:
+        """Collective. Squared L2 norms of the gradients, (N,) float64 on the device; 0 where there is none."""
+        return self._squares(
+            (places, [zero if p.grad is None else p.grad for p in parameters])
+            for places, parameters, zero in self._by_device
+        )
+
+    def _squares(self, found: Iterable[tuple[Tensor, list[Tensor]]]) -> Tensor:
+        """Norms as fp32 has them; float64 lets no square of one overflow or vanish, and no sum lose digits."""
+        squares = torch.zeros(len(self.shapes), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for places, tensors in found:
+                norms = torch.stack(torch._foreach_norm(locals_of(tensors), 2, torch.float32))
+                squares[places] = norms.to(squares).square_()
+        return self.whole(squares)
+
+    def whole(self, shares: Tensor) -> Tensor:
+        """Collective. What is quadratic in a parameter, in place, from this rank's share of it."""
+        all_sum(shares, self._group)
+        return shares if self._copies == 1 else shares.div_(self._copies)
+
+
+class HostCopy:
+    """Numbers on their way from the device to the host, which waits for them when they are read and not before."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if numbers.device.type == "cuda":
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = host.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        self._numbers = numbers
+
+    @property
+    def is_here(self) -> bool:
+        """True if nothing has to be waited for, ever: what is computed on the CPU."""
+        return self._event is None
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._numbers.tolist()
+        return numbers

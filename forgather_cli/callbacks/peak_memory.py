@@ -1,0 +1,140 @@
+"""PeakMemory: the most memory each rank has held."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.columns import format_value
+from forgather_cli.callbacks.console import StreamName, say
+from forgather_cli.callbacks.metrics import peak_memory
+from forgather_cli.checkpoint.gather import gather
+from forgather_cli.config.schema import PeakMemorySettings
+from forgather_cli.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+_MAX_HISTORY = 100_000  # allocations and frees that a snapshot can tell, about 1 KB each
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of one rank, in bytes: CUDA memory, on CPU resident memory of the process."""
+
+    device: str
+    allocated: int
+    resident: int
+    """Host memory; ``allocated`` itself on CPU."""
+    reserved: int | None = None
+    """What torch has taken from CUDA, of which ``allocated`` was in use."""
+    total: int | None = None
+    """What the device has."""
+    retries: int = 0
+    """Allocations that succeeded only after cached memory was given back: a sign of fragments."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Peak:
+        """This process's so far."""
+        host = f"cpu of {socket.gethostname()}"
+        resident = peak_memory(torch.device("cpu"))
+        if device.type != "cuda":
+            return cls(host, resident, resident)
+        return cls(
+            f"{device} of {socket.gethostname()}, {torch.cuda.get_device_name(device)}",
+            torch.cuda.max_memory_allocated(device),
+            resident,
+            torch.cuda.max_memory_reserved(device),
+            torch.cuda.get_device_properties(device).total_memory,
+            torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+        )
+
+    def line(self, rank: int, *, details: bool) -> str:
+        """For people; ``details``: where, and everything else that is known."""
+        words = list(self._words(details))
+        where = f" ({self.device})" if details else ""
+        return f"peak memory of rank {rank}{where}: {', '.join(words)}"
+
+    def _words(self, details: bool) -> Iterator[str]:
+        if self.reserved is None:
+            yield f"{_bytes(self.resident)} resident"
+            return
+        yield f"{_bytes(self.allocated)} allocated"
+        of = f" of {_bytes(self.total)}" if details and self.total else ""
+        yield f"{_bytes(self.reserved)} reserved{of}"
+        if details:
+            yield f"{self.retries} allocation retries"
+            yield f"{_bytes(self.resident)} resident on the host"
+
+
+class PeakMemory(TrainerCallback):
+    """Ends training with a line for each rank: its peak of CUDA memory, on CPU of resident memory.
+
+    ``show_details`` adds where it was, and on CUDA the device's size, retried allocations and host memory. ``do_log``
+    adds bytes to each training log: ``peak_mem_rank_<n>`` for every rank, with details also what it has reserved.
+    ``enable_memory_snapshot`` records CUDA allocations and leaves ``<file_prefix>-rank-<n>.pickle`` for
+    https://pytorch.org/memory_viz at the end of training, or where it fails; recording costs time and host memory.
+    """
+
+    def __init__(self, settings: PeakMemorySettings, run: RunDir, *, stream: StreamName = "stdout") -> None:
+        self.settings = settings
+        self._run = run
+        self._stream: StreamName = stream
+        self._device = torch.device("cpu")
+        self._snapshot: Path | None = None
+        self._rank = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        trainer = kwargs["trainer"]
+        self._device, self._rank = trainer.strategy.device, trainer.world.rank
+        if not self.settings.enable_memory_snapshot:
+            return
+        if self._device.type != "cuda":
+            if state.is_world_process_zero:
+                logger.warning(
+                    "peak_memory.enable_memory_snapshot: torch keeps no memory history on %s, so there will be no "
+                    "snapshot; set it to false, or train on CUDA",
+                    self._device.type,
+                )
+            return
+        self._snapshot = self._run.memory_snapshot(self.settings.file_prefix, self._rank)
+        torch.cuda.memory._record_memory_history(max_entries=_MAX_HISTORY)
+
+    def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self.settings.do_log or kwargs.get("interval") is None:  # the final record
+            return
+        for rank, peak in enumerate(gather(Peak.of(self._device), kwargs["trainer"].cpu_group)):
+            kwargs["logs"][f"peak_mem_rank_{rank}"] = peak.allocated
+            if self.settings.show_details and peak.reserved is not None:
+                kwargs["logs"][f"peak_mem_reserved_rank_{rank}"] = peak.reserved
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        peaks = gather(Peak.of(self._device), kwargs["trainer"].cpu_group)
+        if state.is_world_process_zero:
+            for rank, peak in enumerate(peaks):
+                say(peak.line(rank, details=self.settings.show_details), self._stream)
+        self._dump()
+
+    def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Each rank for itself: the others may be gone."""
+        logger.warning("%s", Peak.of(self._device).line(self._rank, details=True))
+        self._dump()
+
+    def _dump(self) -> None:
+        if self._snapshot is None:
+            return
+        self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(self._snapshot))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        logger.info("memory snapshot for https://pytorch.org/memory_viz: %s", self._snapshot)
+        self._snapshot = None
+
+
+def _bytes(count: int) -> str:
+    return format_value(count, "bytes")

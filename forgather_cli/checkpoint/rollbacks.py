@@ -1,0 +1,79 @@
+"""RUN/rollbacks.jsonl: when a run went back to a checkpoint, and which ones that has left behind. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.checkpoint.files import sync_directory
+from forgather_cli.errors import CheckpointError
+from forgather_cli.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One time that a run went back. Its samples were trained on since the checkpoint, and are not seen again."""
+
+    number: int
+    """Counts from 1 over the life of the run; a checkpoint knows how many were behind it."""
+    time: str
+    """UTC, ISO 8601."""
+    reason: str
+    from_step: int
+    to_step: int
+    """The checkpoint's step."""
+    num_skipped_samples: int
+    """Of all ranks; those that an earlier rollback has skipped are not counted again."""
+    skipped_sample_ids: list[int] | None
+    """Their numbers in the data, in the order in which they were trained on; None for data without numbers."""
+    data: list[Any]
+    """The data position behind them: one, or that of each rank where ranks have their own."""
+    tensors: list[str | None] = field(default_factory=list)
+    """Tensors that these positions refer to: safetensors in base64; empty where they have none."""
+
+
+def read_rollbacks(run: RunDir) -> list[Rollback]:
+    """The run's rollbacks in their order. A torn last line is of one that did not happen. Raises CheckpointError."""
+    try:
+        lines = run.rollbacks.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{run.rollbacks}: cannot be read ({error.strerror})") from error
+    return [_decoded(run.rollbacks, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _decoded(path: Path, number: int, line: bytes) -> Rollback:
+    try:
+        raw: dict[str, Any] = json.loads(line)
+        return Rollback(**{each.name: raw[each.name] for each in fields(Rollback) if each.name in raw})
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}:{number}: is damaged ({error}); take the line out, and its samples may be seen again"
+        ) from error
+
+
+def append_rollback(run: RunDir, rollback: Rollback) -> None:
+    """Add a rollback and make it durable, whole or not at all. Raises OSError."""
+    line = json.dumps(asdict(rollback), allow_nan=False).encode() + b"\n"
+    with run.rollbacks.open("ab+", buffering=0) as file:
+        file.seek(0)
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)  # a torn line of a job that was killed
+        try:
+            if file.write(line) < len(line):
+                raise OSError(28, os.strerror(28), str(run.rollbacks))  # ENOSPC
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(whole)
+            raise
+    sync_directory(run.root)
+
+
+def is_abandoned(step: int, behind: int, rollbacks: Iterable[Rollback]) -> bool:
+    """True for a checkpoint of ``step`` that knows ``behind`` rollbacks if a later one went back to before it."""
+    return any(rollback.number > behind and step > rollback.to_step for rollback in rollbacks)

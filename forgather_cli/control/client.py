@@ -1,0 +1,144 @@
+"""Asking a job over HTTP, and hearing its answer even when the job ends first. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.control import records
+from forgather_cli.control.records import Command
+from forgather_cli.control.registry import Entry
+from forgather_cli.errors import ControlError
+from forgather_cli.run_dir import RunDir
+
+PATIENCE = 5.0  # seconds for one request
+_MAX_BYTES = 1 << 24  # of an answer
+_BUSY_PAUSE = 0.2  # seconds
+_PAUSES = (0.02, 0.05, 0.1, 0.2, 0.5)  # seconds between two looks at a command, the last one again and again
+_SILENCE = 60.0  # seconds; whether a job of another machine still runs cannot be known
+_LOOPBACK = ("127.", "localhost", "::1")
+_ANYWHERE = ("0.0.0.0", "::", "")
+
+
+class Unreachable(ControlError):
+    """Nobody listens where the job did, or what listens there does not answer."""
+
+
+def status(entry: Entry, *, patience: float = PATIENCE) -> dict[str, Any]:
+    """What the job is at. Raises ControlError."""
+    return request(entry, "GET", f"/jobs/{entry.job_id}/status", patience=patience)
+
+
+def submit(entry: Entry, command: str) -> Command:
+    """Tell the job to do something. Raises ControlError."""
+    return _command(entry, request(entry, "POST", f"/jobs/{entry.job_id}/control", {"command": command}))
+
+
+def command(entry: Entry, command_id: str) -> Command:
+    """How far a command is. Raises ControlError."""
+    return _command(entry, request(entry, "GET", f"/jobs/{entry.job_id}/commands/{command_id}"))
+
+
+def wait(entry: Entry, told: Command, *, timeout: float | None = None) -> Command:
+    """Until the command is done or has failed, or for ``timeout`` seconds; returns its last known state.
+
+    The answer of a job that has ended lies in RUN/control. Raises ControlError for one that ended without an answer,
+    and for one of another machine that is silent for long.
+    """
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    pauses, heard = iter(_PAUSES), time.monotonic()
+    while not told.is_finished and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, next(pauses, _PAUSES[-1])))
+        new = _look(entry, told)
+        if new is not None:
+            told, heard = new, time.monotonic()
+        elif entry.is_running is None and time.monotonic() - heard > _SILENCE:
+            raise Unreachable(f"{entry.job_id}: has not been reached for {_SILENCE:g} s{_where(entry)}")
+    return told
+
+
+def _look(entry: Entry, told: Command) -> Command | None:
+    """The command now; None if nobody says."""
+    ended = entry.is_running is False  # before looking: what is not written by then never will be
+    if not ended:
+        with contextlib.suppress(ControlError):
+            return command(entry, told.id)
+    written = records.read(RunDir(Path(entry.run_dir)), told.id)
+    if written is not None and written.is_finished:
+        return written
+    if ended:
+        raise ControlError(f"{entry.job_id}: ended before it answered{_ending(entry)}")
+    return None
+
+
+def _ending(entry: Entry) -> str:
+    """What ``exit.json`` says, which the job's launcher writes, also for ranks that were killed."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        ending = json.loads(RunDir(Path(entry.run_dir)).exit.read_text(encoding="utf-8"))
+        return f": {ending['reason']}"
+    return f"; see {RunDir(Path(entry.run_dir)).logs}"
+
+
+def request(
+    entry: Entry, method: str, path: str, body: dict[str, Any] | None = None, *, patience: float = PATIENCE
+) -> dict[str, Any]:
+    """The document that the job answers with. Raises ControlError, Unreachable where nobody answers."""
+    end = time.monotonic() + patience
+    while True:
+        code, document = _exchange(entry, method, path, body, patience)
+        if code != 503 or time.monotonic() > end:  # all its threads are busy with others
+            break
+        time.sleep(_BUSY_PAUSE)
+    if 200 <= code < 300 and isinstance(document, dict):
+        return document
+    why = document.get("error") if isinstance(document, dict) else None
+    raise ControlError(f"{entry.job_id}: {why or f'answered with HTTP status {code}'}")
+
+
+def _exchange(entry: Entry, method: str, path: str, body: Any, patience: float) -> tuple[int, Any]:
+    """(HTTP status, document). ``http.client`` asks no proxy, which knows nothing of this machine's addresses."""
+    connection = http.client.HTTPConnection(address(entry), entry.port, timeout=patience)
+    token = entry.token()
+    headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        content = answer.read(_MAX_BYTES)
+    except TimeoutError as error:
+        raise Unreachable(f"{entry.job_id}: does not answer within {patience:g} s{_where(entry)}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Unreachable(f"{entry.job_id}: cannot be reached{_where(entry)}: {error}") from error
+    finally:
+        connection.close()
+    try:
+        return answer.status, json.loads(content)
+    except ValueError:
+        return answer.status, None
+
+
+def _where(entry: Entry) -> str:
+    return f" at {address(entry)}:{entry.port} (process {entry.pid} on {entry.hostname})"
+
+
+def address(entry: Entry) -> str:
+    """Where the job's server is, seen from here. Raises ControlError for one that listens on its own machine only."""
+    if entry.is_here:
+        return "127.0.0.1" if entry.host in _ANYWHERE else entry.host
+    if entry.host.startswith(_LOOPBACK):
+        raise ControlError(
+            f"{entry.job_id}: runs on {entry.hostname} and listens only there; give the command on that machine, or "
+            "start jobs with callbacks.control.host=0.0.0.0"
+        )
+    return entry.hostname if entry.host in _ANYWHERE else entry.host
+
+
+def _command(entry: Entry, document: dict[str, Any]) -> Command:
+    try:
+        return records.from_document(document)
+    except ValueError as error:
+        raise ControlError(f"{entry.job_id}: answered something else than a command's state") from error

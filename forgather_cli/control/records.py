@@ -1,0 +1,111 @@
+"""A command to a job and how far it is, as it travels over HTTP and lies in RUN/control. No torch here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.run_dir import RunDir, is_name
+
+log = logging.getLogger(__name__)
+
+SAVE, STOP, SAVE_AND_STOP, ABORT = "save", "stop", "save_and_stop", "abort"
+COMMANDS = (SAVE, STOP, SAVE_AND_STOP, ABORT)
+_OTHER_NAMES = {"save_checkpoint": SAVE, "graceful_stop": STOP}
+
+QUEUED, APPLIED, DONE, FAILED = "queued", "applied", "done", "failed"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. A new state makes a new record, so that any thread may read one."""
+
+    id: str
+    job_id: str
+    command: str
+    state: str = QUEUED
+    asked_at: str = ""
+    """UTC, ISO 8601, as the times below."""
+    asked_at_step: int = 0
+    """Optimizer steps that were done when the command came in."""
+    applied_at_step: int | None = None
+    """Optimizer steps that were done when all ranks began to act on it."""
+    finished_at: str | None = None
+    checkpoint: str | None = None
+    """Absolute path of the checkpoint that it led to, if done."""
+    reason: str | None = None
+    """Why it failed."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state in (DONE, FAILED)
+
+    def applied(self, step: int) -> Command:
+        return replace(self, state=APPLIED, applied_at_step=step)
+
+    def done(self, checkpoint: Path | None) -> Command:
+        path = None if checkpoint is None else str(checkpoint.absolute())
+        return replace(self, state=DONE, finished_at=now(), checkpoint=path)
+
+    def failed(self, reason: str) -> Command:
+        return replace(self, state=FAILED, finished_at=now(), reason=reason)
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def from_document(raw: Any) -> Command:
+    """Raises ValueError for anything else than a record."""
+    try:
+        return Command(**{each.name: raw[each.name] for each in fields(Command)})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a command's record: {raw!r}") from error
+
+
+def command_name(text: str) -> str | None:
+    """The command that ``text`` names, with - or _; None if there is no such command."""
+    name = text.strip().lower().replace("-", "_")
+    name = _OTHER_NAMES.get(name, name)
+    return name if name in COMMANDS else None
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def write(run: RunDir, command: Command) -> None:
+    """Put a record into RUN/control, whole or not at all; one that cannot be written is an error in the log."""
+    path = run.command(command.id)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        temporary.write_text(json.dumps(command.document()) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        log.error("the answer to control's %s cannot be written to %s: %s", command.command, path, error.strerror)
+
+
+def read(run: RunDir, command_id: str) -> Command | None:
+    """A record of RUN/control; None if there is none, or none that can be read."""
+    return _read(run.command(command_id)) if is_name(command_id) else None
+
+
+def unfinished(run: RunDir) -> Iterator[Command]:
+    """Commands in RUN/control that no job has answered."""
+    for path in sorted(run.control.glob("*.json")) if run.control.is_dir() else ():
+        command = _read(path)
+        if command is not None and not command.is_finished and is_name(command.id):
+            yield command
+
+
+def _read(path: Path) -> Command | None:
+    try:
+        return from_document(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,366 @@
+"""Every callback under every strategy: what each leaves, what must be equal, and users' own, sound and broken."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from program import Process, forgather
+from ranks import run_ranks
+from safetensors.torch import load_file
+from two_ranks import SMALL, nobody_left
+
+from forgather_cli import worker
+from forgather_cli.callbacks.base import EVENTS, TrainerCallback
+from forgather_cli.config.schema import Config
+from forgather_cli.control import registry
+from forgather_cli.errors import CallbackError
+from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.run_dir import RunDir
+
+STRATEGIES = {
+    "single": (1, ["trainer=single"]),
+    "ddp": (2, ["trainer=ddp"]),
+    "pipeline": (2, ["trainer=pipeline", "n_microbatches=4"]),
+    "fsdp2": (2, ["trainer=fsdp2"]),
+}
+SEVERAL = [name for name, (ranks, _) in STRATEGIES.items() if ranks > 1]
+
+FULL = [
+    "max_steps=8", "logging_steps=2", "eval_steps=4", "save_steps=4", "warmup_steps=2", "async_save=false",
+    "callbacks.textgen.max_new_tokens=6", "callbacks.textgen.do_sample=false", "callbacks.profiler.start_step=2",
+    "callbacks.profiler.num_steps=2", "callbacks.peak_memory.do_log=true",
+    "+callbacks.seen._target_=test_callbacks_strategies.Seen",
+]  # fmt: skip
+MORE = ["max_steps=20", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.threshold=100"]
+
+
+RARE = {"on_predict", "on_exception", "on_divergence", "on_rollback"}
+"""Events that a sound training has none of."""
+
+
+class Seen(TrainerCallback):
+    """Notes every event with its step, and how many jobs of this run could be controlled."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.jobs: set[int] = set()
+
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        self.events.append((event, state.global_step))
+        if event == "on_step_end" and state.is_world_process_zero:
+            run = str(kwargs["trainer"].run_dir.root.resolve())
+            self.jobs.add(sum(entry.run_dir == run for entry in registry.running()))
+
+
+def _handler(event: str) -> Any:
+    def handle(self: Seen, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.happens(event, state, kwargs)
+
+    return handle
+
+
+for _event in EVENTS:
+    setattr(Seen, _event, _handler(_event))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, and what the callback ``name`` of each rank told."""
+
+    path: Path
+    told: list[Any]
+
+    def records(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / file).read_text().splitlines()]
+
+
+def on_a_rank(config: Config, path: Path, home: Path, name: str) -> Any:
+    """Train, in a config home of its own; returns what the callback ``name`` keeps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(home))
+        trainer = worker.run(config, RunDir(path))
+    return vars(trainer.callbacks.by_name[name])
+
+
+def train(strategy: str, path: Path, name: str, *overrides: str, callbacks: str = "minimal") -> Run:
+    ranks, words = STRATEGIES[strategy]
+    config = tiny.config(path, *words, *overrides, callbacks=callbacks)
+    given = (config, path, path.with_name("home"), name)
+    return Run(path, [on_a_rank(*given)] if ranks == 1 else run_ranks(ranks, on_a_rank, *given))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """A run of 8 steps with callbacks=full under a strategy, trained once."""
+
+    @functools.cache
+    def of(strategy: str) -> Run:
+        return train(strategy, tmp_path_factory.mktemp(strategy) / "run", "seen", *FULL, callbacks="full")
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def resumed(full: Callable[[str], Run]) -> Callable[[str], Run]:
+    """The same run, gone on with until early stopping ends it."""
+
+    @functools.cache
+    def of(strategy: str) -> Run:
+        words = [*FULL, *MORE, "resume_from_checkpoint=true"]
+        return train(strategy, full(strategy).path, "seen", *words, callbacks="full")
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def before(full: Callable[[str], Run]) -> Callable[[str], dict[str, list[dict[str, Any]]]]:
+    """Records by file as the first 8 steps left them."""
+
+    @functools.cache
+    def of(strategy: str) -> dict[str, list[dict[str, Any]]]:
+        run = full(strategy)
+        return {file.name: run.records(file.name) for file in sorted(run.path.glob("*.jsonl"))}
+
+    return of
+
+
+Records = Callable[[str], dict[str, list[dict[str, Any]]]]
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+# ------------------------------------------------------------------------------------------------- what callbacks leave
+
+
+@each_strategy
+def test_every_callback_leaves_its_files(full: Callable[[str], Run], before: Records, strategy: str) -> None:
+    run, ranks = full(strategy), STRATEGIES[strategy][0]
+    assert sorted(before(strategy)) == ["gradient_norms.jsonl", "metrics.jsonl", "parameter_norms.jsonl"]
+    profiles = {f"rank-{rank}-steps-3-4.{end}" for rank in range(ranks) for end in ("trace.json", "txt")}
+    assert profiles <= {file.name for file in (run.path / "profile").iterdir()}
+    assert (run.path / "samples.txt").read_text().count("=== step ") >= 2
+    assert list((run.path / "tensorboard").glob("events.*"))
+    assert {4, 8} <= set(RunDir(run.path).checkpoint_steps())
+    assert not list(run.path.rglob("*.tmp"))
+    assert run.told[0]["jobs"] == {1}  # it could be controlled while it ran, and is in nobody's way now
+    assert not list(run.path.with_name("home").rglob("endpoint.json"))
+
+
+@each_strategy
+def test_records_are_those_of_one_device(before: Records, strategy: str) -> None:
+    found, wanted = before(strategy)["metrics.jsonl"], before("single")["metrics.jsonl"]
+    assert [record["step"] for record in found] == [1, 2, 4, 4, 6, 8, 8, 8]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert without_ranks(mine) == without_ranks(theirs)
+        for key in ("loss", "grad_norm", "max_grad_norm", "learning_rate", "eval_loss", "weight_norm", "train_loss"):
+            assert mine.get(key, 0.0) == pytest.approx(theirs.get(key, 0.0), rel=1e-5), (mine["step"], key)
+        for key in ("tokens", "total_tokens", "total_flos", "epoch", "eval_tokens", "effective_batch_size"):
+            assert mine.get(key) == theirs.get(key), (mine["step"], key)
+    peaks = {key for record in found for key in record if re.fullmatch(r"peak_mem_rank_\d", key)}
+    assert peaks == {f"peak_mem_rank_{rank}" for rank in range(STRATEGIES[strategy][0])}
+
+
+def without_ranks(record: dict[str, Any]) -> set[str]:
+    """The names in a record, but for those that each rank has one of."""
+    return {key for key in record if "_rank_" not in key}
+
+
+@each_strategy
+@pytest.mark.parametrize("file", ["gradient_norms.jsonl", "parameter_norms.jsonl"])
+def test_norms_are_those_of_the_whole_parameters(before: Records, strategy: str, file: str) -> None:
+    found, wanted = before(strategy)[file], before("single")[file]
+    assert [record["step"] for record in found] == [4, 8]
+    for mine, theirs in zip(found, wanted, strict=True):
+        ours, reference = numbers(mine), numbers(theirs)
+        assert len(reference) > 20
+        assert ours.keys() == reference.keys()
+        for name, value in reference.items():
+            assert ours[name] == pytest.approx(value, rel=1e-3, abs=1e-7), name
+
+
+def numbers(tree: Any, prefix: str = "") -> dict[str, float]:
+    """Every number by its path, without times."""
+    if isinstance(tree, dict):
+        return {path: n for key, item in tree.items() for path, n in numbers(item, f"{prefix}/{key}").items()}
+    return {prefix: tree} if isinstance(tree, int | float) else {}
+
+
+@each_strategy
+def test_samples_are_those_of_one_device(full: Callable[[str], Run], strategy: str) -> None:
+    mine, theirs = ((full(name).path / "samples.txt").read_text() for name in (strategy, "single"))
+    assert mine.split("=== step 12")[0] == theirs.split("=== step 12")[0]
+    assert mine.startswith("=== step 4 ===\n--- 1 ---\ndef main(")
+
+
+@each_strategy
+def test_tensorboard_has_the_curves_of_the_records(full: Callable[[str], Run], before: Records, strategy: str) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(full(strategy).path / "tensorboard"))
+    events.Reload()
+    for tag, key in {"train/loss": "loss", "eval/loss": "eval_loss", "train/weight_norm": "weight_norm"}.items():
+        wanted = {record["step"]: record[key] for record in before(strategy)["metrics.jsonl"] if key in record}
+        shown = {event.step: event.value for event in events.Scalars(tag) if event.step <= 8}
+        assert shown == pytest.approx(wanted, rel=1e-6)
+    assert {"config/text_summary", "training info/text_summary", "samples/1/text_summary"} <= set(
+        events.Tags()["tensors"]
+    )
+
+
+@each_strategy
+def test_events_are_those_of_one_device_on_every_rank(full: Callable[[str], Run], strategy: str) -> None:
+    wanted = [event for event in full("single").told[0]["events"] if event[0] != "on_save"]
+    assert {event for event, _ in wanted} == set(EVENTS) - RARE - {"on_save"}
+    for told in full(strategy).told:
+        assert [event for event in told["events"] if event[0] != "on_save"] == wanted
+        assert len([event for event in told["events"] if event[0] == "on_save"]) == 2
+
+
+@each_strategy
+def test_a_resumed_run_goes_on_and_early_stopping_ends_it(
+    before: Records, resumed: Callable[[str], Run], strategy: str
+) -> None:
+    old = before(strategy)  # read before anything is appended
+    run = resumed(strategy)
+    for told in run.told:
+        assert told["events"][-1] == ("on_train_end", 12)
+    records = run.records()
+    assert records[: len(old["metrics.jsonl"]) - 1] == old["metrics.jsonl"][:-1]
+    assert [record["step"] for record in records if "eval_loss" in record] == [4, 8, 12]
+    for file in ("gradient_norms.jsonl", "parameter_norms.jsonl"):
+        assert [record["step"] for record in run.records(file)] == [4, 8, 12]
+    names = {file.name for file in (run.path / "profile").glob("*.txt")}
+    assert names == {f"rank-{rank}-steps-{steps}.txt" for rank in range(len(run.told)) for steps in ("3-4", "11-12")}
+    assert (run.path / "samples.txt").read_text().count("=== step ") == 3
+    assert RunDir(run.path).checkpoint_steps() == [4, 8, 12]
+
+
+# --------------------------------------------------------------------------------------- written for another trainer
+
+HUGGING_FACE = [
+    "+callbacks.stop._target_=transformers.EarlyStoppingCallback", "+callbacks.stop.early_stopping_patience=2",
+    "+callbacks.stop.early_stopping_threshold=100", "+callbacks.print._target_=transformers.PrinterCallback",
+    "+callbacks.flow._target_=transformers.DefaultFlowCallback",
+    "+callbacks.mine._target_=users_callbacks.ForHuggingFace", "max_steps=20", "logging_steps=2", "eval_steps=4",
+    "save_steps=4", "save_total_limit=10", "load_best_model_at_end=true", "async_save=false",
+]  # fmt: skip
+
+
+@functools.cache
+def of_one_device(root: Path) -> list[tuple[Any, ...]]:
+    notes: list[tuple[Any, ...]] = train("single", root / "run", "mine", *HUGGING_FACE).told[0]["notes"]
+    return notes
+
+
+@each_strategy
+def test_callbacks_for_the_hugging_face_trainer_run_unchanged(
+    strategy: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    reference = of_one_device(tmp_path_factory.getbasetemp())
+    run = train(strategy, tmp_path / "run", "mine", *HUGGING_FACE)
+    for told in run.told:
+        notes = told["notes"]
+        assert [note[1] for note in notes if note[0] == "log"] == [1, 2, 4, 6, 8]
+        assert [note[1] for note in notes if note[0] == "evaluate"] == [3, 4, 8]
+        assert notes[0] == ("begin", 20, 2, 8)
+        assert notes[-1] == ("end", 8, True)  # the first evaluation is the best so far, two more are no better
+        assert notes.count(("save",)) == 3
+        ours, wanted = ([note for note in some if note != ("save",)] for some in (notes, reference))
+        for mine, theirs in zip(ours, wanted, strict=True):
+            assert mine[:2] == theirs[:2]
+            assert mine[2:] == pytest.approx(theirs[2:], rel=1e-5)
+    best = [note[3] for note in run.told[0]["notes"] if note[0] == "evaluate"]
+    assert [value > 0 for value in best] == [False, True, True]  # as there, of the evaluations before
+    assert RunDir(run.path).checkpoint_steps() == [3, 4, 8]
+
+
+# ------------------------------------------------------------------------------------------------------ one that raises
+
+SHORT = ["max_steps=6", "logging_steps=1", "eval_steps=2", "save_steps=2", "async_save=false", "deterministic=true"]
+BEFORE_ANY_STEP = {"on_init_end", "on_train_begin", "on_epoch_begin"}
+
+
+@pytest.fixture
+def _torch_as_it_was() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@functools.cache
+def uninterrupted(root: Path) -> dict[str, torch.Tensor]:
+    worker.run(tiny.config(root / "whole", *SHORT), RunDir(root / "whole"))
+    return weights(root / "whole")
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(RunDir(path).checkpoint(6) / "model/model.safetensors")
+
+
+@pytest.mark.usefixtures("_torch_as_it_was")
+@pytest.mark.parametrize("event", [event for event in EVENTS if event not in RARE])
+def test_one_that_raises_is_named_with_its_event_and_the_run_can_go_on(
+    event: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole = uninterrupted(tmp_path_factory.getbasetemp())
+    run, step = RunDir(tmp_path / "run"), 0 if event in BEFORE_ANY_STEP else 3
+    bad = ["+callbacks.bad._target_=users_callbacks.Raises", f"+callbacks.bad.event={event}"]
+    message = f"^callback bad failed in {event}: ZeroDivisionError: of the user's in {event}$"
+    with pytest.raises(CallbackError, match=message) as caught:
+        worker.run(tiny.config(run.root, *SHORT, *bad, f"+callbacks.bad.step={step}"), run)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert bool(run.checkpoint_steps()) == (event not in BEFORE_ANY_STEP)
+    worker.run(tiny.config(run.root, *SHORT, "resume_from_checkpoint=true"), run)
+    found = weights(run.root)
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+
+
+def test_one_that_raises_in_on_exception_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    targets = [f"+callbacks.{name}._target_=users_callbacks.Raises" for name in ("first", "second")]
+    events = ["+callbacks.first.event=on_step_end", "+callbacks.second.event=on_exception"]
+    with pytest.raises(CallbackError, match=r"^callback first failed in on_step_end"):
+        worker.run(tiny.config(tmp_path, *SHORT, *targets, *events), RunDir(tmp_path))
+    torch.use_deterministic_algorithms(False)
+    assert "callback second failed in on_exception: ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "event", "rank"),
+    [
+        ("single", "on_pre_optimizer_step", 0),
+        ("ddp", "on_log", 1),
+        ("pipeline", "on_evaluate", 1),
+        ("fsdp2", "on_save", 0),
+    ],
+)
+def test_a_job_whose_callback_raises_ends_with_the_traceback_and_leaves_nobody(
+    strategy: str, event: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    settings = {"_target_": "users_callbacks.Raises", "event": event, "step": 5, "rank": rank, "pids": "true"}
+    ranks, words = STRATEGIES[strategy]
+    words = [*words, *(["nproc_per_node=2"] if ranks > 1 else []), "eval_steps=4", "save_steps=2", "max_steps=1000"]
+    words += ["async_save=false"]  # a writer that leaves training its cores may take long on a busy machine
+    words += [f"+callbacks.bad.{key}={value}" for key, value in settings.items()]
+    with Process("train", *SMALL, *words) as job:
+        assert job.finish() == 1, job.output
+    text = f"callback bad failed in {event}: ZeroDivisionError: of the user's in {event}"
+    assert job.output.count("Traceback (most recent call last)") == 1, job.output
+    assert "users_callbacks.py" in job.output
+    errors = [line for line in job.output.splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: {'' if ranks == 1 else f'rank {rank}: '}{text}"], job.output
+    assert nobody_left(ranks)
+    run = RunDir(tmp_path / "run")
+    assert max(run.checkpoint_steps()) >= 4
+    newest = max(run.checkpoint_steps())
+    assert forgather("resume", "run", "trainer=single", f"max_steps={newest + 2}", "~callbacks.bad") == 0
+    outcome = read_outcome(run)
+    assert outcome is not None
+    assert (outcome.code, outcome.step) == (0, newest + 2)

@@ -1,0 +1,203 @@
+"""``forgather control`` against ``forgather train``: real processes, from the command line to the checkpoint's path."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import Process, forgather
+
+from forgather_cli.control import client, registry
+from forgather_cli.control.registry import Entry
+from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.run_dir import RunDir
+
+SMALL = [
+    "model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
+    "logging_steps=1", "warmup_steps=1", "device=cpu", "output_dir=run", "max_steps=100000", "save_steps=50000",
+    "eval_strategy=no", "~callbacks.textgen", "~callbacks.tensorboard",
+    "~callbacks.progress",  # its lines would fill the pipe, which nobody reads while commands are given
+]  # fmt: skip
+STRATEGIES = {
+    "single": ["trainer=single"],
+    "ddp": ["trainer=ddp", "nproc_per_node=2"],
+    "pipeline": ["trainer=pipeline", "nproc_per_node=2", "n_microbatches=2"],
+    "fsdp2": ["trainer=fsdp2", "nproc_per_node=2"],
+}
+RUN = RunDir(Path("run"))
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """``forgather control WORDS``: (exit code, output, errors)."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = forgather("control", *words)
+        told = capsys.readouterr()
+        return code, told.out.strip(), told.err.strip()
+
+    return run
+
+
+def training(*words: str) -> Process:
+    """A job that has done its first steps."""
+    job = Process("train", *SMALL, *words)
+    job.read_until("control: this is")
+    entry = registry.running()[-1]
+    while client.status(entry)["step"] < 3:
+        assert job.process.poll() is None
+        time.sleep(0.02)
+    return job
+
+
+def is_checkpoint(path: str) -> bool:
+    return Path(path).is_absolute() and forgather("checkpoint", "verify", path) == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_save_and_stop_prints_the_checkpoint_that_resume_goes_on_from(strategy: str, say: Any) -> None:
+    with training(*STRATEGIES[strategy]) as job:
+        code, saved, _ = say("save", "latest")
+        assert (code, is_checkpoint(saved)) == (0, True)
+        code, last, _ = say("save_and_stop", "latest")
+        assert code == 0
+        assert job.finish() == 0, job.output
+    assert is_checkpoint(last)
+    first, final = RUN.checkpoint_steps()
+    assert (saved, last) == tuple(str(RUN.checkpoint(step).absolute()) for step in (first, final))
+    assert say("list")[1] == "no jobs"
+    assert forgather("resume", "run", "trainer=single", f"max_steps={final + 2}") == 0
+    steps = [json.loads(line)["step"] for line in RUN.metrics.read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, final + 3))
+
+
+def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
+    with training("job_id=my-job", "callbacks.control.auth_token=abcdefghijklmnopqrst") as job:
+        assert [say("status", word)[0] for word in ("my-job", "my", "run", "./run/", "latest")] == [0] * 5
+        now = json.loads(say("status", "--json")[1])
+        assert (now["job_id"], now["max_steps"], now["world_size"]) == ("my-job", 100000, 1)
+        assert now["step"] >= 3
+        assert now["eta_seconds"] > 0
+        assert {"loss", "grad_norm", "learning_rate"} <= now["metrics"].keys()
+        while client.status(registry.resolve("my-job"))["step"] < now["step"] + 5:  # training goes on meanwhile
+            assert job.process.poll() is None
+        assert say("status", "yours")[2] == "error: yours: no such job; running: my-job"
+        assert re.search(r"my-job .* \d+/100000 ", say("list")[1])
+        listed = json.loads(say("list", "--json")[1])
+        assert [(one["job_id"], one["running"], one["status"]["job_id"]) for one in listed] == [
+            ("my-job", True, "my-job")
+        ]
+        assert say("cleanup")[1] == "nothing to remove"
+        # a second job in the directory is refused, and the first one stays what is found there
+        with Process("train", *SMALL, "overwrite_output_dir=true") as second:
+            assert second.finish() == 2
+            assert "is being written by another job" in second.output
+        told = json.loads(say("save", "run", "--no-wait", "--json")[1])
+        assert (told["state"], told["command"]) in [("queued", "save"), ("applied", "save")]
+        with Process("control", "status", "--watch") as watcher:
+            watcher.read_until(r"step \d+/100000  loss \d.*training")
+            code, out, _ = say("stop", "--json")
+            assert (code, json.loads(out)["state"]) == (0, "done")
+            assert watcher.finish() == 0
+            assert "my-job: ended at step" in watcher.output
+        assert job.finish() == 0
+    assert json.loads(RUN.command(told["id"]).read_text())["state"] == "done"
+    code, _, wrong = say("save", "run")
+    assert code == 1
+    assert re.fullmatch(r"error: run: no job runs there; the last one ended at step \d+ with exit code 0: .+", wrong)
+    assert say("abort", "my-job", "--force")[:2] == (1, "")
+
+
+def test_a_job_that_is_killed_leaves_its_commands_unanswered_and_is_cleaned_up(say: Any) -> None:
+    with training("save_timeout=60") as job:
+        entry = registry.resolve(None)
+        job.process.send_signal(signal.SIGSTOP)
+        told = _submit_to_stopped(entry, job)
+        with pytest.raises(client.ControlError, match=f"{entry.job_id}: ended before it answered"):
+            client.wait(entry, told)
+        assert job.finish() == -signal.SIGKILL
+    assert say("status", entry.job_id)[2].startswith(f"error: {entry.job_id}: does not run any more (process ")
+    assert say("cleanup")[1] == f"removed {entry.job_id}"
+
+
+def _submit_to_stopped(entry: Entry, job: Process) -> Any:
+    """A command that a job takes in and does not live to act on."""
+    job.process.send_signal(signal.SIGCONT)
+    told = client.submit(entry, "save")
+    job.process.kill()
+    return told
+
+
+def test_a_signal_to_a_job_answers_the_commands_it_has(say: Any) -> None:
+    with training() as job:
+        entry = registry.resolve("latest")
+        told = client.submit(entry, "save_and_stop")
+        os.kill(job.process.pid, signal.SIGTERM)
+        answer = client.wait(entry, told, timeout=60)
+        assert job.finish() in (0, 75)
+    outcome = read_outcome(RUN)
+    assert outcome is not None
+    assert (answer.state, answer.checkpoint) == ("done", str(RUN.checkpoint(outcome.step).absolute()))
+
+
+def test_help_and_answers_come_without_torch() -> None:
+    code = "import sys; from forgather_cli.cli import app, control; print('torch' in sys.modules)"
+    with Process(code=code) as process:
+        assert process.finish() == 0
+        assert process.output == "False"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("job_id=../up", "job_id: must be at most 100 letters"),
+        ("job_id=latest", "job_id: latest stands for the newest job"),
+        ("callbacks.control.port=0", "callbacks.control.port: must be"),
+        ("callbacks.control.port=70000", "callbacks.control.port: must be"),
+        ("callbacks.control.auth_token=short", "callbacks.control.auth_token: must be 16 or more"),
+        ("callbacks.control.prot=8901", "callbacks.control.prot: unknown setting"),
+    ],
+)
+def test_mistakes_in_the_settings(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", word) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["callbacks.control.enable_http=false", "callbacks.control.port=8901"],
+            "callbacks.control.port: nothing reads",
+        ),
+        (["~callbacks.control", "job_id=mine"], "job_id: nothing reads it without callbacks.control"),
+        (["callbacks.control.disable_auth=true", "callbacks.control.auth_token=0123456789abcdef"], "nothing reads it"),
+    ],
+)
+def test_settings_that_nothing_reads(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_abort_from_the_command_line(say: Any) -> None:
+    with training("callbacks.control.disable_auth=true") as job:
+        job_id = registry.resolve(None).job_id
+        job.read_until("callbacks.control.disable_auth=true: any process of this machine can stop this job")
+        assert say("abort", job_id) == (2, "", "error: abort: asks first, and nobody can answer here; use --force")
+        assert say("abort", job_id, "--force")[:2] == (0, f"{job_id} is aborted, nothing was saved")
+        assert job.finish() == 0
+    assert RUN.checkpoint_steps() == []

@@ -1,0 +1,243 @@
+"""What commands do, in every state of a job and under every strategy: real ranks that are told over HTTP."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from ranks import RankError, run_ranks
+
+from forgather_cli import worker
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import Config
+from forgather_cli.control import records, registry
+from forgather_cli.control.records import Command
+from forgather_cli.control.registry import Entry
+from forgather_cli.errors import CallbackError
+from forgather_cli.run_dir import RunDir
+
+SMALL = [
+    "model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=16", "global_batch_size=4",
+    "per_device_eval_batch_size=2", "logging_steps=1", "warmup_steps=1", "device=cpu", "max_steps=40",
+    "callbacks=minimal", "callbacks.progress=null", "callbacks.json=null", "+callbacks.control={}",
+    "+callbacks.orders._target_=control_orders.Orders",
+]  # fmt: skip
+STRATEGIES = {
+    "single": ["trainer=single"],
+    "ddp": ["trainer=ddp"],
+    "pipeline": ["trainer=pipeline", "n_microbatches=2"],
+    "fsdp2": ["trainer=fsdp2"],
+}
+SEVERAL = [name for name in STRATEGIES if name != "single"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw."""
+
+    step: int
+    evaluations: int
+    states: list[str]
+    ids: list[str]
+
+
+def trained(config: Config, path: Path) -> Seen:
+    """One rank's run."""
+    trainer = worker.run(config, RunDir(path))
+    orders = trainer.callbacks.by_name["orders"]
+    evaluations = sum("eval_loss" in record for record in trainer.state.log_history)
+    return Seen(trainer.state.global_step, evaluations, orders.states, orders.given)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that is over: all its ranks saw the same. ``answers`` in the order of the orders."""
+
+    run: RunDir
+    step: int
+    evaluations: int
+    states: list[str]
+    answers: list[Command]
+
+    def checkpoint(self, step: int) -> str:
+        return str(self.run.checkpoint(step).absolute())
+
+
+def run(strategy: str, path: Path, orders: list[str], *words: str) -> Ended:
+    """A run under orders; two ranks but for single."""
+    given = f"+callbacks.orders.orders=[{','.join(orders)}]"
+    config = load_config(None, [*SMALL, f"output_dir={path}", *STRATEGIES[strategy], given, *words], cwd=path).config
+    seen = [trained(config, path)] if strategy == "single" else run_ranks(2, trained, config, path)
+    assert len({(one.step, one.evaluations) for one in seen}) == 1
+    found = RunDir(path)
+    answers = [records.read(found, told) for told in seen[0].ids]
+    assert registry.entries() == []
+    return Ended(found, seen[0].step, seen[0].evaluations, seen[0].states, [one for one in answers if one is not None])
+
+
+def within_two_steps(command: Command) -> bool:
+    return command.applied_at_step is not None and 0 <= command.applied_at_step - command.asked_at_step <= 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_save_goes_on_and_stop_saves_by_the_strategy(strategy: str, tmp_path: Path) -> None:
+    end = run(strategy, tmp_path, ["step_begin 2 save", "step_begin 12 stop"])
+    save, stop = end.answers
+    assert (save.command, save.state, stop.command, stop.state) == ("save", "done", "stop", "done")
+    assert within_two_steps(save)
+    assert within_two_steps(stop)
+    first, last = end.run.checkpoint_steps()
+    assert 2 < first <= 2 + 2
+    assert 12 < last <= 12 + 2 == 14
+    assert (save.checkpoint, stop.checkpoint) == (end.checkpoint(first), end.checkpoint(last))
+    assert end.step == last
+    assert end.states[0] == "training"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_abort_saves_nothing(strategy: str, tmp_path: Path) -> None:
+    end = run(strategy, tmp_path, ["step_begin 3 abort"])
+    assert [(c.state, c.checkpoint, c.reason) for c in end.answers] == [("done", None, None)]
+    assert within_two_steps(end.answers[0])
+    assert end.step in (4, 5)
+    assert end.run.checkpoint_steps() == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_evaluation_is_given_up_for_save_and_stop(strategy: str, tmp_path: Path) -> None:
+    end = run(strategy, tmp_path, ["prediction 4 save_and_stop"], "eval_steps=4", "save_strategy=no")
+    assert (end.states, end.evaluations, end.step) == (["evaluating"], 0, 4)
+    assert [(c.state, c.checkpoint) for c in end.answers] == [("done", end.checkpoint(4))]
+
+
+@pytest.mark.parametrize("strategy", ["single", "pipeline"])
+@pytest.mark.parametrize("command", ["save", "stop", "abort"])
+def test_commands_in_an_evaluation(strategy: str, command: str, tmp_path: Path) -> None:
+    end = run(strategy, tmp_path, [f"prediction 4 {command}"], "eval_steps=4", "max_steps=6")
+    assert end.answers[0].state == "done"
+    assert end.evaluations == (1 if command == "save" else 0)
+    assert end.step == (6 if command == "save" else 4)
+    assert end.run.checkpoint_steps() == {"save": [4, 6], "stop": [4], "abort": []}[command]
+    assert end.answers[0].checkpoint == (None if command == "abort" else end.checkpoint(4))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_save_during_a_save_is_another_checkpoint(strategy: str, tmp_path: Path) -> None:
+    orders = ["step_begin 1 hold", "step_begin 2 save", "step_begin 6 save", "step_begin 6 release"]
+    end = run(strategy, tmp_path, [*orders, "step_begin 20 save", "step_begin 20 save"])
+    assert end.states[1] == "saving"
+    assert [c.state for c in end.answers] == ["done"] * 4
+    paths = [c.checkpoint for c in end.answers]
+    assert len(set(paths[:3])) == 3
+    assert paths[2] == paths[3], "two commands at one step are answered by one checkpoint"
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_an_abort_during_a_save_lets_that_be_finished(strategy: str, tmp_path: Path) -> None:
+    end = run(strategy, tmp_path, ["step_begin 1 hold", "step_begin 2 save", "step_begin 6 abort", "step_begin 6 save",
+                                   "step_begin 6 release"])  # fmt: skip
+    first, abort, second = end.answers
+    assert (first.state, first.checkpoint) == ("done", end.checkpoint(end.run.checkpoint_steps()[0]))
+    assert abort.state == "done"
+    assert (second.state, second.reason) == ("failed", f"the job was aborted at step {end.step} before it saved")
+    assert len(end.run.checkpoint_steps()) == 1
+
+
+def test_a_save_that_fails_is_a_failed_command_and_training_goes_on(tmp_path: Path) -> None:
+    end = run("single", tmp_path, ["step_begin 1 spoil", "step_begin 2 save", "step_begin 9 save"], "max_steps=16")
+    failed, saved = end.answers
+    assert failed.state == "failed"
+    assert failed.reason is not None
+    assert "was not saved: " in failed.reason
+    assert "the disk is gone" in failed.reason
+    assert (saved.state, end.step) == ("done", 16)
+
+
+@pytest.mark.parametrize("command", ["stop", "save_and_stop"])
+def test_a_last_checkpoint_that_fails_is_a_failed_command(command: str, tmp_path: Path) -> None:
+    end = run("single", tmp_path, ["step_begin 1 spoil", f"step_begin 2 {command}"])
+    assert end.answers[0].state == "failed"
+    assert "the disk is gone" in (end.answers[0].reason or "")
+
+
+def test_a_stop_that_saves_nothing_is_done_without_a_checkpoint(tmp_path: Path) -> None:
+    end = run("single", tmp_path, ["step_begin 2 stop", "step_begin 2 stop"], "save_strategy=no")
+    assert [(c.state, c.checkpoint) for c in end.answers] == [("done", None), ("done", None)]
+    assert end.step <= 4
+
+
+def test_commands_to_a_job_that_ends_by_itself_are_answered(tmp_path: Path) -> None:
+    words = ["save", "stop", "save-and-stop", "graceful_stop"]
+    end = run("single", tmp_path, [f"step_end 5 {word}" for word in words], "max_steps=5")
+    assert [(c.state, c.checkpoint) for c in end.answers] == [("done", end.checkpoint(5))] * 4
+    assert [c.command for c in end.answers] == ["save", "stop", "save_and_stop", "stop"]
+
+
+def test_a_save_is_not_done_by_the_checkpoint_before_it(tmp_path: Path) -> None:
+    """Which retention may delete as soon as its own is there."""
+    end = run("single", tmp_path, ["step_end 4 save"], "save_steps=4", "save_total_limit=1", "max_steps=8",
+              "preserve_n_best=0")  # fmt: skip
+    assert end.answers[0].applied_at_step == 4
+    assert end.answers[0].checkpoint == end.checkpoint(5)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_job_that_fails_answers_what_was_open(strategy: str, tmp_path: Path) -> None:
+    orders = ["step_begin 1 hold", "step_begin 3 save", "step_begin 6 stop", "step_begin 6 release", "step_end 7 raise"]
+    with pytest.raises((CallbackError, RankError), match="as ordered"):
+        run(strategy, tmp_path, [*orders])
+    found = [records.read(RunDir(tmp_path), path.stem) for path in (tmp_path / "control").glob("*.json")]
+    answers = {command.command: command for command in found if command is not None}
+    assert answers["save"].state == "done"
+    assert answers["stop"].state == "failed"
+    assert answers["stop"].reason == (
+        "the job failed: callback orders failed in on_step_end: ZeroDivisionError: as ordered"
+    )
+    assert registry.entries() == []
+
+
+def test_a_job_that_cannot_register_or_listen_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the directory should be")
+    end = run("single", tmp_path, [], "max_steps=3", "callbacks.control.host=192.0.2.1")
+    assert end.step == 3
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(blocked))
+    config = load_config(None, [*SMALL, "+callbacks.orders.orders=[]", "max_steps=3", "trainer=single"]).config
+    assert trained(config, tmp_path / "other").step == 3
+    told = [record.message for record in caplog.records if "takes no commands" in record.message]
+    assert len(told) == 2
+    assert "Not a directory" in told[1]
+
+
+def test_an_id_and_a_port_of_others_are_left_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a job that runs: this process."""
+    start = registry.start_of(os.getpid())
+    assert start is not None
+    other = Entry("twin", "127.0.0.1", socket.gethostname(), 1, os.getpid(), start, "2026", "/nowhere", "/nowhere")
+    registry.register(other, "a" * 64)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        config = load_config(None, [*SMALL, "+callbacks.orders.orders=[step_begin 1 stop]", "trainer=single",
+                                    "job_id=twin", f"output_dir={tmp_path}"]).config  # fmt: skip
+        (told,) = trained(config, tmp_path).ids
+        answer = records.read(RunDir(tmp_path), told)
+        assert answer is not None
+        assert (answer.job_id, answer.state) == (f"twin_{os.getpid()}", "done")
+        assert registry.entries() == [other]
+        registry.unregister(other)
+        assert run("single", tmp_path / "other", [], "max_steps=2", f"+callbacks.control.port={port}").step == 2
+    assert f"control: this job takes no commands: port {port} is in use on 127.0.0.1" in caplog.text
+
+
+def test_commands_that_no_job_has_answered_are_answered_by_the_next(tmp_path: Path) -> None:
+    left = Command("left", "job_before", "save", state="applied", applied_at_step=3)
+    records.write(RunDir(tmp_path), left)
+    run("single", tmp_path, [], "max_steps=1")
+    now = records.read(RunDir(tmp_path), "left")
+    assert now is not None
+    assert (now.state, now.reason) == ("failed", "its job ended before it answered")

@@ -1,0 +1,224 @@
+"""Where jobs are found: entries of real processes, that run, have ended, or stand in for others."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from program import forgather
+
+from forgather_cli.control import registry
+from forgather_cli.control.registry import Entry, entries, jobs_directory, register, resolve, running, unregister
+from forgather_cli.errors import ControlError
+from forgather_cli.launch.outcome import write_outcome
+from forgather_cli.run_dir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "config"
+
+
+@pytest.fixture
+def ended() -> tuple[int, str]:
+    """(pid, start) of a process that is gone."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        start = registry.start_of(process.pid)
+        assert start is not None
+        process.kill()
+    return process.pid, start
+
+
+def entry(job_id: str, run: str = "run", started: int = 0, **changes: object) -> Entry:
+    """Of this process."""
+    own = registry.start_of(os.getpid())
+    assert own is not None
+    made = Entry(
+        job_id=job_id,
+        host="127.0.0.1",
+        hostname=os.uname().nodename,
+        port=1,
+        pid=os.getpid(),
+        process_start_time=own,
+        started_at=f"2026-01-01T00:00:{started:02d}",
+        run_dir=str(Path(run).resolve()),
+        logging_dir=str(Path(run).resolve()),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_an_entry_is_its_owners_alone_and_whole_at_once(home: Path) -> None:
+    old = os.umask(0)
+    try:
+        register(entry("job_1"), "a" * 64)
+    finally:
+        os.umask(old)
+    place = home / "forgather/jobs/job_1"
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (place.parent, place, *place.iterdir())}
+    assert modes == {"jobs": 0o700, "job_1": 0o700, "endpoint.json": 0o600, "auth_token": 0o600}
+    assert [path.name for path in place.parent.iterdir()] == ["job_1"]
+    assert json.loads((place / "endpoint.json").read_text()) == asdict(entry("job_1"))
+    assert entry("job_1").token() == "a" * 64
+    unregister(entry("job_1"))
+    assert list(place.parent.iterdir()) == []
+
+
+def test_the_config_home_is_that_of_the_standard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    assert jobs_directory() == Path("/somewhere/.config/forgather/jobs")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert jobs_directory() == Path("/somewhere/.config/forgather/jobs")
+    assert entries() == []
+
+
+def test_an_id_of_a_running_job_is_not_taken_over_and_that_of_an_ended_one_is(ended: tuple[int, str]) -> None:
+    mine = entry("job")
+    register(mine, "a" * 64)
+    with pytest.raises(ControlError, match="job_id: job is the id of a job that runs"):
+        register(entry("job", port=2), "b" * 64)
+    assert mine.token() == "a" * 64
+    unregister(mine)
+    register(entry("job", pid=ended[0], process_start_time=ended[1]), "a" * 64)
+    register(entry("job", port=2), None)
+    assert [(found.port, found.token()) for found in entries()] == [(2, None)]
+
+
+def test_a_job_does_not_remove_the_entry_of_another_with_its_id() -> None:
+    register(entry("job", port=2), "a" * 64)
+    unregister(entry("job", port=1))
+    assert [found.port for found in entries()] == [2]
+
+
+def test_a_job_whose_pid_was_given_to_another_process_does_not_run() -> None:
+    register(entry("other", process_start_time="1@boot"), "a" * 64)
+    assert entries()[0].is_running is False
+    with pytest.raises(ControlError, match="other: does not run any more"):
+        resolve("other")
+    assert registry.cleanup() == ["other"]
+
+
+def test_a_process_that_only_waits_for_its_parent_does_not_run() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = registry.start_of(process.pid)
+    process.kill()
+    until = time.monotonic() + 10
+    while registry.start_of(process.pid) is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert start is not None
+    assert registry.start_of(process.pid) is None
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
+
+
+def test_jobs_are_found_by_id_prefix_directory_and_as_the_newest() -> None:
+    for name, run, started in (("job_a1", "one", 3), ("job_a2", "two", 2), ("job_b", "three", 1)):
+        register(entry(name, run, started), None)
+    found = {word: resolve(word).job_id for word in ("job_a1", "job_b", "job_a2", "latest", "./two", "one/")}
+    assert found == {"job_a1": "job_a1", "job_b": "job_b", "job_a2": "job_a2", "latest": "job_a1", "./two": "job_a2",
+                     "one/": "job_a1"}  # fmt: skip
+    assert resolve("job_b"[:5]).job_id == "job_b"
+    with pytest.raises(ControlError, match="job_a: 2 jobs begin with that: job_a2, job_a1; give more"):
+        resolve("job_a")
+    with pytest.raises(ControlError, match="3 jobs are running: job_b, job_a2, job_a1; name one"):
+        resolve(None)
+    unregister(entry("job_a1", "one", 3))
+    unregister(entry("job_a2", "two", 2))
+    assert resolve(None).job_id == "job_b"
+
+
+@pytest.mark.parametrize("word", ["../../../etc", "..", ".", "/", "job/../job", "", "a\0b", "job\n", "x" * 5000])
+def test_what_is_no_job_is_not_looked_for_elsewhere(word: str) -> None:
+    register(entry("job", "run"), None)
+    with pytest.raises(ControlError, match="no such job"):
+        resolve(word)
+
+
+def test_cleanup_removes_what_ended_or_is_torn_and_leaves_others_alone(
+    ended: tuple[int, str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(entry("alive"), None)
+    register(entry("dead", pid=ended[0], process_start_time=ended[1]), "a" * 64)
+    register(entry("foreign", hostname="elsewhere", pid=ended[0], process_start_time=ended[1]), None)
+    jobs = home / "forgather/jobs"
+    for name, text in (("torn", '{"job_id": "torn"'), ("empty", ""), ("renamed", json.dumps(asdict(entry("alive"))))):
+        (jobs / name).mkdir()
+        (jobs / name / "endpoint.json").write_text(text)
+    (jobs / ".new.1.tmp").mkdir()  # is being written
+    outside = home / "outside"
+    outside.mkdir()
+    (jobs / "link").symlink_to(outside)
+    assert {e.job_id: e.is_running for e in entries()} == {"alive": True, "dead": False, "foreign": None}
+    assert [e.job_id for e in running()] == ["alive"]
+    assert forgather("control", "cleanup", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == ["dead", "empty", "renamed", "torn"]
+    assert sorted(p.name for p in jobs.iterdir()) == [".new.1.tmp", "alive", "foreign", "link"]
+    assert outside.is_dir()
+    assert forgather("control", "cleanup") == 0
+    assert capsys.readouterr().out == "nothing to remove\n"
+
+
+def test_list_tells_jobs_of_this_machine_ended_ones_and_foreign_ones_apart(
+    ended: tuple[int, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forgather("control", "list") == 0
+    assert capsys.readouterr().out == "no jobs\n"
+    register(entry("mute"), None)
+    register(entry("dead", pid=ended[0], process_start_time=ended[1]), None)
+    register(entry("foreign", hostname="elsewhere"), None)
+    assert forgather("control", "list") == 0
+    text = capsys.readouterr().out
+    for name, state in (("mute", "does not answer"), ("dead", "ended"), ("foreign", "on elsewhere")):
+        assert any(name in line and state in line for line in text.splitlines()), text
+    assert forgather("control", "list", "--json") == 0
+    shown = {job["job_id"]: (job["running"], job["status"]) for job in json.loads(capsys.readouterr().out)}
+    assert shown == {"mute": (True, None), "dead": (False, None), "foreign": (None, None)}
+
+
+def test_what_cannot_be_done_is_said_in_one_line(ended: tuple[int, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str) -> tuple[int, str]:
+        code = forgather("control", *words)
+        return code, capsys.readouterr().err.strip()
+
+    assert told("save", "latest") == (
+        1, f"error: no job is running on {os.uname().nodename}; forgather control list shows what is known"
+    )  # fmt: skip
+    assert told("stop", "nowhere")[1].startswith("error: nowhere: no such job, none is running on")
+    register(entry("foreign", hostname="elsewhere"), None)
+    assert told("stop", "foreign") == (
+        1, "error: foreign: runs on elsewhere and listens only there; give the command on that machine, or start jobs "
+        "with callbacks.control.host=0.0.0.0"
+    )  # fmt: skip
+    register(entry("mute"), None)
+    assert told("status", "mute")[1].startswith("error: mute: cannot be reached at 127.0.0.1:1 (process ")
+    assert told("abort", "mute") == (2, "error: abort: asks first, and nobody can answer here; use --force")
+    assert told("status", "mute", "--watch", "--json")[0] == 2
+    assert told("save", "mute", "--timeout", "soon")[0] == 2
+    assert told("sing", "mute")[0] == 2
+    run = RunDir(Path("run"))
+    run.root.mkdir()
+    run.config.touch()
+    write_outcome(run, 0, "done", 7)
+    unregister(entry("mute"))
+    unregister(entry("foreign", hostname="elsewhere"))
+    assert told("stop", "run") == (
+        1, "error: run: no job runs there; the last one ended at step 7 with exit code 0: done"
+    )  # fmt: skip
+
+
+def test_a_registry_that_cannot_be_written_is_an_error_of_the_system(home: Path) -> None:
+    home.write_text("a file where the directory should be")
+    with pytest.raises(OSError, match="Not a directory"):
+        register(entry("job"), None)
+    with pytest.raises(ControlError, match="jobs: cannot be read: Not a directory"):
+        resolve("latest")

@@ -1,0 +1,311 @@
+"""The endpoint of a job under good and bad clients: real sockets against a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather_cli.control import records, server
+from forgather_cli.control.commands import MAX_OPEN, CommandQueue
+from forgather_cli.control.server import MAX_BODY, MAX_CLIENTS, ControlServer
+from forgather_cli.errors import ControlError
+from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer.commands import Asked
+
+TOKEN = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> CommandQueue:
+    return CommandQueue(RunDir(tmp_path), "job", step=lambda: 5)
+
+
+@pytest.fixture
+def job(queue: CommandQueue) -> Iterator[ControlServer]:
+    served = ControlServer("job", queue, lambda: {"step": 5}, host="127.0.0.1", ports=[0], token=TOKEN)
+    yield served
+    served.close()
+
+
+def ask(
+    port: int, method: str, path: str, body: Any = None, token: str | None = TOKEN, **headers: str
+) -> tuple[int, Any, http.client.HTTPResponse]:
+    """(status, document, response)."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request(method, path, content, headers)
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, json.loads(text) if text else None, answer
+
+
+def raw(port: int, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_commands_are_taken_and_their_answers_read(job: ControlServer, queue: CommandQueue, tmp_path: Path) -> None:
+    code, told, _ = ask(job.port, "POST", "/jobs/job/control", {"command": "save_checkpoint"})
+    assert (code, told["command"], told["state"], told["asked_at_step"]) == (202, "save", "queued", 5)
+    written = tmp_path / "control" / f"{told['id']}.json"
+    assert json.loads(written.read_text()) == told
+    assert queue.asked() == Asked(saves=1)
+    queue.agreed(Asked(saves=1))
+    assert ask(job.port, "GET", f"/jobs/job/commands/{told['id']}")[1]["state"] == "applied"
+    queue.done(queue.open()[0], Path("somewhere"))
+    _, now, _ = ask(job.port, "GET", f"/jobs/job/commands/{told['id']}")
+    assert (now["state"], now["checkpoint"]) == ("done", str(Path("somewhere").absolute()))
+    assert json.loads(written.read_text()) == now
+    assert records.read(RunDir(tmp_path), told["id"]) == records.from_document(now)
+
+
+def test_status_and_jobs(job: ControlServer) -> None:
+    assert ask(job.port, "GET", "/jobs/job/status")[:2] == (200, {"step": 5})
+    assert ask(job.port, "GET", "/jobs/job/status?x=1")[:2] == (200, {"step": 5})
+    assert ask(job.port, "GET", "/jobs")[:2] == (200, {"jobs": [{"step": 5}]})
+    assert ask(job.port, "HEAD", "/jobs")[:2] == (200, None)
+
+
+@pytest.mark.parametrize("token", [None, "", "0" * 64, TOKEN[:-1], TOKEN + "0", TOKEN.upper(), "ü"])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/jobs/job/status"), ("GET", "/"), ("POST", "/jobs/job/control"), ("PUT", "/x")]
+)
+def test_without_the_token_nothing_is_told_or_done(
+    job: ControlServer, queue: CommandQueue, token: str | None, method: str, path: str
+) -> None:
+    code, told, answer = ask(job.port, method, path, {"command": "stop"}, token)
+    assert (code, list(told)) == (401, ["error"])
+    assert str(answer.headers["WWW-Authenticate"]).startswith("Bearer")
+    assert TOKEN not in json.dumps(told) + str(answer.headers)
+    assert queue.asked() == Asked()
+
+
+@pytest.mark.parametrize("header", [TOKEN, f"Basic {TOKEN}", f"bearer{TOKEN}"])
+def test_the_token_is_a_bearers(job: ControlServer, header: str) -> None:
+    assert ask(job.port, "GET", "/jobs", token=None, Authorization=header)[0] == 401
+
+
+def test_without_authentication_browsers_are_still_refused(queue: CommandQueue) -> None:
+    served = ControlServer("job", queue, dict, host="127.0.0.1", ports=[0], token=None)
+    try:
+        assert ask(served.port, "GET", "/jobs/job/status", token=None)[0] == 200
+        stop = {"command": "stop"}
+        assert ask(served.port, "POST", "/jobs/job/control", stop, None, Origin="http://evil.example")[0] == 403
+        assert queue.asked() == Asked()
+        assert ask(served.port, "POST", "/jobs/job/control", stop, None)[0] == 202
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("GET", "/", 404), ("GET", "/jobs/", 200), ("GET", "/jobs/other/status", 404), ("GET", "/jobs/job", 404),
+        ("GET", "/jobs/../job/status", 404), ("GET", "/jobs/%2e%2e/status", 404), ("GET", "/jobs/job/../../etc", 404),
+        ("GET", "/jobs/job/commands/../../config", 404), ("GET", "/jobs/job/commands/nothing", 404),
+        ("GET", "/jobs/job/commands/..%2f..%2fconfig", 404), ("GET", "/jobs/job/control", 405),
+        ("POST", "/jobs/job/status", 405), ("DELETE", "/jobs", 405), ("OPTIONS", "/jobs", 405),
+        ("POST", "/jobs/other/control", 404), ("GET", "/" + "x" * 5000, 404), ("GET", "//jobs", 200),
+    ],
+)  # fmt: skip
+def test_there_is_nothing_but_one_job(
+    job: ControlServer, queue: CommandQueue, method: str, path: str, code: int
+) -> None:
+    answered, told, _ = ask(job.port, method, path, {"command": "stop"} if method == "POST" else None)
+    assert answered == code
+    assert code == 200 or told["error"]
+    assert queue.asked() == Asked()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b"7", b'"save"', b"{}", b'{"command": 7}', b'{"command": null}', b"\xff\xfe",
+     b"[" * 4000, b'{"command": ["save"]}', b'{"command": "sing"}', b'{"command": "set"}', b'{"command": ""}'],
+)  # fmt: skip
+def test_what_is_no_command_is_answered_with_those_there_are(
+    job: ControlServer, queue: CommandQueue, body: bytes
+) -> None:
+    code, told, _ = ask(job.port, "POST", "/jobs/job/control", body)
+    assert (code, told["commands"]) == (400, ["save", "stop", "save_and_stop", "abort"])
+    assert queue.asked() == Asked()
+
+
+@pytest.mark.parametrize(
+    ("length", "code"), [(str(MAX_BODY + 1), b"413"), ("10000000000", b"413"), ("-1", b"400"), ("ten", b"400"),
+                         ("9" * 400, b"400"), ("\u00b2", b"400")],
+)  # fmt: skip
+def test_a_body_has_a_size_and_that_has_a_bound(job: ControlServer, length: str, code: bytes) -> None:
+    head = f"POST /jobs/job/control HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {length}\r\n\r\n"
+    assert raw(job.port, head.encode("latin-1") + b"x" * 5000).split()[1] == code
+    chunked = f"POST /jobs HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    assert raw(job.port, chunked.encode()).split()[1] == b"411"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\0" * 100, b"GET\r\n\r\n", b"\r\n\r\n", b"SING /jobs HTTP/1.1\r\n\r\n", b"GET /jobs HTTP/9.9\r\n\r\n",
+     b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n", b"GET /jobs HTTP/1.1\r\n" + b"A: b\r\n" * 1000 + b"\r\n",
+     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 200],
+)  # fmt: skip
+def test_what_is_no_request_changes_nothing(job: ControlServer, queue: CommandQueue, data: bytes) -> None:
+    answer = raw(job.port, data)
+    assert answer == b"" or b" 200 " not in answer
+    assert queue.asked() == Asked()
+    assert ask(job.port, "GET", "/jobs/job/status")[0] == 200
+
+
+def test_slow_clients_are_cut_off_and_others_served_meanwhile(
+    job: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "DEADLINE", 1.0)
+    began = time.monotonic()
+    dripping = [socket.create_connection(("127.0.0.1", job.port)) for _ in range(MAX_CLIENTS - 1)]
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.05):
+            for connection in dripping:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"G")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        assert ask(job.port, "GET", "/jobs/job/status")[0] == 200
+        for connection in dripping:  # each byte comes in time, the request does not
+            connection.settimeout(15)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(100) == b""
+        assert time.monotonic() - began < 10
+    finally:
+        ended.set()
+        thread.join()
+        for connection in dripping:
+            connection.close()
+    assert ask(job.port, "GET", "/jobs/job/status")[0] == 200
+
+
+def test_clients_beyond_those_served_at_once_are_told_to_come_back(job: ControlServer) -> None:
+    silent = [socket.create_connection(("127.0.0.1", job.port)) for _ in range(MAX_CLIENTS)]
+    try:
+        until = time.monotonic() + 10
+        while (answer := ask(job.port, "GET", "/jobs/job/status"))[0] == 200 and time.monotonic() < until:
+            pass  # the last of the others was not taken in yet
+        assert answer[0] == 503
+        assert answer[2].headers["Retry-After"] == "1"
+        assert threading.active_count() < MAX_CLIENTS + 20
+    finally:
+        for connection in silent:
+            connection.close()
+    until = time.monotonic() + 10
+    while ask(job.port, "GET", "/jobs/job/status")[0] != 200 and time.monotonic() < until:
+        pass
+    assert ask(job.port, "GET", "/jobs/job/status")[0] == 200
+
+
+def test_many_clients_at_once_lose_no_command(job: ControlServer, queue: CommandQueue) -> None:
+    def tell(_: int) -> int:
+        while (code := ask(job.port, "POST", "/jobs/job/control", {"command": "save-and-stop"})[0]) == 503:
+            time.sleep(0.01)
+        return code
+
+    with ThreadPoolExecutor(32) as pool:
+        codes = list(pool.map(tell, range(MAX_OPEN + 20)))
+    assert sorted(codes) == [202] * MAX_OPEN + [429] * 20
+    assert queue.asked() == Asked(saves=MAX_OPEN, stops=MAX_OPEN)
+    assert len(queue.open()) == MAX_OPEN
+
+
+def test_commands_are_applied_in_their_order_and_once(queue: CommandQueue) -> None:
+    first, second, third = queue.submit("save"), queue.submit("stop"), queue.submit("save_and_stop")
+    queue.agreed(Asked(saves=1))
+    assert [c.id for c in queue.applied()] == [first.id]
+    queue.agreed(Asked(saves=1, stops=1))
+    assert [c.id for c in queue.applied()] == [first.id, second.id]
+    queue.done(queue.applied()[0], Path("one"))
+    queue.fail(first, "too late")  # has its answer
+    found = queue.get(first.id)
+    assert found is not None
+    assert (found.state, found.reason) == ("done", None)
+    queue.agreed(Asked(saves=2, stops=2))
+    assert [c.id for c in queue.applied()] == [second.id, third.id]
+
+
+def test_answers_that_cannot_be_written_stop_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "control").write_text("a file where the directory should be")
+    queue = CommandQueue(RunDir(tmp_path), "job")
+    queue.done(queue.submit("save"), Path("somewhere"))
+    assert not queue.has_open
+    assert "the answer to control's save cannot be written" in caplog.text
+
+
+def test_a_status_that_fails_is_an_answer(queue: CommandQueue) -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("changed size during iteration")
+
+    served = ControlServer("job", queue, broken, host="127.0.0.1", ports=[0], token=TOKEN)
+    try:
+        assert ask(served.port, "GET", "/jobs/job/status")[0] == 500
+        assert ask(served.port, "POST", "/jobs/job/control", {"command": "save"})[0] == 202
+    finally:
+        served.close()
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in held]
+    for sock in held:
+        sock.close()
+    return ports
+
+
+def test_the_first_free_port_is_taken_and_none_is_an_error(queue: CommandQueue) -> None:
+    make: Callable[[list[int]], ControlServer] = lambda ports: ControlServer(  # noqa: E731
+        "job", queue, dict, host="127.0.0.1", ports=ports, token=TOKEN
+    )
+    one, two = free_ports(2)
+    first = make([one, two])
+    second = make([one, two])
+    assert (first.port, second.port) == (one, two)
+    with pytest.raises(OSError, match=f"all ports from {one} to {two} are in use on 127.0.0.1") as failed:
+        make([one, two])
+    assert failed.value.errno == errno.EADDRINUSE
+    first.close()
+    first.close()
+    third = make([one])
+    assert third.port == one
+    second.close()
+    third.close()
+    with pytest.raises(OSError, match=r"assign requested address"):
+        ControlServer("job", queue, dict, host="192.0.2.1", ports=[0], token=TOKEN)
+
+
+def test_a_closed_server_is_gone_at_once(job: ControlServer) -> None:
+    began = time.monotonic()
+    job.close()
+    assert time.monotonic() - began < 1
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", job.port if job.port > 0 else 1))
+
+
+def test_too_many_open_commands_are_refused(queue: CommandQueue) -> None:
+    for _ in range(MAX_OPEN):
+        queue.submit("save")
+    with pytest.raises(ControlError, match="100 commands wait for an answer"):
+        queue.submit("save")

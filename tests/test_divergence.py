@@ -1,0 +1,454 @@
+"""Runs that diverge: what the detector sees, how a run is stopped, aborted or rolled back, and what a kill leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saving
+import torch
+from parity import LAYOUTS, LOSS, Share, composed_of, corpus, go_on, run_rank, scratch, train
+from program import Process, forgather
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from two_ranks import SMALL
+
+from forgather_cli.callbacks.base import Divergence, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.divergence import DivergenceDetector
+from forgather_cli.callbacks.json_logger import JsonLogger
+from forgather_cli.checkpoint.load import newest_valid
+from forgather_cli.checkpoint.manifest import read_manifest
+from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
+from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
+from forgather_cli.cli.summary import summarize
+from forgather_cli.config.decode import load_saved
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import DivergenceSettings
+from forgather_cli.data.build import load_data
+from forgather_cli.data.order import Order
+from forgather_cli.errors import CheckpointError, ConfigError, DivergenceError
+from forgather_cli.launch.outcome import newest_step, read_outcome
+from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer import Trainer, TrainingArguments
+from tests import tiny
+from tests.ranks import run_ranks
+
+RUN = RunDir(Path("run"))
+
+
+def detector(action: str = "rollback", **changes: object) -> list[str]:
+    """Overrides that add one which acts upon the first value that is too high."""
+    settings = {"threshold": 0.5, "patience": 1, "warmup": 1, "smoothing": 0.6, "action": action, **changes}
+    return [f"+callbacks.divergence.{name}={value}" for name, value in settings.items()]
+
+
+def add(name: str, cls: str, **settings: object) -> list[str]:
+    return [f"+callbacks.{name}.{key}={value}" for key, value in {"_target_": cls, **settings}.items()]
+
+
+SPIKE = add("spike", "diverging.Spike", at=8)
+POISON = add("poison", "diverging.Poison", at=16)
+
+
+# ------------------------------------------------------------------------------------------------------- the detector
+
+
+class Fed:
+    """A detector that is fed values, one per step."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.detector = DivergenceDetector(DivergenceSettings(**settings))
+        self.state, self.control = TrainerState(), TrainerControl()
+
+    def feed(self, *values: float, key: str = "loss") -> int | None:
+        """The step at which it acted."""
+        for value in values:
+            self.state.global_step += 1
+            self.detector.on_log(None, self.state, self.control, logs={key: value, "learning_rate": 0.1})
+            if self.control.divergence is not None:
+                return self.state.global_step
+        return None
+
+
+def test_a_rise_of_the_mean_for_patience_values_is_a_divergence_and_one_bad_value_is_not() -> None:
+    fed = Fed(warmup=3, action="stop")
+    assert fed.feed(5.0, 4.0, 3.0, 2.0, 2.0, 2.0, 8.0, 2.0, 2.0, 2.0, 2.0, 2.0) is None
+    assert fed.control == TrainerControl()
+    assert fed.state.healthy
+    assert fed.feed(9.0, 9.0) is None
+    assert not fed.state.healthy
+    assert fed.feed(9.0) == 15
+    assert fed.control.should_training_stop
+    assert not fed.control.should_abort_without_save
+    divergence = fed.control.divergence
+    assert divergence is not None
+    assert divergence.sound_step == 12
+    mean = 5.0
+    means = [mean := 0.3 * v + 0.7 * mean for v in [5.0, 4.0, 3.0, 2, 2, 2, 8, 2, 2, 2, 2, 2, 9, 9, 9]]
+    best = min(means)
+    assert divergence.reason == (
+        f"loss diverged by step 15: smoothed {means[-1]:.6g}, the best was {best:.6g} at step "
+        f"{means.index(best) + 1}, and 3 values in a row were above {best + 1:.6g} (threshold=1)"
+    )
+
+
+def test_the_first_values_are_not_judged() -> None:
+    assert Fed(warmup=10, smoothing=1.0).feed(1.0, *[9.0] * 9) is None
+    assert Fed(warmup=10, smoothing=1.0).feed(1.0, *[9.0] * 12) == 13
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_one_at_once_and_leaves_nothing_to_save(value: float) -> None:
+    fed = Fed()
+    assert fed.feed(2.0, value) == 2
+    assert fed.control.should_abort_without_save
+    assert f"loss became {value} by step 2" in str(fed.control.divergence)
+
+
+def test_thresholds_by_share_and_both() -> None:
+    values = (2.0, 2.0, 2.9, 2.9, 2.9)
+    quick = {"warmup": 0, "smoothing": 1.0}
+    assert Fed(threshold=None, relative_threshold=0.5, **quick).feed(*values) is None
+    assert Fed(threshold=None, relative_threshold=0.4, **quick).feed(*values) == 5
+    assert Fed(threshold=0.8, relative_threshold=0.5, **quick).feed(*values) == 5
+    with pytest.raises(ConfigError, match="threshold or relative_threshold"):
+        DivergenceDetector(DivergenceSettings(threshold=None))
+
+
+def test_other_metrics_are_judged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    quick: dict[str, Any] = {"warmup": 0, "smoothing": 1.0, "patience": 1}
+    assert Fed(use_eval_loss=True, **quick).feed(2.0, 9.0) is None
+    assert Fed(use_eval_loss=True, **quick).feed(2.0, 9.0, key="eval_loss") == 2
+    assert Fed(metric_key="weight_norm", **quick).feed(2.0, 9.0, key="weight_norm") == 2
+    Fed(metric_key="lose", **quick).feed(2.0, 9.0)
+    assert caplog.text.count("logs have no 'lose' and are not judged; they have loss, learning_rate") == 1
+
+
+def test_its_state_goes_on() -> None:
+    values = (3.0, 2.0, 4.0, 2.5, 7.0, 7.0, 7.0, 7.0)
+    for cut in range(len(values)):
+        before, after = Fed(warmup=2), Fed(warmup=2)
+        assert before.feed(*values[:cut]) is None or cut > 6
+        if before.control.divergence is None:
+            after.detector.load_state_dict(json.loads(json.dumps(before.detector.state_dict())))
+            after.state.global_step = cut
+            assert after.feed(*values[cut:]) == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["threshold=null"], "callbacks.divergence.threshold: null without relative_threshold judges nothing"),
+        (["threshold=0"], "callbacks.divergence.threshold: must be greater than 0"),
+        (["smoothing=1.5"], "callbacks.divergence.smoothing: "),
+        (["action=explode"], "callbacks.divergence.action: "),
+        (["max_rollbacks=2"], "callbacks.divergence.max_rollbacks: nothing reads it with action=stop"),
+        (["use_eval_loss=true", "metric_key=loss"], "callbacks.divergence.metric_key: names another metric"),
+        (["use_eval_loss=true", "+eval_strategy=no"], "callbacks.divergence.use_eval_loss: needs evaluations"),
+        (["action=rollback", "+save_strategy=no"], "callbacks.divergence.action: rollback needs checkpoints"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(words: list[str], message: str) -> None:
+    typed = [word[1:] if word[0] == "+" else f"callbacks.divergence.{word}" for word in words]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["model=nano", *typed])
+    assert any(problem.startswith(message) for problem in caught.value.problems), caught.value.problems
+
+
+# ------------------------------------------------------------------------------- a rollback, under every strategy alike
+
+BATCH = 8
+SETTINGS = (*corpus(), f"global_batch_size={BATCH}", "max_steps=24", "logging_steps=4", "save_steps=4",
+            "save_total_limit=null", "callbacks.json={}")  # fmt: skip
+FAULTS = (*detector(), *SPIKE, *POISON)
+
+
+def sequences(numbers: list[int]) -> Tensor:
+    """The samples of these numbers in the training data of SETTINGS."""
+    data = load_data(composed_of(SETTINGS).data, seed=42).train
+    return torch.stack([data[number]["input_ids"] for number in numbers])
+
+
+def shares_of(layout: str, settings: tuple[str, ...], path: Path) -> list[Share]:
+    config = composed_of((*settings, *LAYOUTS[layout].overrides))
+    config = dataclasses.replace(config, output_dir=str(path))
+    ranks = LAYOUTS[layout].ranks
+    return [run_rank(config, path)] if ranks == 1 else run_ranks(ranks, run_rank, config, path)
+
+
+@functools.cache
+def expected_losses() -> list[float]:
+    """Steps 1 to 24 without the faults: from step 8 on with the samples behind the first four steps that are to be
+    skipped, from step 16 on behind three more. Three runs on one device, told where to begin in the data."""
+    single, root = LAYOUTS["single"], scratch() / "expected"
+    first = train(single, (*SETTINGS, "+callbacks.probe.stop_after=8"), root / "1")
+    seek = add("seek", "diverging.Seek", sample=12 * BATCH)
+    settings = (*SETTINGS, "+callbacks.probe.stop_after=16", *seek)
+    second = go_on(single, settings, RunDir(first.path).checkpoint(8), root / "2")
+    seek = add("seek", "diverging.Seek", sample=23 * BATCH)
+    third = go_on(single, (*SETTINGS, *seek), RunDir(second.path).checkpoint(16), root / "3")
+    return first.losses + second.losses + third.losses
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp 2", "1F1B 2", "fsdp2 2"])
+def test_a_run_goes_back_twice_and_ends_as_if_it_had_never_seen_the_skipped_samples(
+    layout: str, tmp_path: Path
+) -> None:
+    shares, run = shares_of(layout, (*SETTINGS, *FAULTS), tmp_path), RunDir(tmp_path)
+
+    order = Order(len(load_data(composed_of(SETTINGS).data, seed=42).train), 42, 0)
+    first, second = read_rollbacks(run)
+    assert (first.number, first.from_step, first.to_step) == (1, 12, 8)
+    assert first.reason.startswith("loss diverged by step 12: ")
+    assert first.skipped_sample_ids == order[8 * BATCH : 12 * BATCH]
+    assert (second.number, second.from_step, second.to_step) == (2, 19, 16)
+    assert second.reason == "the gradient norm became nan by step 19"
+    assert second.skipped_sample_ids == order[20 * BATCH : 23 * BATCH]
+    assert (first.num_skipped_samples, second.num_skipped_samples) == (4 * BATCH, 3 * BATCH)
+
+    by_data_rank = {share.data_rank: share for share in reversed(shares)}
+    slices = [by_data_rank[rank].samples for rank in sorted(by_data_rank)]
+    trained = [torch.cat(step) for step in zip(*slices, strict=True)]
+    assert torch.equal(torch.cat(trained), sequences(order[: 31 * BATCH])), "some samples were not trained on once"
+
+    losses = [sum(step) for step in zip(*(share.losses for share in shares), strict=True)]
+    lasting = losses[:8] + losses[12:20] + losses[23:]
+    for step, (ours, theirs) in enumerate(zip(lasting, expected_losses(), strict=True), 1):
+        assert ours == theirs if layout == "single" else abs(ours - theirs) <= LOSS * theirs, f"step {step}"
+    assert lasting[-1] < min(lasting[:8]), "it ends no better than it was before"
+
+    assert [info.step for info in list_checkpoints(run)] == [4, 8, 12, 16, 20, 24]
+    manifests = [read_manifest(run.checkpoint(step)) for step in run.checkpoint_steps()]
+    assert [(m.healthy, m.rollbacks) for m in manifests] == [(True, n) for n in (0, 0, 1, 1, 2, 2)]
+    records = [record for record in tiny.metrics(tmp_path) if "grad_norm" in record]
+    assert [r["step"] for r in records if not r.get("abandoned")] == [1, 4, 8, 12, 16, 20, 24]
+    assert [r["step"] for r in records if r.get("abandoned") is True] == [12]
+    assert summarize(run).last_loss == pytest.approx(sum(lasting[20:]) / 4, rel=1e-5)
+
+
+def test_what_only_the_last_norms_tell_takes_the_run_back_too(tmp_path: Path) -> None:
+    words = ("max_steps=16", "logging_steps=5", *add("poison", "diverging.Poison", at=15))
+    [share] = shares_of("single", (*SETTINGS, *detector(), *words), tmp_path)
+    assert len(share.losses) == 20
+    assert [math.isfinite(loss) for loss in share.losses] == [True] * 15 + [False] + [True] * 4
+    [record] = read_rollbacks(RunDir(tmp_path))
+    assert (record.from_step, record.to_step) == (16, 12)
+    newest = list_checkpoints(RunDir(tmp_path))[-1]
+    assert (newest.step, newest.final, newest.rollbacks) == (16, True, 1)
+    assert all(math.isfinite(value) for value in newest.metrics.values())
+
+
+def test_after_max_rollbacks_the_run_is_stopped(tmp_path: Path) -> None:
+    again = add("spike", "diverging.Spike", at=8, times=9)
+    with pytest.raises(DivergenceError, match=r"step 12: .*; max_rollbacks=2 are used up; .* step-00000008: give it"):
+        shares_of("single", (*SETTINGS, *detector(max_rollbacks=2), *again), tmp_path)
+    run = RunDir(tmp_path)
+    assert [(each.number, each.to_step) for each in read_rollbacks(run)] == [(1, 8), (2, 4)]
+    config = composed_of((*SETTINGS, *detector(max_rollbacks=2), *again, *LAYOUTS["single"].overrides))
+    config = dataclasses.replace(config, output_dir=str(tmp_path), resume_from_checkpoint=True)
+    with pytest.raises(DivergenceError, match="max_rollbacks=2 are used up"):  # over the life of the run
+        run_rank(config, tmp_path)
+    assert len(read_rollbacks(run)) == 2
+
+
+# ------------------------------------------------------------------------------------ real processes, kills, exit codes
+
+WORDS = [*SMALL, "trainer=single", "max_steps=24", "logging_steps=4", "save_steps=4"]
+"""16 steps of 4 samples to an epoch; SMALL ends with the run directory."""
+NOTES = add("notes", "diverging.Notes")
+
+
+@pytest.fixture
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+def noted() -> list[tuple[int, list[list[int]]]]:
+    """(step, token ids) of every step that any process has trained, in the order of time."""
+    return [tuple(json.loads(line)) for line in Path("notes-0.jsonl").read_text().splitlines()]
+
+
+def in_order(start: int, stop: int) -> list[list[int]]:
+    """Token ids at places of the global order, epoch after epoch."""
+    data = load_data(load_saved(RUN.config).data, seed=42).train
+    numbers = [number for epoch in range(2) for number in Order(len(data), 42, epoch)[:]]
+    return [data[number]["input_ids"].tolist() for number in numbers[start:stop]]
+
+
+@pytest.mark.usefixtures("_in_tmp")
+def test_a_kill_right_after_the_rollback_repeats_neither_it_nor_the_skipped_samples() -> None:
+    with Process("train", *WORDS, *detector(), *SPIKE, *NOTES) as job:
+        until = time.monotonic() + 120
+        while not RUN.rollbacks.exists() and job.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.0005)
+        job.process.kill()
+        assert job.finish() == -signal.SIGKILL, job.output
+    before = noted()
+    assert forgather("resume", "run") == 0
+    [record] = read_rollbacks(RUN)
+    assert (record.from_step, record.to_step, record.num_skipped_samples) == (12, 8, 16)
+    assert record.data == [{"epoch": 0, "sample": 48}]
+
+    after = noted()[len(before) :]
+    assert after[0][0] == 9, "it did not go on from the checkpoint of the rollback"
+    assert [step for step, _ in after] == list(range(9, 25))
+    assert [row for _, rows in before[:12] for row in rows] == in_order(0, 48)
+    assert [row for _, rows in after for row in rows] == in_order(48, 112), "data behind the skipped samples"
+    assert list_checkpoints(RUN)[-1].rollbacks == 1
+    lasting = [r for r in tiny.metrics(RUN.root) if "grad_norm" in r and not r.get("abandoned")]
+    assert [r["step"] for r in lasting] == [1, 4, 8, 12, 16, 20, 24]
+    assert [r["step"] for r in tiny.metrics(RUN.root) if r.get("abandoned")][:1] == [12]
+    assert lasting[-1]["loss"] < min(r["loss"] for r in lasting[:3])
+
+
+@pytest.mark.usefixtures("_in_tmp")
+@pytest.mark.parametrize("action", ["stop", "abort"])
+def test_a_divergence_ends_the_run_as_failed(action: str) -> None:
+    with Process("train", *WORDS, *detector(action), *SPIKE) as job:
+        assert job.finish() == 1, job.output
+    last = job.lines[-1]
+    assert last.startswith("error: loss diverged by step 12: smoothed "), job.output
+    assert "forgather resume run goes on from the newest healthy checkpoint, step-00000008" in last
+    ended = read_outcome(RUN)
+    assert ended is not None
+    assert (ended.code, ended.reason) == (1, last.removeprefix("error: "))
+    assert [(info.step, info.healthy) for info in list_checkpoints(RUN)][-1] == (
+        (12, False) if action == "stop" else (8, True)
+    )
+    if action == "stop":
+        assert forgather("resume", "run") == 0
+        assert [(info.step, info.healthy) for info in list_checkpoints(RUN)][-1] == (24, True)
+        assert [r["step"] for r in tiny.metrics(RUN.root) if "grad_norm" in r] == [1, 4, 8, 12, 16, 20, 24]
+
+
+# ------------------------------------------------------------------------------------ streams, files and checkpoints
+
+
+class Shard(IterableDataset[dict[str, Tensor]]):
+    """Samples of a rank's own, numbered by their first two tokens, with a position of their own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank, self._next = rank, 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self._next < 60:
+            tokens = torch.tensor([self._rank, self._next, *range(2, 8)])
+            self._next += 1
+            yield {"input_ids": tokens, "labels": tokens.clone()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": torch.tensor(self._next)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = int(state["next"])
+
+
+class Asks(TrainerCallback):
+    """Has the run rolled back after a step, once in this process, and notes the samples of each step."""
+
+    def __init__(self, at: int | None) -> None:
+        self._at, self.numbers = at, list[list[int]]()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        strategy = kwargs["trainer"].strategy
+        plain = strategy.forward_backward
+
+        def noting(batches: Any, num_tokens: Tensor) -> Tensor:
+            kept = list(batches)
+            self.numbers.append([int(number) for batch in kept for number in batch["input_ids"][:, 1]])
+            return plain(kept, num_tokens)
+
+        strategy.forward_backward = noting
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._at:
+            self._at = None
+            control.divergence = Divergence("asked for", "rollback")
+
+
+def streamed(root: str, at: int | None, steps: int) -> tuple[list[list[int]], int]:
+    rank = torch.distributed.get_rank()
+    asks = Asks(at)
+    args = TrainingArguments(
+        root, max_steps=steps, global_batch_size=4, save_steps=2, eval_strategy="no", dispatch_batches=False,
+        logging_steps=1, use_cpu=True, resume_from_checkpoint=True,
+    )  # fmt: skip
+    trainer = Trainer(tiny.decoder(), args, None, Shard(rank), callbacks=[asks])
+    trainer.train()
+    return asks.numbers, trainer.metrics.total_samples
+
+
+def test_ranks_with_streams_of_their_own_each_go_on_behind_what_they_skipped(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for numbers, samples in run_ranks(2, streamed, str(tmp_path), 5, 5):
+        assert numbers == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]  # steps 1 to 5, and 5 once more
+        assert samples == 20
+    [record] = read_rollbacks(run)
+    assert (record.from_step, record.to_step, record.num_skipped_samples) == (5, 4, 4)
+    assert record.skipped_sample_ids is None
+    assert len(record.data) == len(record.tensors) == 2
+
+    shutil.rmtree(run.checkpoint(5))  # as if it had been killed before it was saved
+    for numbers, _ in run_ranks(2, streamed, str(tmp_path), None, 6):
+        assert numbers == [[10, 11], [12, 13]]
+
+
+def test_checkpoints_that_the_run_has_gone_back_from_are_never_resumed_from(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1, 2, 3)
+    record = Rollback(1, "2026-01-01T00:00:00+00:00", "x", 3, 1, 2, [5, 6], [{"epoch": 0, "sample": 3}])
+    append_rollback(run, record)
+    with run.rollbacks.open("ab") as file:
+        file.write(b'{"number": 2, "to_')  # of a job that was killed while it wrote
+    assert read_rollbacks(run) == [record]
+    assert [info.abandoned for info in list_checkpoints(run)] == [False, True, True]
+    newest = newest_valid(run)
+    assert newest is not None
+    assert newest.step == 1
+
+    saver = saving.checkpointer(tmp_path)
+    info = {"strategy": "single", "config_fingerprint": "f1", "rollbacks": 1}
+    assert saving.save(saver, 2, info=info)  # of the same config, and yet another one
+    assert [(each.abandoned, each.rollbacks) for each in list_checkpoints(run)] == [(False, 0), (False, 1), (True, 0)]
+    delete_abandoned(run)
+    assert run.checkpoint_steps() == [1, 2]
+    append_rollback(run, dataclasses.replace(record, number=2, from_step=4, to_step=2))
+    assert [each.number for each in read_rollbacks(run)] == [1, 2]
+    run.rollbacks.write_bytes(b"{}\n")
+    with pytest.raises(CheckpointError, match=r"rollbacks.jsonl:1: is damaged"):
+        newest_valid(run)
+
+
+def test_without_a_healthy_checkpoint_a_rollback_is_refused(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=4, save_steps=100, eval_strategy="no")
+    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[Asks(2)])
+    with pytest.raises(DivergenceError, match="asked for; there is no healthy checkpoint to roll back to"):
+        trainer.train()
+    assert read_rollbacks(RunDir(tmp_path)) == []
+
+
+def test_abandoned_records_are_marked_and_survive_a_resume(tmp_path: Path) -> None:
+    logger = JsonLogger(RunDir(tmp_path))
+    logger.on_train_begin(None, TrainerState(), TrainerControl())
+    for step in (1, 2, 3):
+        logger.on_log(None, TrainerState(global_step=step), TrainerControl(), logs={"loss": 1.0 / 3})
+    logger.on_rollback(None, TrainerState(global_step=1), TrainerControl())
+    logger.on_log(None, TrainerState(global_step=2), TrainerControl(), logs={"loss": 0.5})
+    logger.on_train_begin(None, TrainerState(resumed_step=1), TrainerControl())
+    assert [(r["step"], r["loss"], r.get("abandoned")) for r in tiny.metrics(tmp_path)] == [
+        (1, 1 / 3, None), (2, 1 / 3, True), (3, 1 / 3, True),
+    ]  # fmt: skip
+    assert newest_step(RunDir(tmp_path)) == 1
+    logger = JsonLogger(RunDir(tmp_path))
+    logger.on_train_begin(None, TrainerState(), TrainerControl())
+    assert tiny.metrics(tmp_path) == []

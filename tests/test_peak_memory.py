@@ -1,0 +1,104 @@
+"""PeakMemory: a line for every rank at the end, bytes in the log, and snapshots where there is memory to follow."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forgather_cli import worker
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.errors import CallbackError
+from forgather_cli.run_dir import RunDir
+from tests import tiny
+from tests.ranks import run_ranks
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "single": (),
+    "ddp": ("trainer=ddp",),
+    "pipeline": ("trainer=pipeline", "n_microbatches=2"),
+    "fsdp2": ("trainer=fsdp2",),
+}
+SMALL = ("max_steps=2", "logging_steps=1", "eval_strategy=no", "save_strategy=no")
+LINE = re.compile(r"^peak memory of rank (\d+): (.+) resident$", re.MULTILINE)
+
+
+def trained(root: str, *overrides: str) -> tuple[str, list[int]]:
+    """(standard output, resident bytes at most so far: before and after) of a run in this process."""
+    before = resident()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        worker.run(tiny.config(Path(root), *SMALL, *overrides), RunDir(Path(root)))
+    return said.getvalue(), [before, resident()]
+
+
+def resident() -> int:
+    """The kernel's word on this process, in bytes."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+def in_bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_has_a_line_and_a_number_in_the_log(layout: str, tmp_path: Path) -> None:
+    words = (*LAYOUTS[layout], "+callbacks.peak_memory={do_log: true}")
+    alone = layout == "single"
+    ranks = [trained(str(tmp_path), *words)] if alone else run_ranks(2, trained, str(tmp_path), *words)
+    lines = LINE.findall(ranks[0][0])
+    assert [int(rank) for rank, _ in lines] == list(range(len(ranks)))
+    assert not any("peak memory" in said for said, _ in ranks[1:])
+    logs = [record for record in tiny.metrics(tmp_path) if "grad_norm" in record]
+    assert len(logs) == 2
+    for rank, ((_, (before, after)), (_, told)) in enumerate(zip(ranks, lines, strict=True)):
+        logged = [record[f"peak_mem_rank_{rank}"] for record in logs]
+        assert before <= logged[0] <= logged[1] <= after
+        assert 0.95 * before <= in_bytes(told) <= 1.05 * after
+    assert not any(f"peak_mem_rank_{len(ranks)}" in record for record in logs)
+
+
+def test_without_do_log_only_the_lines_with_details(tmp_path: Path) -> None:
+    said, _ = trained(str(tmp_path), "+callbacks.peak_memory={show_details: true}")
+    assert re.search(r"^peak memory of rank 0 \(cpu of .+\): .+ resident$", said, re.MULTILINE)
+    assert not any(key.startswith("peak_mem_rank") for record in tiny.metrics(tmp_path) for key in record)
+
+
+def test_on_the_cpu_a_snapshot_is_refused_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(str(tmp_path), "device=cpu", "+callbacks.peak_memory={enable_memory_snapshot: true}")
+    assert "peak_memory.enable_memory_snapshot: torch keeps no memory history on cpu" in caplog.text
+    assert not list(tmp_path.glob("*.pickle"))
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise ValueError("on purpose")
+
+
+def test_a_run_that_fails_tells_its_peak_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(CallbackError):
+        trained(str(tmp_path), "+callbacks.peak_memory={}", "+callbacks.fails._target_=tests.test_peak_memory.Fails")
+    assert re.search(r"peak memory of rank 0 \(cpu of .+\): .+ resident", caplog.text)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_peaks_are_the_allocators_and_a_snapshot_is_left(tmp_path: Path) -> None:
+    settings = "{do_log: true, show_details: true, enable_memory_snapshot: true, file_prefix: seen}"
+    said, _ = trained(str(tmp_path), "device=cuda", f"+callbacks.peak_memory={settings}")
+    assert re.search(r"^peak memory of rank 0 \(cuda:0 .+\): .+ allocated, .+ reserved of .+$", said, re.MULTILINE)
+    last = [record for record in tiny.metrics(tmp_path) if "grad_norm" in record][-1]
+    assert 0 < last["peak_mem_rank_0"] <= torch.cuda.max_memory_allocated()
+    assert last["peak_mem_rank_0"] <= last["peak_mem_reserved_rank_0"]
+    snapshot = pickle.loads((tmp_path / "seen-rank-0.pickle").read_bytes())
+    assert snapshot["device_traces"][0]

@@ -1,0 +1,306 @@
+"""Trackers: accelerate's classes with TensorBoard, a tracker of the user's, and a package that stands for wandb."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from accelerate.logging import get_logger
+from accelerate.state import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from ranks import run_ranks
+
+from forgather_cli import worker
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.callbacks.trackers import Trackers
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import TRACKERS, TrackersSettings
+from forgather_cli.errors import CallbackError, ConfigError, SetupError
+from forgather_cli.run_dir import RunDir
+
+# What accelerate 1.15 calls of wandb, kept in the file that WANDB_SAYS names. Fails in WANDB_FAILS until mended.
+WANDB = """
+import json, os
+
+def _say(what, value):
+    if what == os.environ.get("WANDB_FAILS") and not os.path.exists(os.environ["WANDB_SAYS"] + ".mended"):
+        raise ConnectionError("no route to host")
+    with open(os.environ["WANDB_SAYS"], "a") as file:
+        file.write(json.dumps([what, value]) + "\\n")
+
+class config:
+    @staticmethod
+    def update(values, allow_val_change):
+        _say("config", values)
+
+class Run:
+    id = "run-1"
+    def log(self, values, step=None):
+        _say("log", [step, values])
+    def finish(self, exit_code=0):
+        _say("finish", exit_code)
+
+def init(project, **kwargs):
+    _say("init", {"project": project, **kwargs})
+    return Run()
+"""
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package called wandb, and where it leaves what it was told."""
+    package = tmp_path / "site"
+    (package / "wandb").mkdir(parents=True)
+    (package / "wandb/__init__.py").write_text(WANDB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("WANDB_SAYS", str(tmp_path / "said.jsonl"))
+    monkeypatch.syspath_prepend(package)
+    yield tmp_path / "said.jsonl"
+    sys.modules.pop("wandb", None)
+
+
+def train(path: Path, *overrides: str) -> None:
+    words = ["logging_steps=1", "eval_steps=2", "save_strategy=no", *overrides]
+    worker.run(tiny.config(path, *words), RunDir(path))
+
+
+def told(file: Path, what: str) -> list[Any]:
+    return [value for kind, value in map(json.loads, file.read_text().splitlines()) if kind == what]
+
+
+def test_wandb_is_told_the_config_and_every_log(said: Path, tmp_path: Path) -> None:
+    words = ["project=mine", "run_name=first", "init_kwargs.wandb={entity: us, tags: [a]}"]
+    train(tmp_path / "run", "+callbacks.trackers={}", *(f"++callbacks.trackers.{word}" for word in words))
+    assert told(said, "init") == [{"project": "mine", "name": "first", "entity": "us", "tags": ["a"]}]
+    [config] = told(said, "config")
+    assert (config["model.hidden_size"], config["trainer.type"], config["callbacks.trackers.names"]) == (
+        64, "single", '["wandb"]',
+    )  # fmt: skip
+    assert {type(value) for value in config.values()} <= {bool, int, float, str}
+    records = tiny.metrics(tmp_path / "run")
+    assert len(told(said, "log")) == len(records) == 4 + 2 + 1
+    for (step, values), record in zip(told(said, "log"), records, strict=True):
+        prefix = "eval/" if "eval_loss" in record else "train/"
+        name = "eval_loss" if "eval_loss" in record else "train_loss" if "train_loss" in record else "loss"
+        assert (step, values[prefix + name.removeprefix("eval_")]) == (record["step"], record[name])
+    assert told(said, "finish") == [0]
+    assert not PartialState._shared_state  # accelerate's idea of devices and ranks was left alone
+
+
+def test_a_run_is_named_after_its_directory(said: Path, tmp_path: Path) -> None:
+    train(tmp_path / "my run", "+callbacks.trackers={}", "max_steps=1")
+    assert told(said, "init") == [{"project": "forgather", "name": "my run"}]
+
+
+def on_a_rank(path: Path) -> bool:
+    train(path, "trainer=ddp", "+callbacks.trackers={}")
+    return "wandb" in sys.modules
+
+
+def test_one_rank_of_two_speaks(said: Path, tmp_path: Path) -> None:
+    assert run_ranks(2, in_this_place, tmp_path, os.environ["WANDB_SAYS"]) == [True, False]
+    assert len(told(said, "init")) == 1
+    assert [step for step, _ in told(said, "log")] == [1, 2, 2, 3, 4, 4, 4]
+
+
+def in_this_place(path: Path, says: str) -> bool:
+    """On a rank of the pool, which has its own environment and path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path / "site")
+        patch.setenv("WANDB_SAYS", says)
+        found = on_a_rank(path / "run")
+    sys.modules.pop("wandb", None)
+    return found
+
+
+def test_a_resumed_run_goes_on_with_its_own_and_a_new_one_begins_another(said: Path, tmp_path: Path) -> None:
+    words = ["+callbacks.trackers={}", "save_strategy=steps", "async_save=false"]
+    train(tmp_path / "run", *words, "max_steps=2")
+    train(tmp_path / "run", *words, "max_steps=4", "resume_from_checkpoint=true")
+    checkpoint = RunDir(tmp_path / "run").checkpoint(2)
+    train(tmp_path / "fork", *words, "max_steps=3", f"resume_from_checkpoint={checkpoint}")
+    first, second, fork = told(said, "init")
+    assert [config["max_steps"] for config in told(said, "config")] == [2, 4, 3]
+    assert first == {"project": "forgather", "name": "run"}
+    assert second == {**first, "id": "run-1", "resume": "allow"}
+    assert fork == {"project": "forgather", "name": "fork"}
+
+
+def test_one_that_fails_later_is_one_error_and_is_tried_again(
+    said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("WANDB_FAILS", "log")
+    words = ["max_steps=12", "eval_steps=100", "+callbacks.trackers={}"]
+    train(tmp_path / "run", *words)
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert errors == [
+        "callbacks.trackers: wandb failed in log: ConnectionError: no route to host; training goes on, and it is "
+        "tried again"
+    ]
+    # tried at 1, spared 1; at 3, spared 3; at 7, spared 7; and the end is told whatever came before
+    assert [step for step, _ in told(said, "log")] == []
+    assert told(said, "finish") == [0]
+    assert "wandb works again; records that were lost: 13" in caplog.text
+    assert [record["step"] for record in tiny.metrics(tmp_path / "run") if "loss" in record][-1] == 12
+
+
+class Mends(TrainerCallback):
+    """Brings the network back after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            Path(os.environ["WANDB_SAYS"] + ".mended").touch()
+
+
+def test_records_flow_again_when_the_network_is_back(
+    said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("WANDB_FAILS", "log")
+    words = ["max_steps=5", "eval_steps=100", "+callbacks.trackers={}"]
+    train(tmp_path / "run", *words, "+callbacks.mends._target_=test_trackers.Mends", "callbacks.mends.step=2")
+    assert [step for step, _ in told(said, "log")] == [3, 4, 5, 5]  # that of step 2 is spared
+    assert caplog.text.count("ConnectionError") == 1
+    assert "wandb works again; records that were lost: 2" in caplog.text
+
+
+def test_one_that_cannot_start_ends_the_run_before_its_first_step(
+    said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_FAILS", "init")
+    message = (
+        r"^callbacks\.trackers: wandb cannot be started: ConnectionError: no route to host; mend it, or leave it out "
+        r"of callbacks\.trackers\.names$"
+    )
+    with pytest.raises(SetupError, match=message):
+        train(tmp_path / "run", "+callbacks.trackers={}")
+    assert not RunDir(tmp_path / "run").is_used()
+
+
+class Raises(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("of the user's")
+
+
+def test_a_run_that_fails_is_told_to_have_failed(said: Path, tmp_path: Path) -> None:
+    with pytest.raises(CallbackError):
+        train(tmp_path / "run", "+callbacks.trackers={}", "+callbacks.bad._target_=test_trackers.Raises")
+    assert told(said, "finish") == [1]
+
+
+# ------------------------------------------------------------------------------------------------- accelerate's others
+
+
+def test_accelerate_s_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, "+callbacks.trackers.names=[tensorboard]", "+callbacks.trackers.project=p")
+    folder = tmp_path / "trackers" / "p"
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    losses = {r["step"]: r["loss"] for r in tiny.metrics(tmp_path) if "loss" in r}
+    written = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert written == pytest.approx(losses, rel=1e-6)
+    assert [event.step for event in events.Scalars("eval/loss")] == [2, 4]
+    [parameters] = folder.rglob("hparams.yml")
+    assert "model.hidden_size: 64" in parameters.read_text()
+
+
+class FileTracker(GeneralTracker):
+    """A tracker of a user's, as accelerate asks for it."""
+
+    name = "file"
+    requires_logging_directory = True
+
+    def __init__(self, project: str, logging_dir: str, suffix: str = "txt") -> None:
+        super().__init__()
+        self._path = Path(logging_dir) / f"{project}.{suffix}"
+
+    @property
+    def tracker(self) -> Path:
+        return self._path
+
+    def start(self) -> None:
+        self._path.parent.mkdir(parents=True)
+        self._path.write_text("begin\n")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{step} {sorted(values)[0]}\n")
+
+
+def test_a_tracker_of_the_user_s_is_named_by_its_class(tmp_path: Path) -> None:
+    words = ["names=[test_trackers.FileTracker]", "init_kwargs={test_trackers.FileTracker: {suffix: log}}"]
+    train(tmp_path, *(f"+callbacks.trackers.{word}" for word in words), "eval_steps=100", "max_steps=2")
+    lines = (tmp_path / "trackers/forgather.log").read_text().splitlines()
+    assert lines == ["begin", "1 train/epoch", "2 train/data_time", "2 train/effective_batch_size"]
+
+
+def test_accelerate_s_logger_still_needs_a_partial_state() -> None:
+    """The day it does not, ``_tracking`` of trackers.py can leave it alone."""
+    assert not PartialState._shared_state
+    with pytest.raises(RuntimeError, match="initialize the accelerate state"):
+        get_logger("any").debug("hello")
+
+
+def test_the_names_are_those_of_accelerate() -> None:
+    assert set(TRACKERS) <= set(LOGGER_TYPE_TO_CLASS)
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("name", "install"),
+    [
+        ("wandb", "pip install 'forgather[trackers]' or pip install wandb"),
+        ("comet", "pip install comet_ml"),
+        ("mlflow", "pip install mlflow"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, install: str
+) -> None:
+    package = "comet_ml" if name == "comet" else name
+    (tmp_path / package).mkdir()  # as wandb leaves one in the working directory: a folder is no package
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SetupError) as caught:
+        train(tmp_path / "run", f"+callbacks.trackers.names=[{name}]")
+    message = f"callbacks.trackers.names: the package {package} is missing; {install}, or leave it out"
+    assert str(caught.value) == message
+    assert not RunDir(tmp_path / "run").is_used()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["names=[wandbb]"], "callbacks.trackers.names: unknown tracker, got 'wandbb'; did you mean wandb?"),
+        (["names=[]"], "callbacks.trackers.names: is empty; name a tracker, or remove it with ~callbacks.trackers"),
+        (["names=wandb"], "callbacks.trackers.names: must be a list"),
+        (["init_kwargs={mlflow: {run_id: a}}"], "callbacks.trackers.init_kwargs.mlflow: nothing reads it, since"),
+        (["run=a"], "callbacks.trackers.run: unknown setting"),
+    ],
+)
+def test_config_mistakes(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"+callbacks.trackers.{word}" for word in words])
+    assert any(problem.startswith(message) for problem in caught.value.problems), caught.value
+
+
+def test_a_tracker_of_the_user_s_that_does_not_exist_is_a_mistake(tmp_path: Path) -> None:
+    settings = dataclasses.replace(TrackersSettings(), names=["test_trackers.Missing"])
+    with pytest.raises(ConfigError, match=r"^callbacks\.trackers\.names: cannot import test_trackers\.Missing"):
+        Trackers(settings, RunDir(tmp_path))

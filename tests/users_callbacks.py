@@ -1,0 +1,89 @@
+"""Callbacks as users bring them: one written for the Hugging Face Trainer, and one that raises.
+
+Named by ``_target_=users_callbacks.<class>``; importing this imports transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+
+from forgather_cli.callbacks.base import EVENTS, TrainerCallback
+
+
+class ForHuggingFace(transformers.TrainerCallback):  # type: ignore[misc]
+    """Reads what the documentation of transformers 5.23 promises, and asks for a save and an evaluation of its own."""
+
+    def __init__(self, at: int = 3) -> None:
+        self.at = at
+        self.notes: list[tuple[Any, ...]] = []
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        processing_class: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        parameters = sum(1 for _ in model.parameters())
+        self.notes.append(("begin", state.max_steps, args.logging_steps, args.per_device_train_batch_size))
+        assert parameters
+        assert processing_class.decode(processing_class.encode("text")) == "text"
+        assert len(optimizer.param_groups) >= 1
+        assert lr_scheduler.get_last_lr()[0] <= args.learning_rate
+        assert len(train_dataloader) == 32
+        assert os.fspath(args.output_dir)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if state.global_step == self.at:
+            control.should_save = control.should_evaluate = True
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        assert logs is not None
+        assert state.log_history[-1].items() >= logs.items()
+        if "loss" in logs:
+            self.notes.append(("log", state.global_step, round(state.epoch, 6), logs["loss"]))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self.notes.append(("evaluate", state.global_step, metrics["eval_loss"], state.best_metric or 0.0))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.notes.append(("save",))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.notes.append(("end", state.global_step, control.should_training_stop))
+
+
+class Raises(TrainerCallback):
+    """Raises in one event of one rank, once that step is reached. Every rank leaves its process id with ``pids``."""
+
+    def __init__(self, event: str, step: int = 0, rank: int = 0, pids: bool = False) -> None:
+        self._event, self._step, self._rank = event, step, rank
+        self._me = dist.get_rank() if dist.is_initialized() else 0
+        if pids:
+            Path(f"pid-{self._me}").write_text(str(os.getpid()))
+
+    def happens(self, event: str, state: Any) -> None:
+        if event == self._event and self._me == self._rank and state.global_step >= self._step:
+            raise ZeroDivisionError(f"of the user's in {event}")
+
+
+def _handler(event: str) -> Any:
+    def handle(self: Raises, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.happens(event, state)
+
+    return handle
+
+
+for _event in EVENTS:
+    setattr(Raises, _event, _handler(_event))
