@@ -114,13 +114,19 @@ class _CorpusBar:
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+            from forgather_cli.callbacks.display import open_bars
+
             columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
+            open_bars.add(self._bar)
             self._task = self._bar.add_task("", total=total)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
 
     def close(self) -> None:
         if self._bar is not None:
+            from forgather_cli.callbacks.display import open_bars
+
             self._bar.stop()
+            open_bars.discard(self._bar)

@@ -216,7 +216,7 @@ class TerminalDisplay(Display):
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-            _open_bars.discard(self._bar)
+            open_bars.discard(self._bar)
         self._bar = self._train = self._eval = None
 
     def _open(self) -> Progress:
@@ -224,7 +224,7 @@ class TerminalDisplay(Display):
         if self._bar is None:
             self._bar = _bar(self._name)
             self._bar.start()
-            _open_bars.add(self._bar)
+            open_bars.add(self._bar)
         return self._bar
 
     def _refresh(self) -> None:
@@ -259,15 +259,16 @@ def _status(logs: Logs) -> Iterable[str]:
         yield f"{format_value(logs['tok_per_sec'], 'si')} tok/s"
 
 
-_open_bars: set[Progress] = set()
+open_bars: set[Progress] = set()
+"""What ``close_bars`` ends."""
 
 
 @atexit.register
 def close_bars() -> None:
     """Take every bar off the screen and give the cursor back, for an exit that closes nothing."""
-    for bar in list(_open_bars):
+    for bar in list(open_bars):
         bar.stop()
-    _open_bars.clear()
+    open_bars.clear()
 
 
 def _bar(name: StreamName) -> Progress:
