@@ -1,11 +1,11 @@
 """What the default callbacks with control cost, how soon a job answers, and how soon it acts.
 
-    python scripts/bench/control.py [--steps 300] [--reps 7] [--only cost,status,act]
+    python scripts/bench/control.py [--rounds 40] [--reps 7] [--only cost,status,act]
 
-``cost``: ``forgather train`` of the pico model on one thread with the default callbacks, with them and without control,
-and without any, in interleaved and rotated runs: a step is the time between two forwards, by which text is never
-generated and nothing evaluated or saved. ``status``: the time of one ``GET /status`` while such a run trains, as the
-command line asks it. ``act``: steps from the moment a command is in to the moment all ranks act on it, by strategy.
+``cost``: runs of the pico model on one thread with the default callbacks, with them and without control, and without
+any, which take turns in one process, a log in each turn; nothing is evaluated or saved. ``status``: the time of one
+``GET /status`` while such a run trains, as the command line asks it. ``act``: steps from the moment a command is in to
+the moment all ranks act on it, by strategy.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ PICO = [
     "model=nano", f"model.intermediate_size={SHAPE['mlp']}", f"data.seq_len={SHAPE['seq']}",
     f"global_batch_size={SHAPE['batch']}", "logging_steps=10", "eval_strategy=no", "lr_scheduler=linear", "device=cpu",
 ]  # fmt: skip
-PROBE = "+callbacks.probe._target_=loop_overhead.Probe"
-RUNNERS: dict[str, list[str]] = {
-    "no callbacks": ["~callbacks", PROBE],
-    "default without control": ["~callbacks.control", PROBE],
-    "default": [PROBE],
+SETS: dict[str, list[str]] = {
+    "no callbacks": ["~callbacks"],
+    "default without control": ["~callbacks.control"],
+    "default": [],
 }
 STRATEGIES = {
     "single": ["trainer=single"],
@@ -55,35 +54,55 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
 
 
-def measure(name: str, steps: int) -> dict[str, float]:
-    """One run's median step and peak memory."""
-    words = [*RUNNERS[name], f"max_steps={steps}", "save_strategy=no"]
-    done = subprocess.run(command(*words), capture_output=True, text=True, env=environment(), check=False)
+def cost(rounds: int) -> None:
+    """Means of a turn, logs included, and the median over rounds of what they are above the loop without callbacks."""
+    words = [sys.executable, __file__, "--runs", "--rounds", str(rounds)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise SystemExit(f"{name} failed: {done.stdout[-500:]}{done.stderr[-500:]}")
-    result: dict[str, float] = json.loads(lines[-1][7:])
-    return result
+        raise SystemExit(f"the runs failed: {done.stdout[-500:]}{done.stderr[-1500:]}")
+    blocks: dict[str, list[list[float]]] = json.loads(lines[-1][7:])
+    print("| callbacks | step, us | over none (quartiles) | its CPU time, us | over none (quartiles) | peak RSS, MB |")
+    print("|---" * 6 + "|")
+    for name, found in blocks.items():
+        cells = [name]
+        for column in (0, 1):
+            mine, none = ([turn[column] * 1e6 for turn in turns] for turns in (found, blocks["no callbacks"]))
+            above = [one - other for one, other in zip(mine, none, strict=True)]
+            low, middle, high = statistics.quantiles(above, n=4)
+            cells += [f"{statistics.median(mine):.0f}", f"{middle:+.0f} ({low:+.0f} to {high:+.0f})"]
+        print(f"| {' | '.join(cells)} | {peak_memory(name):.0f} |")
 
 
-def cost(steps: int, reps: int) -> None:
-    """Medians over repetitions, and what they are above the loop without callbacks."""
-    names = list(RUNNERS)
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for rep in range(reps):
-        shift = rep % len(names)
-        for name in names[shift:] + names[:shift]:
-            results[name].append(measure(name, steps))
-    print("| callbacks | step, us | over none | its CPU time, us | over none | peak RSS, MB | over none |")
-    print("|---" * 7 + "|")
-    middle = {
-        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()
-    }
-    bare = middle["no callbacks"]
-    for name, found in middle.items():
-        keys = ("step_us", "cpu_us", "rss_mb")
-        cells = [f"{found[key]:.0f} | {found[key] - bare[key]:+.0f}" for key in keys]
-        print(f"| {name} | {' | '.join(cells)} |")
+def run_all(rounds: int) -> None:
+    """In one process, by turns: a run with each of the sets of callbacks."""
+    import torch
+    from turns import BLOCK, Turns, in_turns
+
+    from forgather_cli import worker
+    from forgather_cli.config.load import load_config
+    from forgather_cli.run_dir import RunDir
+
+    def run(name: str) -> None:
+        torch.set_num_threads(1)
+        folder = tempfile.mkdtemp()
+        words = [*PICO, *SETS[name], "save_strategy=no", f"max_steps={(rounds + 1) * BLOCK}", f"output_dir={folder}"]
+        worker.run(load_config(None, words).config, RunDir(Path(folder)))
+
+    turns = Turns(tuple(SETS), statistics.fmean)
+    in_turns(turns, run)
+    print("RESULT", json.dumps({name: found[1:] for name, found in turns.blocks.items()}), flush=True)
+
+
+def peak_memory(name: str) -> float:
+    """MB of a run of its own."""
+    python = "import sys, resource\nfrom forgather_cli.cli import app\ntry: app.main()\nexcept SystemExit: pass\n"
+    python += "print('RSS', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+    words = command(*SETS[name], "max_steps=50", "save_strategy=no")[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", python, *words], capture_output=True, text=True, env=environment(), check=True
+    )
+    return float(done.stdout.rpartition("RSS ")[2])
 
 
 @contextmanager
@@ -136,14 +155,18 @@ def _saved(entry: Entry) -> tuple[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--runs", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--only", default="cost,status,act")
     a = parser.parse_args()
+    if a.runs:
+        run_all(a.rounds)
+        return
     wanted = a.only.split(",")
     os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()
     if "cost" in wanted:
-        cost(a.steps, a.reps)
+        cost(a.rounds)
     if "status" in wanted:
         status_latency(a.reps * 30)
     if "act" in wanted:

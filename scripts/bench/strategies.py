@@ -25,15 +25,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from turns import BLOCK, Turns, in_turns, ratio
 
 SHAPE = {"layers": 4, "width": 256, "heads": 4, "mlp": 688, "seq": 64, "batch": 8, "vocab": 257}
 """``batch``: sequences of a step over all ranks."""
 MICRO_BATCHES = 4  # of a pipeline's step
-BLOCK = 10  # steps of one turn
 WARM_UP = 2  # rounds left out
 LOG_EVERY = 10
 RUNNERS = {
@@ -42,60 +41,6 @@ RUNNERS = {
     "pipeline": ("plain", "forgather", "without ticket"),
 }
 NEEDS = {"accelerate": "accelerate", "hf-trainer": "transformers"}
-
-
-class Turns:
-    """The runners of one process, of which one is awake: it hands over after ``BLOCK`` steps of its optimizer.
-
-    Every rank hands over after the same steps, so collectives of different runners never meet.
-    """
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._turn = threading.Condition()
-        self._order = list(names)
-        self._awake = names[0]
-        self._steps = dict.fromkeys(names, 0)
-        self._last: tuple[float, float] | None = None
-        self.blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        """Seconds of wall-clock and of CPU time per step, of each turn."""
-        self._seconds: list[tuple[float, float]] = []
-        register_optimizer_step_post_hook(self._stepped)
-
-    @contextlib.contextmanager
-    def taking(self, name: str) -> Iterator[None]:
-        threading.current_thread().name = name
-        self._await(name)
-        try:
-            yield
-        finally:
-            self._hand_over(name, leave=True)
-
-    def _stepped(self, *_: Any) -> None:
-        name, now = threading.current_thread().name, (time.perf_counter(), time.process_time())
-        if self._last is not None:
-            self._seconds.append((now[0] - self._last[0], now[1] - self._last[1]))
-        self._last = now
-        self._steps[name] += 1
-        if self._steps[name] % BLOCK == 0:
-            wall, cpu = zip(*self._seconds, strict=True)
-            self.blocks[name].append((statistics.median(wall), statistics.median(cpu)))
-            self._hand_over(name)
-            self._await(name)
-
-    def _hand_over(self, name: str, *, leave: bool = False) -> None:
-        with self._turn:
-            follower = self._order[(self._order.index(name) + 1) % len(self._order)]
-            if leave:
-                self._order.remove(name)
-            self._awake = follower
-            self._turn.notify_all()
-
-    def _await(self, name: str) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._awake == name)
-        self._last, self._seconds = None, []
 
 
 class Samples:
@@ -350,27 +295,17 @@ def run_all(strategy: str, names: tuple[str, ...], blocks: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    turns, steps, failures = Turns(names), (blocks + WARM_UP) * BLOCK, []
+    steps = (blocks + WARM_UP) * BLOCK
 
     def run(name: str) -> None:
-        try:
-            with turns.taking(name):
-                torch.set_num_threads(1)  # the setting is each thread's own
-                if name in ("forgather", "without ticket"):
-                    run_forgather(strategy, steps, dist.get_world_size(), ticket=name == "forgather")
-                else:
-                    globals()[f"run_{name.replace('-', '_')}_{strategy}"](steps)
-        except BaseException as error:
-            failures.append(error)
-            raise
+        torch.set_num_threads(1)  # the setting is each thread's own
+        if name in ("forgather", "without ticket"):
+            run_forgather(strategy, steps, dist.get_world_size(), ticket=name == "forgather")
+        else:
+            globals()[f"run_{name.replace('-', '_')}_{strategy}"](steps)
 
-    threads = [threading.Thread(target=run, args=(name,), name=name) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        os._exit(1)
+    turns = Turns(names)
+    in_turns(turns, run)
     if dist.get_rank() == 0:
         print("RESULT", json.dumps({name: found[WARM_UP:] for name, found in turns.blocks.items()}), flush=True)
     dist.barrier()
@@ -417,12 +352,6 @@ def table(results: dict[str, dict[str, list[list[float]]]]) -> None:
                 mine, plain = ([each[column] for each in found] for found in (rounds, runners["plain"]))
                 cells += [f"{statistics.median(mine) * 1e3:.2f}", "" if runner == "plain" else ratio(mine, plain)]
             print("| " + " | ".join(cells) + " |")
-
-
-def ratio(mine: list[float], plain: list[float]) -> str:
-    percent = [(one / other - 1) * 100 for one, other in zip(mine, plain, strict=True)]
-    low, middle, high = statistics.quantiles(percent, n=4)
-    return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
 def is_installed(runner: str) -> bool:
