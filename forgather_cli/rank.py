@@ -22,6 +22,7 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch import failures, outcome, process_group, signals, watch
 from forgather_cli.launch.claim import begin_training
 from forgather_cli.launch.ending import Ending
+from forgather_cli.launch.exits import leave, leave_now
 from forgather_cli.launch.finish import finish
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.meeting import FAREWELL, Meeting, Shared
@@ -223,10 +224,10 @@ def main() -> int:
     find = shared if path is None else saved(path)
     ending = rank.train(find if place.size == place.local_size * job.nodes else uneven)
     code = rank.exit_code(ending)
-    if ending.failed:  # other ranks may be gone: nothing is worth waiting for that unwinding might wait for
-        watch.leave_now(code)
+    if ending.failed:  # other ranks may be gone: nothing is worth waiting for that an exit might wait for
+        leave_now(code)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -391,16 +391,6 @@ def slurm(*words: str) -> Iterator[list[Process]]:
         ]
 
 
-def test_ranks_that_slurm_has_started_join_and_leave_with_0_after_a_signal() -> None:
-    with slurm("trainer=ddp", "max_steps=100000") as ranks:
-        ranks[0].read_until("step 3/")
-        ranks[1].process.send_signal(signal.SIGTERM)
-        assert [rank.finish() for rank in ranks] == [0, 0], ranks[0].output
-    assert (ended().code, ended().reason) == (75, "stopped by SIGTERM")
-    assert ranks[1].output == ""
-    assert ranks[0].lines[-1] == "forgather resume run"
-
-
 def test_a_failure_among_joined_ranks_is_told_by_the_rank_that_failed_and_ends_all() -> None:
     with slurm("trainer=ddp", "max_steps=100000", *fault("step-raise")) as ranks:
         assert [rank.finish() for rank in ranks] == [1, 1], ranks[0].output

@@ -23,7 +23,7 @@ from forgather_cli.checkpoint.manifest import read_manifest
 from forgather_cli.checkpoint.verify import find_problems
 from forgather_cli.config.load import load_config
 from forgather_cli.launch import start
-from forgather_cli.launch.place import Place
+from forgather_cli.launch.place import joined
 
 PHASES = {
     "step": fault("step-stop"),
@@ -36,7 +36,6 @@ PHASES = {
     "last step": [*fault("step-stop", after=7), "max_steps=8"],
 }
 """Words of a run that gets SIGTERM at each."""
-FAILING_SAVE = [*fault("save-raise"), "save_steps=3", "max_steps=12"]
 STRATEGIES = ["ddp", "pipeline", "fsdp2"]
 COVERING = [(STRATEGIES[n % 3], phase, n % 2) for n, phase in enumerate(PHASES)]
 EVERY = [(strategy, phase, rank) for strategy in STRATEGIES for phase in PHASES for rank in (0, 1)]
@@ -49,38 +48,40 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
-def words_of(phase: str, rank: int) -> list[str]:
-    """A long run that saves by a signal alone, unless the phase needs more."""
-    given = {**PHASES, "failing save": FAILING_SAVE}[phase]
+def words_of(given: list[str], rank: int) -> list[str]:
+    """A long run with a fault on one rank, which saves by a signal alone unless it is given more."""
     keys = {word.partition("=")[0] for word in given}
     usual = ["max_steps=1000", "eval_steps=1000", "save_steps=1000", "num_eval_samples=8"]
     words = [word for word in [*SMALL, *usual] if word.partition("=")[0] not in keys]
     return [*words, *given, f"+callbacks.fault.rank={rank}"]
 
 
-def joined(folder: str, strategy: str, phase: str, rank: int, port: int) -> tuple[int, str]:
-    """A run that this rank of the pool joins: (exit code, what it prints)."""
+def slurm_task(folder: str, port: int, words: list[str]) -> tuple[int, str]:
+    """A run that this rank of the pool joins as a task of Slurm's: (exit code, what it prints)."""
     import torch.distributed as dist
 
-    place = Place(dist.get_rank(), 2, dist.get_rank(), 2, "localhost", port, dist.get_rank() == 0, by="the test")
+    rank = str(dist.get_rank())
+    dist.barrier()  # the other one may still be connecting
     dist.destroy_process_group()
-    layout = ["n_microbatches=2"] if strategy == "pipeline" else []
-    words = [*words_of(phase, rank), f"trainer={strategy}", *layout]
+    task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    place = joined([], {**task, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    assert place is not None
     printed, before = io.StringIO(), Path.cwd()
     os.chdir(folder)
     try:
-        with contextlib.redirect_stdout(printed):
-            code = start.join(place, lambda: load_config("default", words))
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            return start.join(place, lambda: load_config("default", words)), printed.getvalue()
     finally:
         os.chdir(before)
-    return code, printed.getvalue()
 
 
-def in_pool(folder: Path, strategy: str, phase: str, rank: int) -> list[tuple[int, str]]:
+def in_pool(folder: Path, strategy: str, words: list[str]) -> list[tuple[int, str]]:
+    """By rank, the answers of ``slurm_task``."""
+    layout = ["n_microbatches=2"] if strategy == "pipeline" else []
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = int(probe.getsockname()[1])
-    return run_ranks(2, joined, str(folder), strategy, phase, rank, port)
+    return run_ranks(2, slurm_task, str(folder), port, [*words, f"trainer={strategy}", *layout])
 
 
 def assert_saved(phase: str, printed: str) -> None:
@@ -101,13 +102,15 @@ def assert_saved(phase: str, printed: str) -> None:
     ("strategy", "phase", "rank"), [*COVERING, *(pytest.param(*each, marks=pytest.mark.full) for each in EVERY)]
 )
 def test_a_signal_to_any_rank_at_any_phase_saves(strategy: str, phase: str, rank: int, tmp_path: Path) -> None:
-    answers = in_pool(tmp_path, strategy, phase, rank)
+    answers = in_pool(tmp_path, strategy, words_of(PHASES[phase], rank))
     assert [code for code, _ in answers] == [0, 0], answers[0][1]
+    assert answers[1][1] == ""
     assert_saved(phase, answers[0][1])
 
 
 def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(tmp_path: Path) -> None:
-    answers = in_pool(tmp_path, "fsdp2", "failing save", 1)
+    failing = [*fault("save-raise"), "save_steps=3", "max_steps=12"]
+    answers = in_pool(tmp_path, "fsdp2", words_of(failing, 1))
     assert [code for code, _ in answers] == [0, 0], answers[0][1]
     log = RUN.rank_log(0).read_text()
     assert len(re.findall(r"ERROR the checkpoint of step 3 was not saved: .*rank 1.*ZeroDivisionError", log)) == 1
@@ -118,7 +121,7 @@ def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(tmp_path: Pa
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.13's dynamo reads it itself
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_to_one_process_at_any_phase_saves(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = forgather("train", *words_of(phase, 0))
+    code = forgather("train", *words_of(PHASES[phase], 0))
     assert code == ended().code
     assert_saved(phase, capsys.readouterr().out)
 

@@ -5,7 +5,7 @@
     supervise.py   the launcher while its ranks train; agent.py  torchrun's part of it; job.py  their common folder
     watch.py       a rank's threads that look after it; meeting.py  what ranks of one world tell each other
     signals.py     stop signals; failures.py  what becomes of an error; ending.py, outcome.py, finish.py  how it ended
-    report.py      errors as users see them; rank_log.py  what a rank prints; process_group.py, orphans.py
+    report.py      errors as users see them; rank_log.py  what a rank prints; process_group.py, orphans.py, exits.py
 
 The process of one rank is ``rank.py``, beside this package.
 """

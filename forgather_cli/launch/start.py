@@ -17,6 +17,7 @@ from forgather_cli.errors import ConfigError, ForgatherError, SetupError
 from forgather_cli.launch import outcome
 from forgather_cli.launch.claim import Claim, claim, prepare
 from forgather_cli.launch.ending import CUT, ERROR, MISTAKE, Ending
+from forgather_cli.launch.exits import leave_now
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.meeting import Meeting
@@ -24,7 +25,6 @@ from forgather_cli.launch.place import Place, enter
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.report import report_ending
 from forgather_cli.launch.supervise import Supervisor
-from forgather_cli.launch.watch import leave_now
 from forgather_cli.rank import Rank, Start, shared
 
 if TYPE_CHECKING:

@@ -221,11 +221,3 @@ def leave(rank: Rank, *, patience: float) -> None:
     meeting = rank.meeting
     if meeting is not None:
         within(patience + 1, lambda: meeting.leave(patience=patience))
-
-
-def leave_now(code: int) -> None:
-    """Exit without unwinding, which may wait for ranks that are gone."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
