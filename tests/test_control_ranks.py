@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,12 @@ STRATEGIES = {
     "fsdp2": ["trainer=fsdp2"],
 }
 SEVERAL = [name for name in STRATEGIES if name != "single"]
+
+
+@pytest.fixture(autouse=True)
+def _no_jobs_of_others() -> None:
+    """A job that another test has killed is still registered."""
+    shutil.rmtree(registry.jobs_directory(), ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ CAUSES = {
     "kill": r"rank 1 was killed by SIGKILL \(out of memory\?\); its log is run/logs/rank-1.log",
     "exit": r"rank 1: SystemExit: 0",
     "sleep": r"hang_timeout.*: rank 1 stands at .*faults.py:\d+ in _sleep",
-    "oom": r"rank 1: out of memory in step \d+, micro-batches of 2 x 16 tokens: weights .*; most likely to help: .*",
+    "oom": r"rank 1: out of memory in step \d+, micro-batches of [24] x 16 tokens: weights .*; most likely to help: .*",
 }
 """What the terminal says of an act at a moment."""
 CHAINS = {
