@@ -27,6 +27,10 @@ ALLOWED = {
     "run_dir": set(),
     "targets": set(),
     "sharding": set(),
+    "finalize": {
+        "checkpoint", "config.decode", "data", "distributed", "loss", "models", "precision", "sharding", "source",
+        "strategies.single", "trainer.evaluate", "trainer.setup",
+    },
     "launch": {"checkpoint.retention", "config", "rank", "trainer.trainer"},
     "rank": {"config.decode", "launch", "worker"},
     "plan": {
@@ -37,7 +41,7 @@ ALLOWED = {
     "trainer": {
         "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.dispatch",
         "data.loader", "loss", "optim", "models.modes", "models.transform", "models.pretrained", "config.batch",
-        "config.decode",
+        "config.decode", "precision",
     },
     "strategies": {
         "config.accelerate_file", "config.pipeline_layout", "distributed", "loss", "precision", "models.init",

@@ -52,11 +52,9 @@ from forgather_cli.config.schema.optimization import (
     AdafactorSettings,
     AdamWSettings,
     Betas,
-    BF16Settings,
     ConstantSettings,
     CosineSettings,
     CrossEntropySettings,
-    FP32Settings,
     GroupSettings,
     InfiniteSettings,
     InverseSqrtSettings,
@@ -65,10 +63,19 @@ from forgather_cli.config.schema.optimization import (
     LossOption,
     MuonSettings,
     OptimizerOption,
-    PrecisionOption,
     SchedulerOption,
     SGDSettings,
     WSDSettings,
+)
+from forgather_cli.config.schema.precision import (
+    BF16Settings,
+    BF16TrueSettings,
+    FP8Settings,
+    FP16Settings,
+    FP32Settings,
+    PrecisionOption,
+    QATSettings,
+    QuantizeRecipe,
 )
 from forgather_cli.config.schema.run import Config, RunSettings
 from forgather_cli.config.schema.trainer import (
@@ -82,15 +89,17 @@ from forgather_cli.config.schema.trainer import (
 )
 
 __all__ = [
-    "TRACKERS", "AdafactorSettings", "AdamWSettings", "BF16Settings", "Betas", "CallbackOption", "CallbackSettings",
-    "Config", "ConstantSettings", "ControlSettings", "CosineSettings", "Count", "CrossEntropySettings", "DDPSettings",
-    "DataOption", "DataTarget", "DecoderSettings", "DivergenceSettings", "EarlyStoppingSettings", "FP32Settings",
-    "FSDP2Settings", "Fraction", "GradNormSettings", "GroupSettings", "InfiniteSettings", "InfoSettings", "Interval",
+    "TRACKERS", "AdafactorSettings", "AdamWSettings", "BF16Settings", "BF16TrueSettings", "Betas",
+    "CallbackOption", "CallbackSettings", "Config", "ConstantSettings", "ControlSettings", "CosineSettings",
+    "Count", "CrossEntropySettings", "DDPSettings", "DataOption", "DataTarget", "DecoderSettings",
+    "DivergenceSettings", "EarlyStoppingSettings", "FP8Settings", "FP16Settings", "FP32Settings", "FSDP2Settings",
+    "Fraction", "GradNormSettings", "GroupSettings", "InfiniteSettings", "InfoSettings", "Interval",
     "InverseSqrtSettings", "JsonSettings", "LinearCrossEntropySettings", "LinearSettings", "LossOption",
     "MetricsSettings", "ModelOption", "MuonSettings", "NonNegative", "OptimizerOption", "ParameterNormSettings",
     "PeakMemorySettings", "PipelineSettings", "PositiveFloat", "PositiveInt", "PostLocalSGD", "PrecisionOption",
-    "PretrainedSettings", "Probability", "ProfilerSettings", "ProgressSettings", "PythonStdlibSettings", "RopeScaling",
-    "RunSettings", "SGDSettings", "Schedule", "SchedulerOption", "SingleSettings", "SyntheticSettings", "Target",
-    "TargetOption", "TensorboardSettings", "TextSettings", "TextgenSettings", "TokensSettings", "TrackersSettings",
-    "TrainerOption", "WSDSettings", "WeightNormSettings", "settings",
+    "PretrainedSettings", "Probability", "ProfilerSettings", "ProgressSettings", "PythonStdlibSettings",
+    "QATSettings", "QuantizeRecipe", "RopeScaling", "RunSettings", "SGDSettings", "Schedule", "SchedulerOption",
+    "SingleSettings", "SyntheticSettings", "Target", "TargetOption", "TensorboardSettings", "TextSettings",
+    "TextgenSettings", "TokensSettings", "TrackersSettings", "TrainerOption", "WSDSettings", "WeightNormSettings",
+    "settings",
 ]  # fmt: skip

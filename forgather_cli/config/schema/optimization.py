@@ -1,4 +1,4 @@
-"""Options of the groups ``optimizer``, ``lr_scheduler``, ``loss`` and ``precision``."""
+"""Options of the groups ``optimizer``, ``lr_scheduler`` and ``loss``."""
 
 from __future__ import annotations
 
@@ -175,18 +175,3 @@ LossOption = Annotated[
     | TargetOption,
     by_type,
 ]
-
-
-@settings
-class FP32Settings:
-    type: Literal["fp32"] = "fp32"
-
-
-@settings
-class BF16Settings:
-    """bf16 autocast; parameters, moments and loss stay fp32."""
-
-    type: Literal["bf16"] = "bf16"
-
-
-PrecisionOption = Annotated[Annotated[FP32Settings, Tag("fp32")] | Annotated[BF16Settings, Tag("bf16")], by_type]

@@ -18,7 +18,8 @@ from forgather_cli.config.schema.base import (
 from forgather_cli.config.schema.callbacks import CallbackOption
 from forgather_cli.config.schema.data import DataOption
 from forgather_cli.config.schema.model import ModelOption
-from forgather_cli.config.schema.optimization import LossOption, OptimizerOption, PrecisionOption, SchedulerOption
+from forgather_cli.config.schema.optimization import LossOption, OptimizerOption, SchedulerOption
+from forgather_cli.config.schema.precision import PrecisionOption
 from forgather_cli.config.schema.trainer import TrainerOption
 
 
