@@ -120,6 +120,13 @@ def test_an_evaluation_is_given_up_for_save_and_stop(strategy: str, tmp_path: Pa
     assert [(c.state, c.checkpoint) for c in end.answers] == [("done", end.checkpoint(4))]
 
 
+@pytest.mark.parametrize("wanted", ["eval_on_save=true", "load_best_model_at_end=true"])
+def test_an_evaluation_given_up_is_not_begun_again_for_the_save(wanted: str, tmp_path: Path) -> None:
+    end = run("single", tmp_path, ["prediction 4 save_and_stop"], "eval_steps=4", wanted)
+    assert (end.evaluations, end.step) == (0, 4)
+    assert [(c.state, c.checkpoint) for c in end.answers] == [("done", end.checkpoint(4))]
+
+
 @pytest.mark.parametrize("strategy", ["single", "pipeline"])
 @pytest.mark.parametrize("command", ["save", "stop", "abort"])
 def test_commands_in_an_evaluation(strategy: str, command: str, tmp_path: Path) -> None:

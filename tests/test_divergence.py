@@ -265,6 +265,7 @@ def test_after_max_rollbacks_the_run_is_stopped(tmp_path: Path) -> None:
 WORDS = [*SMALL, "trainer=single", "max_steps=24", "logging_steps=4", "save_steps=4"]
 """16 steps of 4 samples to an epoch; SMALL ends with the run directory."""
 NOTES = add("notes", "diverging.Notes")
+RESTARTED = ("trainer=ddp", "nproc_per_node=2", "max_restarts=2")
 
 
 @pytest.fixture
@@ -317,12 +318,14 @@ def test_a_kill_right_after_the_rollback_repeats_neither_it_nor_the_skipped_samp
 
 
 @pytest.mark.usefixtures("_in_tmp")
-@pytest.mark.parametrize("action", ["stop", "abort"])
-def test_a_divergence_ends_the_run_as_failed(action: str) -> None:
-    with Process("train", *WORDS, *detector(action), *SPIKE) as job:
+@pytest.mark.parametrize(("action", "ranks"), [("stop", ()), ("abort", RESTARTED)])
+def test_a_divergence_ends_the_run_as_failed(action: str, ranks: tuple[str, ...]) -> None:
+    """And is not restarted: from the same checkpoint it would come again."""
+    with Process("train", *WORDS, *ranks, *detector(action), *SPIKE) as job:
         assert job.finish() == 1, job.output
-    last = job.lines[-1]
+    last = job.lines[-1].replace("rank 0: ", "").replace("rank 1: ", "")
     assert last.startswith("error: loss diverged by step 12: smoothed "), job.output
+    assert "restart 1" not in job.output
     assert "forgather resume run goes on from the newest healthy checkpoint, step-00000008" in last
     ended = read_outcome(RUN)
     assert ended is not None

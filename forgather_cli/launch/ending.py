@@ -39,6 +39,8 @@ class Ending:
     problems: tuple[str, ...] = ()
     """Lines of a ConfigError."""
     traceback: str = ""
+    repeats: bool = False
+    """From the same checkpoint a restart would come to the same end."""
     origin: str = ""
     """Of ``told``: the other rank's ending, as JSON."""
     time: float = field(default_factory=time.time)
@@ -61,7 +63,8 @@ class Ending:
     @property
     def worth_a_restart(self) -> bool:
         """True for failures that may not happen again; mistakes and signals are answered by ending."""
-        return self.cause.failed and self.cause.code == FAILED and self.cause.kind != UNHEEDED
+        cause = self.cause
+        return cause.failed and cause.code == FAILED and cause.kind != UNHEEDED and not cause.repeats
 
     def as_error(self) -> ForgatherError:
         """The error that told the user's mistake, to be reported like it."""

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, cast
 
-from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
+from forgather_cli.errors import CallbackError, ConfigError, DivergenceError, ForgatherError
 from forgather_cli.launch.ending import ERROR, LOST, MISTAKE, STUCK, WAITED, Ending, first_cause, killed, told
 from forgather_cli.launch.meeting import within
 from forgather_cli.launch.outcome import FAILED
@@ -35,7 +35,8 @@ def ending_of(rank: Rank, error: BaseException) -> Ending:
     if isinstance(error, ForgatherError):
         problems = tuple(error.problems) if isinstance(error, ConfigError) else ()
         users = error.__cause__ if isinstance(error, CallbackError) else None  # who will want to mend it
-        return Ending(number, MISTAKE, error.exit_code, str(error), problems, _text(users) if users else "")
+        repeats = isinstance(error, DivergenceError)
+        return Ending(number, MISTAKE, error.exit_code, str(error), problems, _text(users) if users else "", repeats)
     return Ending(number, ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=_text(error))
 
 

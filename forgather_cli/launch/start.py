@@ -26,6 +26,7 @@ from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.report import report_ending
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.rank import Rank, Start, shared
+from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -59,8 +60,7 @@ def launch(loaded: Loaded) -> int:
         else:
             ending = _supervised(layout, held, path)
         _settle(held, ending)
-    if ending.code == outcome.STOPPED:
-        print(f"\nto go on:\n{outcome.resume_command(held.run)}", flush=True)
+    _tell_how_to_go_on(held.run, ending)
     return ending.code
 
 
@@ -87,12 +87,22 @@ def join(place: Place, compose: Callable[[], Loaded]) -> int:
             rank = Rank(place, meeting=meeting, settle=lambda ending: _settle(held, ending))
             ending = rank.train(lambda rank: _start(config, held))
             _settle(held, ending)
-        if ending.code == outcome.STOPPED:
-            print(f"\nto go on:\n{outcome.resume_command(held.run)}", flush=True)
+        _tell_how_to_go_on(held.run, ending)
         return _left(rank, ending)
     except ForgatherError as error:
         _tell_mistake(place, meeting, error)
         raise
+
+
+def _tell_how_to_go_on(run: RunDir, ending: Ending) -> None:
+    """The command, after a stop as the last line, after a failure with the step that was kept."""
+    command = outcome.resume_command(run)
+    if ending.code == outcome.STOPPED:
+        print(f"\nto go on:\n{command}", flush=True)
+    elif ending.failed and ending.code != outcome.MISTAKE and command not in ending.message:
+        kept = run.checkpoint_steps()
+        if kept:
+            print(f"\nto go on from step {kept[-1]}:\n{command}", file=sys.stderr, flush=True)
 
 
 def _left(rank: Rank, ending: Ending) -> int:

@@ -27,6 +27,7 @@ class BetweenSteps:
         self._args, self._state, self._control = trainer.args, trainer.state, trainer.control
         self._can_evaluate = trainer.eval_dataset is not None
         self._evaluated_step: int | None = None
+        self._discarded_step: int | None = None
         self._eval_metrics: dict[str, float] = {}
         self._saved_step: int | None = trainer.state.resumed_step or None
         self._newest: tuple[Tensor, Tensor] | None = None  # loss and gradient norm of the last step
@@ -156,7 +157,8 @@ class BetweenSteps:
             self._eval_metrics = self._trainer.evaluate()
             self._evaluated_step = self._state.global_step
         except EvaluationStopped:
-            log.info("the evaluation at step %d was stopped and discarded", self._state.global_step)
+            self._discarded_step = self._state.global_step
+            log.info("the evaluation at step %d was stopped and discarded", self._discarded_step)
         self._trainer.metrics.pause(time.perf_counter() - start)
 
     def _save(self) -> None:
@@ -172,7 +174,8 @@ class BetweenSteps:
         if step == self._saved_step:
             return
         needs_metric = self._args.load_best_model_at_end or self._args.eval_on_save
-        if needs_metric and self._can_evaluate and self._evaluated_step != step and self._trainer.stopped_by is None:
+        done_with = step in (self._evaluated_step, self._discarded_step)
+        if needs_metric and self._can_evaluate and not done_with and self._trainer.stopped_by is None:
             self._evaluate()
         start = time.perf_counter()
         if self._trainer.persistence.save(self._metrics_of_step(), final=step == self._state.max_steps):
