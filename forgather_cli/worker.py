@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forgather_cli.callbacks.bars import CorpusBar
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.decode import to_tree
 from forgather_cli.config.schema import Config, PretrainedSettings, Target
@@ -47,7 +47,7 @@ def run(
     tree = to_tree(config)
     if config.logging_dir is not None:
         run = replace(run, logging_dir=Path(config.logging_dir))
-    with contextlib.closing(_CorpusBar()) as bar:
+    with contextlib.closing(CorpusBar()) as bar:
         progress = bar if world().rank == 0 else None
         data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
     trainer = Trainer(
@@ -101,32 +101,3 @@ class _Begins(TrainerCallback):
         if not self._told:
             self._told = True
             self._tell()
-
-
-class _CorpusBar:
-    """A bar on the terminal while a corpus is tokenized; nothing where there is no terminal."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-            from forgather_cli.callbacks.display import open_bars
-
-            columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            open_bars.add(self._bar)
-            self._task = self._bar.add_task("", total=total)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            from forgather_cli.callbacks.display import open_bars
-
-            self._bar.stop()
-            open_bars.discard(self._bar)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from forgather_cli.callbacks.bars import close_bar, open_bar
 from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, say, timestamp
 
@@ -215,16 +215,14 @@ class TerminalDisplay(Display):
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
-            open_bars.discard(self._bar)
+            close_bar(self._bar)
         self._bar = self._train = self._eval = None
 
     def _open(self) -> Progress:
         """The bar, on the screen. An exit that closes nothing still gives the cursor back."""
         if self._bar is None:
             self._bar = _bar(self._name)
-            self._bar.start()
-            open_bars.add(self._bar)
+            open_bar(self._bar)
         return self._bar
 
     def _refresh(self) -> None:
@@ -257,18 +255,6 @@ def _status(logs: Logs) -> Iterable[str]:
         yield f"loss {format_value(logs['loss'], '.4f')}"
     if "tok_per_sec" in logs:
         yield f"{format_value(logs['tok_per_sec'], 'si')} tok/s"
-
-
-open_bars: set[Progress] = set()
-"""What ``close_bars`` ends."""
-
-
-@atexit.register
-def close_bars() -> None:
-    """Take every bar off the screen and give the cursor back, for an exit that closes nothing."""
-    for bar in list(open_bars):
-        bar.stop()
-    open_bars.clear()
 
 
 def _bar(name: StreamName) -> Progress:

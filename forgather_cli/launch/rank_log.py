@@ -55,14 +55,41 @@ class LogFile:
         self._file.close()
 
 
-class Lasting(io.TextIOBase):
+class _Over(io.TextIOBase):
+    """A text stream in place of another one, whose descriptor and encoding it has."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.stream.errors
+
+
+class Lasting(_Over):
     """A text stream that outlives what it writes to: a terminal that is closed, a pipe whose reader has ended.
 
     A run must not end for want of one, least of all when it is about to save because the terminal was closed.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+        super().__init__(stream)
         self._is_terminal = stream.isatty()  # also when it is gone: what draws a bar is not to change its ways
 
     def write(self, text: str) -> int:
@@ -87,22 +114,8 @@ class Lasting(io.TextIOBase):
     def isatty(self) -> bool:
         return self._is_terminal
 
-    def fileno(self) -> int:
-        return self.stream.fileno()
 
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        return self.stream.errors
-
-
-class Tee(io.TextIOBase):
+class Tee(_Over):
     """A text stream that also writes whole lines to a log.
 
     The log gets no colours and no cursor movements, and of a line that was rewritten in place (a progress bar) only
@@ -110,12 +123,12 @@ class Tee(io.TextIOBase):
     """
 
     def __init__(self, terminal: TextIO, log: LogFile | IO[str]) -> None:
-        self.terminal = terminal
+        super().__init__(terminal)
         self.log = log
         self._line = ""
 
     def write(self, text: str) -> int:
-        self.terminal.write(text)
+        self.stream.write(text)
         *lines, rest = (self._line + text).replace("\r\n", "\n").split("\n")
         for line in lines:
             self.log.write(_visible(line) + "\n")
@@ -123,31 +136,14 @@ class Tee(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        self.terminal.flush()
+        super().flush()
         self.log.flush()
-
-    def isatty(self) -> bool:
-        return self.terminal.isatty()
-
-    def fileno(self) -> int:
-        return self.terminal.fileno()
-
-    def writable(self) -> bool:
-        return True
 
     def finish(self) -> None:
         """Write the unfinished line to the log."""
         if self._line:
             self.log.write(_visible(self._line) + "\n")
             self._line = ""
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.terminal.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        return self.terminal.errors
 
 
 class _ToLog(io.TextIOBase):

@@ -211,9 +211,9 @@ def _others_save(rank: Rank) -> bool:
 
 def close_bars() -> None:
     """Take a progress bar off the terminal; given up where the main thread holds the terminal."""
-    display = sys.modules.get("forgather_cli.callbacks.display")
-    if display is not None:
-        within(0.5, display.close_bars)
+    bars = sys.modules.get("forgather_cli.callbacks.bars")
+    if bars is not None:
+        within(0.5, bars.close_bars)
 
 
 def leave(rank: Rank, *, patience: float) -> None:

@@ -1,0 +1,58 @@
+"""Bars on the terminal: which are open, so that every way out of a process gives the cursor back, and the corpus's."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_open: set[Progress] = set()
+
+
+def open_bar(bar: Progress) -> None:
+    """Put a bar on the screen. An exit that closes nothing takes it away and gives the cursor back."""
+    bar.start()
+    _open.add(bar)
+
+
+def close_bar(bar: Progress) -> None:
+    """Take a bar off the screen; more lines may follow."""
+    bar.stop()
+    _open.discard(bar)
+
+
+@atexit.register
+def close_bars() -> None:
+    """Take every bar off the screen, for an exit that closes nothing."""
+    for bar in list(_open):
+        close_bar(bar)
+
+
+class CorpusBar:
+    """A bar while a corpus is tokenized, called with bytes done and in all; nothing where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None and sys.stderr.isatty():
+            self._bar = _corpus_bar()
+            self._task = self._bar.add_task("", total=total)
+            open_bar(self._bar)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            close_bar(self._bar)
+
+
+def _corpus_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
