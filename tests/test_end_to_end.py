@@ -315,18 +315,26 @@ def test_what_is_read_fits_80_columns_or_is_one_json_document(
 # -------------------------------------------------------------------------------------- every recipe, every option
 
 
+ACCELERATE = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> None:
+    Path("fsdp.yaml").write_text(ACCELERATE)
     shape = ["num_hidden_layers=2", "hidden_size=32", "intermediate_size=64", "num_attention_heads=2",
-             "num_key_value_heads=1"]  # fmt: skip
-    if recipe == "finetune":
-        shape = [f"model.path={model_dir(trained)}"]
-    elif recipe.startswith("pretrain"):
-        shape += ["bpe_vocab_size=300"]
-    steps = ["max_steps=2", "seq_len=32", "global_batch_size=2", "per_device_train_batch_size=1", "warmup_steps=1",
-             "max_eval_samples=2", "eval_steps=2", "max_new_tokens=4", "device=cpu"]  # fmt: skip
-    steps = [f"callbacks.textgen.{word}" if word.startswith("max_new") else word for word in steps]
-    assert forgather("train", recipe, *corpus, *shape, *steps, "output_dir=run") == 0
+             "num_key_value_heads=1", *(["bpe_vocab_size=300"] if recipe.startswith("pretrain") else [])]  # fmt: skip
+    own = {
+        "finetune": [f"model.path={model_dir(trained)}"],
+        "qat": [f"model.path={model_dir(trained)}"],
+        "pretrain_1b_pipeline": [*shape, "nproc_per_node=2", "n_microbatches=2", "per_device_eval_batch_size=2"],
+        "pretrain_1b_nodes": [*shape, "nnodes=1", "nproc_per_node=2"],
+        "pretrain_1b_accelerate": [*shape, "accelerate_config=fsdp.yaml"],
+    }
+    batch = 2 if recipe.endswith("pipeline") else 1
+    steps = ["max_steps=2", "seq_len=32", "global_batch_size=2", f"per_device_train_batch_size={batch}",
+             "warmup_steps=1", "max_eval_samples=2", "eval_steps=2", "callbacks.textgen.max_new_tokens=4",
+             "device=cpu"]  # fmt: skip
+    assert forgather("train", recipe, *corpus, *own.get(recipe, shape), *steps, "output_dir=run") == 0
     assert RunDir(Path("run")).checkpoint_steps() == [2]
     assert all(np.isfinite(loss) for _, loss, _ in curve(Path("run")))
 

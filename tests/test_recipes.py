@@ -18,13 +18,20 @@ from forgather_cli.config.paths import members, option_type, root_keys, settings
 
 CONF = options.shipped("conf")
 RECIPES = options.shipped("recipes")
-NEEDS = {"finetune": ["model.path=/nowhere"]}
+NEEDS = {
+    "finetune": ["model.path=/nowhere"],
+    "qat": ["model.path=/nowhere"],
+    "pretrain_1b_nodes": ["rdzv_endpoint=node0:29500"],
+    "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
+}
 MANDATORY = {"data=text": ["files=[a]"], "data=tokens": ["files=[a]"], "model=pretrained": ["model.path=/nowhere"]}
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
-def test_recipe_composes(recipe: str, tmp_path: Path) -> None:
+def test_recipe_composes(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
     config = load_config(recipe, NEEDS.get(recipe, []), cwd=tmp_path).config
     assert config.recipe == recipe
     assert config.global_batch_size is not None, "shipped recipes give the same steps in every layout"

@@ -129,7 +129,7 @@ class Build:
         tree = self._raw()
         kinds, trainer = option_types(tree), tree.get("trainer")
         name = trainer.get("accelerate_config") if isinstance(trainer, dict) else None
-        if not isinstance(name, str) or kinds.get("trainer") != "fsdp2":
+        if not isinstance(name, str) or name == "???" or kinds.get("trainer") != "fsdp2":
             return
         try:
             said = accelerate_settings(Path(name).expanduser(), own_decoder=kinds.get("model") != "_target_")
