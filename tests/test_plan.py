@@ -37,6 +37,10 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "1F1B": (2, ("trainer=pipeline",)),
     "1F1B, tied": (2, ("trainer=pipeline", TIED)),
     "ZBVZeroBubble": (2, ("trainer=pipeline", "schedule=ZBVZeroBubble")),
+    "bf16_true": (1, ("trainer=single", "precision=bf16_true")),
+    "bf16_true, fsdp2": (2, ("trainer=fsdp2", "precision=bf16_true")),
+    "bf16_true, 1F1B, tied": (2, ("trainer=pipeline", "precision=bf16_true", TIED)),
+    "fp16": (1, ("trainer=single", "precision=fp16")),
     "ZBVZeroBubble, tied": (2, ("trainer=pipeline", "schedule=ZBVZeroBubble", TIED)),
 }
 
@@ -112,6 +116,17 @@ def test_fsdp2_with_offload_and_without_resharding(tmp_path: Path) -> None:
     assert offloaded.total == normal.total - offloaded.in_host_memory
 
 
+def test_half_precisions(tmp_path: Path) -> None:
+    full, half, true = (plan(tmp_path, 1, f"precision={name}").fullest for name in ("fp32", "fp16", "bf16_true"))
+    matrices = sum(row.numel for row in plan(tmp_path, 1).parameters if len(row.shape) == 2 and row.kind != "embedding")
+    assert half.buffers == 2 * matrices, "autocast keeps a copy of what it multiplies"
+    assert (half.weights, half.gradients, half.optimizer) == (full.weights, full.gradients, full.optimizer)
+    assert (2 * true.weights, 2 * true.gradients, true.buffers) == (full.weights, full.gradients, 0)
+    assert (true.activations or 0) < (half.activations or 0) < (full.activations or 0)
+    checkpoints = [plan(tmp_path, 1, f"precision={name}").checkpoint_bytes or 0 for name in ("fp32", "bf16_true")]
+    assert checkpoints[1] == pytest.approx(checkpoints[0] / 2, rel=0.01)
+
+
 def test_buckets_of_their_own_are_a_second_copy_of_the_gradients(tmp_path: Path) -> None:
     views = plan(tmp_path, 2, "trainer=ddp").fullest
     copies = plan(tmp_path, 2, "trainer=ddp", "gradient_as_bucket_view=false").fullest
@@ -146,9 +161,9 @@ def test_checkpoints_are_as_large_under_every_strategy(tmp_path: Path) -> None:
 def test_early_ranks_of_1f1b_keep_more_activations(tmp_path: Path) -> None:
     made = plan(tmp_path, 4, "trainer=pipeline", "n_microbatches=8", "input_weight=0", "output_weight=0")
     first, second, third, _ = (rank.activations or 0 for rank in made.ranks)
-    assert (first, second, third) == (third * 2, third * 3 // 2, third)
+    assert first - second == second - third > third / 4
     all_at_once = plan(tmp_path, 4, "trainer=pipeline", "n_microbatches=8", "schedule=GPipe")
-    assert all_at_once.ranks[0].activations == 2 * first
+    assert all_at_once.ranks[0].activations == first + 4 * (first - second)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -10,10 +10,18 @@ import typer
 
 from forgather_cli.cli.common import AsJson, Col, human, human_seconds, print_json, print_table
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.cli.summary import Summary, summarize
-from forgather_cli.run_dir import RunDir
+from forgather_cli.errors import ConfigError
+from forgather_cli.runs.find import find_runs
+from forgather_cli.runs.summary import Summary, ordered, summarize_all
 
-app = typer.Typer(cls=Group, help="Tables of what runs have measured.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Tables and pictures of what runs have measured.", no_args_is_help=True)
+
+Runs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...", help="Runs, directories that hold runs, or patterns in quotes.", show_default=False
+    ),
+]
 
 
 @app.callback()
@@ -22,35 +30,95 @@ def _group() -> None: ...
 
 @app.command(cls=Command)
 def summary(
-    run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.", show_default=False)
-    ],
+    run_dirs: Runs,
+    sort: Annotated[
+        str | None, typer.Option("--sort", metavar="NAME", help="Smallest first: eval_loss, loss, time, a setting.")
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Largest first.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for a text in Markdown.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """First, last and best loss, speed and time of runs."""
-    summaries = [summarize(RunDir(path)) for path in run_dirs]
+    """First, last and best loss, speed and time of runs.
+
+    Of several runs the settings that differ are shown too, and a run that has measured
+    nothing is a row with its state. The eval loss to sort by is the best one.
+    """
+    if as_json and markdown:
+        raise ConfigError("--markdown: got --json too; use one of them")
+    if reverse and sort is None:
+        raise ConfigError("--reverse: needs --sort NAME")
+    summaries = summarize_all(find_runs(run_dirs))
+    if sort is not None:
+        summaries = ordered(summaries, sort)
+        summaries = summaries[::-1] if reverse else summaries
     if as_json:
         print_json([asdict(each) for each in summaries])
     else:
-        print_summaries(summaries)
+        print_summaries(summaries, markdown=markdown)
 
 
-def print_summaries(summaries: list[Summary]) -> None:
-    """One row per run."""
+@app.command(cls=Command)
+def plot(
+    run_dirs: Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            help="A .png or .svg; else RUN/plots/metrics.png, of several runs ./plot.png.",
+        ),
+    ] = None,
+    x: Annotated[str, typer.Option("--x", metavar="step|tokens|time", help="What goes to the right.")] = "step",
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", metavar="NAME", help="A panel for this metric alone; repeatable.")
+    ] = None,
+    smooth: Annotated[
+        float, typer.Option("--smooth", metavar="WEIGHT", help="Running mean as in TensorBoard: 0 none, 0.9 much.")
+    ] = 0.0,
+    log_y: Annotated[bool, typer.Option("--log-y", help="Logarithmic axes, where all values are above 0.")] = False,
+    heatmap: Annotated[
+        str | None,
+        typer.Option(
+            "--heatmap",
+            metavar="grad_norms|parameter_norms|spectral",
+            help="Every parameter by steps, as the norm loggers have measured it.",
+        ),
+    ] = None,
+) -> None:
+    """Draw loss, gradient norm, learning rate, throughput and memory of runs.
+
+    Several runs are compared in one picture, named by the settings that differ. Needs
+    matplotlib: pip install 'forgather\\[plot]'.
+    """
+    from forgather_cli.plots import picture
+
+    asked = picture.Asked(x, tuple(metric or ()), smooth, log_y, heatmap)
+    typer.echo(picture.draw(find_runs(run_dirs), asked, out))
+
+
+def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None:
+    """One row per run, below each other for people or as a table in Markdown."""
+    keys = list(dict.fromkeys(key for each in summaries for key in each.settings))
     columns = (
         Col("run"),
+        *(Col(key, right=True, droppable=max(0, n - 2) and n + 4) for n, key in enumerate(keys)),
         Col("step", right=True),
         Col("first", right=True, droppable=4),
         Col("loss", right=True),
         Col("best", right=True, droppable=5),
         Col("eval", right=True),
-        Col("best", right=True),
+        Col("best eval", right=True),
         Col("tokens", right=True, droppable=3),
         Col("tok/s", right=True, droppable=2),
         Col("time", right=True, droppable=1),
         Col("state"),
     )
-    print_table(columns, [(each.run, *_cells(each)) for each in summaries])
+    rows = [(each.run, *(each.settings.get(key, "-") for key in keys), *_cells(each)) for each in summaries]
+    if markdown:
+        _print_markdown(columns, rows)
+    else:
+        print_table(columns, rows)
 
 
 def _cells(each: Summary) -> list[str]:
@@ -58,3 +126,9 @@ def _cells(each: Summary) -> list[str]:
     losses = (each.first_loss, each.last_loss, each.best_loss, each.last_eval_loss, each.best_eval_loss)
     shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
     return [steps, *shown, human(each.tokens), human(each.tokens_per_second), human_seconds(each.seconds), each.state]
+
+
+def _print_markdown(columns: tuple[Col, ...], rows: list[tuple[str, ...]]) -> None:
+    lines = [[column.title for column in columns], ["---:" if column.right else "---" for column in columns]]
+    for line in [*lines, *rows]:
+        print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from forgather_cli.cli.common import Col, human_seconds, print_json, print_table, quoted
-from forgather_cli.cli.summary import summarize
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.orphans import end_with_parent
 from forgather_cli.launch.outcome import DONE, FAILED, STOPPED, read_outcome
 from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import summarize
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

@@ -21,6 +21,8 @@ from forgather_cli.cli.common import (
     print_json,
     print_table,
 )
+from forgather_cli.cli.fit import show_fit
+from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
     from forgather_cli.plan import PlannedStage, RankMemory, RunPlan
@@ -30,6 +32,16 @@ def plan(
     words: Words = None,
     config_dir: ConfigDir = None,
     params: Annotated[bool, typer.Option("--params", help="List every parameter with its optimizer group.")] = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Find the largest micro-batch that memory has room for, and ways to more.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="With --fit: of a device, such as 24GiB; else what is here."),
+    ] = None,
+    confirms: Annotated[
+        bool, typer.Option("--confirm", help="With --fit: try it, a few steps on random tokens in a process apart.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show parameters, steps, operations and memory of a run before it runs.
@@ -37,6 +49,13 @@ def plan(
     Nothing is trained, tokenized or written. The number of tokens is known only
     where the corpus was tokenized before.
     """
+    if fit:
+        if params:
+            raise ConfigError("--params: says nothing to --fit; leave one of them out")
+        show_fit(words, config_dir, memory, confirms=confirms, as_json=as_json)
+        return
+    if memory is not None or confirms:
+        raise ConfigError(f"{'--confirm' if memory is None else '--memory'}: needs --fit")
     loaded = load(words, config_dir)
     from forgather_cli.plan import make_plan
 

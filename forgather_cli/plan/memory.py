@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forgather_cli.config.schema import Config, DDPSettings, FSDP2Settings
-from forgather_cli.plan.parameters import FP32, PlannedParameter, optimizer_bytes, weight_bytes
+from forgather_cli.config.schema import Config, DDPSettings, FSDP2Settings, QATSettings
+from forgather_cli.plan.parameters import FP32, HALF, PlannedParameter, optimizer_bytes, weight_bytes
 
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+HALF_PRODUCTS = ("bf16", "bf16_true", "fp16", "fp8")
+"""Options of ``precision`` whose matrices and activations are half precision, or less."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class RankMemory:
     activations: int | None
     """Estimate."""
     buffers: int = 0
-    """What the strategy holds besides: gathered weights, buckets of gradients. Estimate."""
+    """What the strategy holds besides: gathered weights, half copies of weights, buckets of gradients. Estimate."""
     in_host_memory: int = 0
     """Of the bytes above, those that lie in host memory (cpu_offload)."""
 
@@ -42,12 +44,36 @@ def replicated(
     (``gradient_as_bucket_view``; torch.nn.parallel.DistributedDataParallel's documentation).
     """
     weights = weight_bytes(rows)
-    gradients = FP32 * max(row.numel for row in rows) if config.fuse_optim_with_backward else weights
+    gradients = max(row.width * row.numel for row in rows) if config.fuse_optim_with_backward else weights
     copied = isinstance(config.trainer, DDPSettings) and not config.trainer.gradient_as_bucket_view
-    return [
-        RankMemory(rank, weights, gradients, optimizer_bytes(rows), activations, weights if copied and world > 1 else 0)
-        for rank in range(world)
-    ]
+    buffers = half_copies(config, rows) + (weights if copied and world > 1 else 0)
+    return [RankMemory(rank, weights, gradients, optimizer_bytes(rows), activations, buffers) for rank in range(world)]
+
+
+def half_copies(config: Config, rows: Sequence[PlannedParameter]) -> int:
+    """What autocast keeps of each matrix it multiplies with, from a micro-batch's forward to its backward.
+
+    An embedding is looked up only, unless the head shares it.
+    """
+    if isinstance(config.precision, QATSettings):
+        return rounded_copies(config, rows)
+    if config.precision.type not in ("bf16", "fp16"):
+        return 0
+    tied = not any(row.kind == "head" for row in rows)
+    return HALF * sum(row.numel for row in rows if len(row.shape) == 2 and (row.kind != "embedding" or tied))
+
+
+def rounded_copies(config: Config, rows: Sequence[PlannedParameter]) -> int:
+    """What ``precision=qat`` keeps of each matrix that it rounds, unless it rounds again, in fp32.
+
+    The weight before it was cut off at the largest number, and as it is multiplied; for int4-weight-only two more on
+    the way there (torchao 0.18).
+    """
+    if not isinstance(config.precision, QATSettings) or config.gradient_checkpointing:
+        return 0
+    copies = 4 if config.precision.qat_recipe == "int4-weight-only" else 2
+    matrices = (row.numel for row in rows if row.kind in ("attention", "mlp") and len(row.shape) == 2)
+    return copies * FP32 * sum(matrices)
 
 
 # ------------------------------------------------------------------------------------------------------------- fsdp2
@@ -58,7 +84,7 @@ def sharded(
 ) -> list[RankMemory]:
     """FSDP2: each rank holds a slice of the rows of every parameter; with ``replicate`` several ranks the same."""
     shards = max(1, world // trainer.replicate)
-    buffers = _gathered_bytes(config, trainer, rows)
+    buffers = _gathered_bytes(config, trainer, rows) + rounded_copies(config, rows)
     return [_shard(config, trainer, rows, rank, shards, activations, buffers) for rank in range(world)]
 
 
@@ -72,7 +98,7 @@ def _shard(
     buffers: int,
 ) -> RankMemory:
     """Weights and gradients are padded to equal rows on all ranks (torch 2.13, ``_fsdp_param.py``), moments are not."""
-    padded = {row.name: FP32 * _rows_of(row, shards) * _row_size(row) for row in rows}
+    padded = {row.name: row.width * _rows_of(row, shards) * _row_size(row) for row in rows}
     weights = sum(padded.values())
     fused = max(sum(padded[row.name] for row in unit) for unit in units(rows))
     gradients = fused if config.fuse_optim_with_backward else weights
@@ -106,7 +132,7 @@ def _gathered_bytes(config: Config, trainer: FSDP2Settings, rows: Sequence[Plann
     The unit at work and the one fetched ahead of it, beside the root's (embedding, norm, head), which stays from
     forward to backward; all of them with ``reshard_after_forward=false``.
     """
-    half = config.precision.type == "bf16"
+    half = config.precision.type in HALF_PRODUCTS
     width = _WIDTH[trainer.param_dtype or ("bf16" if half else "fp32")]
     reduced = _WIDTH[trainer.reduce_dtype or "fp32"]
     root, *blocks = ([row.numel for row in unit] for unit in units(rows))

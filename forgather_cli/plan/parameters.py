@@ -14,8 +14,8 @@ from forgather_cli.optim.groups import ParameterRow, describe
 if TYPE_CHECKING:
     from torch import nn
 
-FP32 = 4
-"""Bytes of a weight, a gradient and each number of the optimizer's."""
+FP32, HALF = 4, 2
+"""Bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -23,29 +23,33 @@ class PlannedParameter(ParameterRow):
     """One parameter: how it is trained, and what it belongs to."""
 
     numel: int
+    width: int
+    """Bytes of each number of the weight and its gradient."""
     kind: str
     """embedding, attention, mlp, norm, head or other."""
 
     @property
     def layer(self) -> int | None:
         """Index of its layer; None for what stands before or behind the layers."""
-        found = re.search(r"(?:^|\.)layers\.(\d+)\.", self.name)
+        found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", self.name)
         return int(found[1]) if found else None
 
 
 def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
     """Every parameter, tied ones once, with its optimizer group."""
+    widths = {name: parameter.element_size() for name, parameter in model.named_parameters()}
     described = describe(
         config.optimizer, model.named_parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
     return [
-        PlannedParameter(**vars(row), numel=math.prod(row.shape), kind=_kind(row.name)) for row in described.parameters
+        PlannedParameter(**vars(row), numel=math.prod(row.shape), width=widths[row.name], kind=_kind(row.name))
+        for row in described.parameters
     ]
 
 
 _KINDS = (
-    ("norm", r"norm"),
-    ("embedding", r"embed"),
+    ("norm", r"norm|(^|\.)ln_"),
+    ("embedding", r"embed|(^|\.)w[tp]e\."),
     ("head", r"(^|\.)(lm_)?head\."),
     ("attention", r"attn|attention"),
     ("mlp", r"mlp|feed_forward|ffn"),
@@ -65,7 +69,8 @@ def by_kind(rows: Sequence[PlannedParameter]) -> dict[str, int]:
 
 
 def weight_bytes(rows: Sequence[PlannedParameter]) -> int:
-    return FP32 * sum(row.numel for row in rows)
+    """Of the weights, and of their gradients."""
+    return sum(row.width * row.numel for row in rows)
 
 
 def optimizer_bytes(rows: Sequence[PlannedParameter]) -> int | None:

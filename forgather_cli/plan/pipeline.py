@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forgather_cli.config.pipeline_layout import Stage, stage_layout, stages_per_rank
-from forgather_cli.config.schema import PipelineSettings
+from forgather_cli.config.schema import Config, PipelineSettings
 from forgather_cli.plan.activations import Activations
-from forgather_cli.plan.memory import RankMemory
+from forgather_cli.plan.memory import RankMemory, half_copies
 from forgather_cli.plan.parameters import PlannedParameter, optimizer_bytes, weight_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def described(stages: Sequence[tuple[Stage, list[PlannedParameter]]], total: int
 
 
 def by_rank(
+    config: Config,
     trainer: PipelineSettings,
     stages: Sequence[tuple[Stage, list[PlannedParameter]]],
     world: int,
@@ -77,7 +78,8 @@ def by_rank(
         weights = weight_bytes(held)
         waiting = in_flight(trainer, rank, world)
         kept = None if activations is None else _kept(activations, [stage for stage, _ in own], waiting, tokens)
-        memory.append(RankMemory(rank, weights, weights, optimizer_bytes(held), kept))
+        copies = half_copies(config, held)
+        memory.append(RankMemory(rank, weights, weights, optimizer_bytes(held), kept, copies))
     return memory
 
 

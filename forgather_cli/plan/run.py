@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -67,6 +67,7 @@ class RunPlan:
 
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
+    from forgather_cli.models.pretrained import architecture
     from forgather_cli.trainer.metrics import Flops
 
     world_size = plan_layout(config).world
@@ -82,7 +83,7 @@ def make_plan(config: Config) -> RunPlan:
     stages = pipeline.stages_of(piped, build, rows, world_size) if piped else []
     optimizer = optimizer_bytes(rows)
     return RunPlan(
-        model=type(model).__name__,
+        model=architecture(model),
         vocab_size=vocab_size,
         seq_len=seq_len,
         parameters=rows,
@@ -103,6 +104,19 @@ def make_plan(config: Config) -> RunPlan:
     )
 
 
+def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
+    """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
+    world, seq_len = plan_layout(config).world, _seq_len(config)
+    vocab_size = _cached_counts(config).get("vocab_size") or _vocab_size(config)
+    build = partial(_build, config, vocab_size, seq_len)
+    model = build()
+    rows = parameter_rows(model, config)
+    costs = activations_of(config, getattr(model, "settings", None))
+    trainer = config.trainer
+    stages = pipeline.stages_of(trainer, build, rows, world) if isinstance(trainer, PipelineSettings) else []
+    return lambda micro_batch: _memory(config, rows, stages, world, costs, micro_batch * seq_len)
+
+
 def _batch(config: Config, world: int) -> BatchPlan:
     """A user's strategy is taken for data parallel."""
     if isinstance(config.trainer, PipelineSettings):
@@ -120,7 +134,7 @@ def _memory(
 ) -> list[RankMemory]:
     trainer = config.trainer
     if isinstance(trainer, PipelineSettings):
-        return pipeline.by_rank(trainer, stages, world, costs, tokens // trainer.n_microbatches)
+        return pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
     layers = len({row.layer for row in rows} - {None})
     activations = None if costs is None else costs.of(layers, tokens)
     if isinstance(trainer, FSDP2Settings):
@@ -149,9 +163,14 @@ def _build(config: Config, vocab_size: int, seq_len: int) -> nn.Module:
     import torch
 
     from forgather_cli.models.build import build_model
+    from forgather_cli.models.transform import cast_parameters
+    from forgather_cli.precision import parameter_dtype
 
     with torch.device("meta"):
-        return build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
+        model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
+    if (dtype := parameter_dtype(config.precision)) is not None:
+        cast_parameters(model, dtype)
+    return model
 
 
 def _cached_counts(config: Config) -> dict[str, int | None]:

@@ -1,0 +1,1 @@
+"""Pictures of runs. The only importer of matplotlib, which is an optional package (``forgather[plot]``)."""

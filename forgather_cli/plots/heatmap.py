@@ -1,0 +1,159 @@
+"""Heatmaps of the norm loggers: parameters by steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from forgather_cli.errors import SetupError
+from forgather_cli.plots import style
+from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.differences import labels
+from forgather_cli.runs.records import read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Kind = Literal["grad_norms", "parameter_norms", "spectral"]
+_TITLES = {
+    "grad_norms": "gradient norm of each parameter, after clipping",
+    "parameter_norms": "norm of each parameter",
+    "spectral": "spectral norm of each matrix",
+}
+_ALL_NAMED = 160  # rows, up to which each has its name
+_MAX_RUNS = 4
+_LAYER = re.compile(r"^(.*?layers\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Values of one run: a row for each parameter in the model's order, a column for each step, NaN where missing."""
+
+    run: str
+    names: list[str]
+    steps: list[int]
+    values: list[list[float]]
+
+
+def norms_of(run: RunDir, kind: Kind, name: str) -> Norms:
+    """Read a norm logger's file; steps that were rolled back are left out. Raises SetupError where there is none."""
+    path = run.gradient_norms if kind == "grad_norms" else run.parameter_norms
+    if not path.is_file():
+        callback = "grad_norms" if kind == "grad_norms" else "parameter_norms"
+        raise SetupError(f"{run.root}: has no {path.name}; train with callbacks=full, or '+callbacks.{callback}={{}}'")
+    key = "spectral_norms" if kind == "spectral" else "norms"
+    records = {int(r["step"]): r[key] for r in read_records(path) if r.get(key) and not r.get("abandoned")}
+    if not records:
+        raise SetupError(f"{path}: holds no {key} yet; they are written at evaluations, or as the callback is set")
+    names = list(dict.fromkeys(each for norms in records.values() for each in norms))
+    steps = sorted(records)
+    rows = [[_number(records[step].get(each)) for step in steps] for each in names]
+    return Norms(name, names, steps, rows)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
+    """The figure: runs beside each other with one scale. Call inside ``style.drawing``. Raises SetupError."""
+    from matplotlib.figure import Figure
+
+    if len(runs) > _MAX_RUNS:
+        raise SetupError(f"--heatmap: shows up to {_MAX_RUNS} runs beside each other, got {len(runs)}; name fewer")
+    found = [norms_of(run, kind, name) for run, name in zip(runs, labels(runs), strict=True)]
+    rows = max(len(each.names) for each in found)
+    size = 0.17 if rows <= _ALL_NAMED else 0.075  # inches
+    figure = Figure(figsize=(5.2 + 3.6 * len(found), max(3.2, min(1.6 + size * rows, 40.0))), layout="constrained")
+    places = figure.subplots(1, len(found), squeeze=False)[0]
+    scale = _scale([value for each in found for row in each.values for value in row])
+    for axes, each in zip(places, found, strict=True):
+        mesh = _draw(axes, each, scale)
+        if len(found) > 1:
+            axes.set_title(each.run)
+    for axes in places[1:]:
+        if found[0].names == found[-1].names:
+            axes.tick_params(labelleft=False)
+    bar = figure.colorbar(mesh, ax=list(places), location="top", fraction=0.05, aspect=50, pad=0.01)
+    bar.outline.set_visible(False)
+    _set_ticks(bar.ax, scale)
+    where = f"{runs[0].root}   " if len(runs) == 1 else ""
+    figure.suptitle(f"{where}{_TITLES[kind]}", x=0.01, ha="left")
+    return figure
+
+
+def _scale(values: Sequence[float]) -> Any:
+    """Logarithmic colours, from the smallest positive value; no more than six powers of ten below the largest."""
+    from matplotlib.colors import LogNorm
+
+    positive = sorted(value for value in values if value > 0 and math.isfinite(value))
+    if not positive:
+        return LogNorm(0.1, 1.0)
+    top = positive[-1]
+    bottom = max(positive[0], top * 1e-6)
+    return LogNorm(bottom, top if top > bottom else bottom * 1.1)
+
+
+def _set_ticks(axes: Axes, scale: Any) -> None:
+    """Powers of ten, and of a short scale numbers in between."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    short = scale.vmax < 1000 * scale.vmin
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if short else (1,)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(style.plain))
+
+
+def _draw(axes: Axes, norms: Norms, scale: Any) -> Any:
+    import numpy as np
+    from matplotlib import colormaps
+
+    colours = colormaps["viridis"].with_extremes(bad="#DDDDDD")  # nothing measured, or 0
+    values = np.ma.masked_invalid(np.where(np.array(norms.values) > 0, norms.values, np.nan))
+    mesh = axes.pcolormesh(_edges(norms.steps), range(len(norms.names) + 1), values, norm=scale, cmap=colours,
+                           rasterized=values.size > 5000)  # fmt: skip
+    axes.grid(visible=False)
+    axes.invert_yaxis()
+    axes.set_xlabel("step")
+    axes.spines[:].set_visible(False)
+    _name_rows(axes, norms.names)
+    return mesh
+
+
+def _edges(steps: Sequence[int]) -> list[float]:
+    """Borders of the columns: half way to the neighbours."""
+    if len(steps) == 1:
+        return [steps[0] - 0.5, steps[0] + 0.5]
+    inner = [(a + b) / 2 for a, b in pairwise(steps)]
+    return [steps[0] - (inner[0] - steps[0]), *inner, steps[-1] + (steps[-1] - inner[-1])]
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """The parameters' names; of very many only the layers'. Lines between layers."""
+    layers = [(_LAYER.match(name) or [name, ""])[1] for name in names]
+    borders = [n for n in range(1, len(names)) if layers[n] != layers[n - 1]]
+    for border in borders:
+        axes.axhline(border, color="white", linewidth=0.9)
+    short = _shortened(names)
+    if len(names) <= _ALL_NAMED:
+        axes.set_yticks([n + 0.5 for n in range(len(names))], short)
+        axes.tick_params(axis="y", length=0, labelsize=7.5)
+        return
+    starts = [0, *borders]
+    ends = [*borders, len(names)]
+    told = [(_LAYER.match(f"{short[a]}.") or [short[a], short[a]])[1] if layers[a] else short[a] for a in starts]
+    axes.set_yticks([(a + b) / 2 for a, b in zip(starts, ends, strict=True)], told)
+    axes.tick_params(axis="y", length=0, labelsize=8)
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Without what all share at the end (``.weight``) and the ``model.`` at the beginning."""
+    bare = [re.sub(r"^model\.", "", name) for name in names]
+    if all(name.endswith(".weight") for name in bare):
+        bare = [name.removesuffix(".weight") for name in bare]
+    return bare

@@ -1,0 +1,175 @@
+"""A run's metrics in a few numbers, read from its directory without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from forgather_cli.config.options import did_you_mean
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.launch.job import is_running
+from forgather_cli.launch.outcome import DONE, STOPPED, newest_step, read_outcome
+from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.differences import differing
+from forgather_cli.runs.find import settings_of
+from forgather_cli.runs.records import Record, is_number, read_records, running_time
+
+_HOLDER = re.compile(r"pid (\d+) on (\S+)")  # as ``launch.claim`` writes it
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Losses in nats per token, time in seconds; None where the run has not measured it."""
+
+    run: str
+    state: str
+    """done, stopped (with a checkpoint), ended (by a second signal), failed, running, or unfinished: killed."""
+    reason: str
+    step: int
+    max_steps: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    best_loss: float | None = None
+    first_eval_loss: float | None = None
+    last_eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_eval_step: int | None = None
+    num_evaluations: int = 0
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    """Median over the log records."""
+    seconds: float | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    """Those that differ among the runs looked at together."""
+
+
+def summarize_all(runs: Sequence[RunDir]) -> list[Summary]:
+    """Summaries with the settings in which the runs differ.
+
+    One of several that has no metrics, or broken ones, has its state and the reason; a single one raises SetupError.
+    """
+    if len(runs) == 1:
+        return [summarize(runs[0])]
+    return [replace(_at_least(run), settings=found) for run, found in zip(runs, differing(runs), strict=True)]
+
+
+def _at_least(run: RunDir) -> Summary:
+    try:
+        return summarize(run)
+    except SetupError as error:
+        state, reason = state_of(run)
+        return Summary(str(run.root), state, reason or str(error), newest_step(run), _max_steps(run))
+
+
+def summarize(run: RunDir) -> Summary:
+    """Read a run's metrics. Raises SetupError if there are none."""
+    if not run.root.is_dir():
+        raise SetupError(f"{run.root}: no such directory; give a run's directory")
+    if not run.metrics.exists():
+        raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
+    records = [record for record in read_records(run.metrics) if not record.get("abandoned")]
+    state, reason = state_of(run)
+    return Summary(
+        run=str(run.root),
+        state=state,
+        reason=reason,
+        step=max((int(record.get("step", 0)) for record in records), default=0),
+        max_steps=_max_steps(run),
+        **_losses(records),
+        tokens=_last(records, "total_tokens"),
+        tokens_per_second=_median([float(r["tok_per_sec"]) for r in records if is_number(r.get("tok_per_sec"))]),
+        seconds=_seconds(records),
+    )
+
+
+def state_of(run: RunDir) -> tuple[str, str]:
+    """How a run stands, in one word, and why."""
+    ended = read_outcome(run)
+    if ended is None:
+        return ("running" if _is_held(run) else "unfinished"), ""
+    return {DONE: "done", STOPPED: "stopped"}.get(ended.code, "ended" if ended.code > 128 else "failed"), ended.reason
+
+
+def _is_held(run: RunDir) -> bool:
+    """True if the process that has taken the directory still runs; False if it was on another machine."""
+    try:
+        holder = _HOLDER.match(run.lock.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return False
+    if holder is None or holder[2] != socket.gethostname() or int(holder[1]) == os.getpid():
+        return False
+    return is_running(int(holder[1]))
+
+
+def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
+    """Sorted by a number, smallest first, those without it last; ``tokens_per_second``-like ones are found by field.
+
+    Takes the names of Summary, of the metrics they come from (``eval_loss``, ``loss``), and of differing settings.
+    """
+    settings = {key for each in summaries for key in each.settings}
+    names = [each.name for each in fields(Summary) if each.name not in ("settings", "reason")]
+    name = _SHORT.get(by, by)
+    if name not in names and name not in settings:
+        known = [*names, *_SHORT, *settings]
+        near = did_you_mean(by, known)
+        raise ConfigError(f"--sort: nothing to sort by is called {by!r};{near} Known: {', '.join(sorted(known))}")
+    values = [(getattr(each, name) if name in names else each.settings.get(name), each) for each in summaries]
+    known_ones = [pair for pair in values if pair[0] is not None]
+    return [*(each for _, each in sorted(known_ones, key=lambda pair: _key(pair[0]))),
+            *(each for value, each in values if value is None)]  # fmt: skip
+
+
+_SHORT = {
+    "loss": "last_loss",
+    "eval_loss": "best_eval_loss",
+    "tok_per_sec": "tokens_per_second",
+    "time": "seconds",
+}
+"""Names that people type for those of ``Summary``."""
+
+
+def _key(value: Any) -> tuple[int, float, str]:
+    """Numbers before texts, settings among them by their number."""
+    try:
+        return 0, float(value), ""
+    except ValueError:
+        return 1, 0.0, str(value)
+
+
+def _losses(records: list[Record]) -> dict[str, Any]:
+    train = [float(r["loss"]) for r in records if is_number(r.get("loss"))]
+    evals = [(float(r["eval_loss"]), int(r.get("step", 0))) for r in records if is_number(r.get("eval_loss"))]
+    return {
+        "first_loss": train[0] if train else None,
+        "last_loss": train[-1] if train else None,
+        "best_loss": min(train, default=None),
+        "first_eval_loss": evals[0][0] if evals else None,
+        "last_eval_loss": evals[-1][0] if evals else None,
+        "best_eval_loss": min(evals)[0] if evals else None,
+        "best_eval_step": min(evals)[1] if evals else None,
+        "num_evaluations": len(evals),
+    }
+
+
+def _last(records: list[Record], key: str) -> Any:
+    return next((record[key] for record in reversed(records) if key in record), None)
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _seconds(records: list[Record]) -> float | None:
+    """Time from the first record to the last, without the pauses between a stop and a resume; or what the run says."""
+    told = _last(records, "train_runtime")
+    return float(told) if told is not None else running_time(records)
+
+
+def _max_steps(run: RunDir) -> int | None:
+    """``max_steps`` of the newest start, None if the run counts epochs or its config cannot be read."""
+    steps = settings_of(run).get("max_steps")
+    return int(steps) if isinstance(steps, int) and steps > 0 else None

@@ -1,0 +1,168 @@
+"""``forgather logs summary`` of many runs: what is found, which settings differ, states, order, Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from program import forgather
+
+from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.differences import differing, labels
+from forgather_cli.runs.find import find_runs
+from forgather_cli.runs.records import positions
+from forgather_cli.runs.summary import summarize
+
+
+def make_run(root: Path, losses: list[float], overrides: tuple[str, ...] = (), **settings: Any) -> Path:
+    """A run's files as training leaves them, a record every 10 seconds; dotted settings are ``group__name``."""
+    tree: dict[str, Any] = {"output_dir": str(root), "recipe": "default", "max_steps": 100, "seed": 42}
+    for key, value in settings.items():
+        group, _, name = key.partition("__")
+        if name:
+            tree.setdefault(group, {})[name] = value
+        else:
+            tree[key] = value
+    root.mkdir(parents=True)
+    (root / "config.yaml").write_text(yaml.safe_dump(tree))
+    (root / "origin.yaml").write_text(yaml.safe_dump({"recipe": "default", "overrides": list(overrides)}))
+    records = [
+        {"time": f"2026-01-01T00:{n // 6:02}:{n % 6}0.000+00:00", "step": 10 * (n + 1), "loss": loss,
+         "eval_loss": loss + 1, "total_tokens": 1000 * (n + 1)}
+        for n, loss in enumerate(losses)
+    ]  # fmt: skip
+    if losses:
+        (root / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return root
+
+
+def summaries(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert forgather("logs", "summary", *words, "--json") == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    for rate, losses in ((0.001, [3.0, 2.5]), (0.003, [2.9, 2.0]), (0.0003, [])):
+        make_run(tmp_path / "sweep" / f"lr-{rate}", losses, learning_rate=rate)
+    return tmp_path / "sweep"
+
+
+def test_a_directory_of_runs_is_a_table_with_the_settings_that_differ(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = summaries(capsys, str(sweep))
+    assert [(each["settings"], each["last_loss"], each["state"]) for each in found] == [
+        ({"learning_rate": "0.0003"}, None, "unfinished"),
+        ({"learning_rate": "0.001"}, 2.5, "unfinished"),
+        ({"learning_rate": "0.003"}, 2.0, "unfinished"),
+    ]
+    assert "has no metrics.jsonl" in found[0]["reason"]
+    assert summaries(capsys, str(sweep / "lr-*")) == found  # a pattern that the shell left alone
+    assert forgather("logs", "summary", str(sweep), "--markdown") == 0
+    head, rule, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("| run | learning_rate | step | first | loss |")
+    assert rule.startswith("| --- | ---: |")
+    assert rows[2].split(" | ")[1:5] == ["0.003", "20/100", "2.9000", "2.0000"]
+
+
+def test_runs_are_sorted_by_what_they_measured_or_by_a_setting(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rates(*words: str) -> list[str]:
+        return [each["settings"]["learning_rate"] for each in summaries(capsys, str(sweep), *words)]
+
+    assert rates("--sort", "eval_loss") == ["0.003", "0.001", "0.0003"]  # those without come last
+    assert rates("--sort", "learning_rate") == ["0.0003", "0.001", "0.003"]
+    assert rates("--sort", "learning_rate", "--reverse") == ["0.003", "0.001", "0.0003"]
+    assert forgather("logs", "summary", str(sweep), "--sort", "eval_los") == 2
+    assert "--sort: nothing to sort by is called 'eval_los'; did you mean eval_loss?" in capsys.readouterr().err
+
+
+def test_states_are_those_of_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes = {"done": 0, "failed": 1, "stopped": 75, "ended": 143}
+    for state, code in codes.items():
+        run = make_run(tmp_path / state, [2.0])
+        (run / "exit.json").write_text(json.dumps({"code": code, "reason": state, "step": 10, "time": "now"}))
+    running = make_run(tmp_path / "running", [2.0])
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        (running / ".lock").write_text(f"pid {process.pid} on {socket.gethostname()}\n")
+        states = {Path(each["run"]).name: each["state"] for each in summaries(capsys, str(tmp_path))}
+        process.communicate(b"\n")
+    assert states == {state: state for state in [*codes, "running"]}
+    assert summarize(RunDir(running)).state == "unfinished"
+    make_run(tmp_path / "broken", [2.0]).joinpath("metrics.jsonl").write_text("nothing\n{}\n")
+    [broken] = [each for each in summaries(capsys, str(tmp_path)) if each["run"].endswith("broken")]
+    assert "not a record of metrics" in broken["reason"]
+
+
+def test_what_leads_to_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, said in (
+        ("nowhere", "no such directory"), ("no*", "matches no run"), (".", "has no metrics.jsonl or config.yaml"),
+    ):  # fmt: skip
+        assert forgather("logs", "summary", str(tmp_path / path)) == 2
+        assert said in capsys.readouterr().err
+    assert forgather("logs", "summary", str(tmp_path), "--json", "--markdown") == 2
+    assert "use one of them" in capsys.readouterr().err
+
+
+def test_logs_that_went_to_a_directory_of_their_own_are_found(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [2.0], logging_dir=str(tmp_path / "logs"))
+    (tmp_path / "logs").mkdir()
+    os.rename(run / "metrics.jsonl", tmp_path / "logs/metrics.jsonl")
+    assert summarize(find_runs([run])[0]).last_loss == 2.0
+
+
+# -------------------------------------------------------------------------------------------------------- differences
+
+
+def test_options_are_named_by_their_group_and_what_only_one_has_is_left_out(tmp_path: Path) -> None:
+    runs = [
+        RunDir(make_run(tmp_path / "a", [1.0], trainer__type="single", nproc_per_node="auto")),
+        RunDir(make_run(tmp_path / "b", [1.0], trainer__type="ddp", trainer__bucket_cap_mb=25, nproc_per_node=2)),
+        RunDir(make_run(tmp_path / "c", [1.0], trainer__type="pipeline", trainer__n_microbatches=4, nproc_per_node=2)),
+    ]
+    assert differing(runs) == [{"trainer": "single"}, {"trainer": "ddp"}, {"trainer": "pipeline"}]
+    again = RunDir(
+        make_run(tmp_path / "d", [1.0], trainer__type="pipeline", trainer__n_microbatches=8, nproc_per_node=2)
+    )
+    assert labels([*runs, again]) == [
+        "trainer=single", "trainer=ddp", "trainer=pipeline, n_microbatches=4", "trainer=pipeline, n_microbatches=8",
+    ]  # fmt: skip
+
+
+def test_labels_have_the_fewest_settings_that_tell_runs_apart(tmp_path: Path) -> None:
+    runs = [
+        RunDir(make_run(tmp_path / f"{rate}/{seed}", [1.0], learning_rate=rate, weight_decay=rate * 10, seed=seed))
+        for rate in (0.001, 0.01)
+        for seed in (1, 2)
+    ]
+    assert labels(runs)[0] == "learning_rate=0.001, seed=1"  # weight_decay tells no more
+    alike = [RunDir(make_run(tmp_path / f"{name}/run", [1.0])) for name in ("x", "y")]
+    assert labels(alike) == ["x/run", "y/run"]
+
+
+def test_many_settings_of_an_option_are_named_by_it(tmp_path: Path) -> None:
+    shapes = {"nano": (64, 2, 2), "tiny": (256, 4, 8)}
+    runs = [
+        RunDir(
+            make_run(tmp_path / name, [1.0], (f"model={name}",), model__hidden_size=a, model__layers=b, model__heads=c)
+        )
+        for name, (a, b, c) in shapes.items()
+    ]
+    assert labels(runs) == ["model=nano", "model=tiny"]
+
+
+def test_running_time_leaves_out_the_time_between_a_stop_and_a_resume() -> None:
+    seconds = [0, 10, 20, 3620, 3630]
+    records = [{"time": f"2026-01-01T{s // 3600:02}:{s % 3600 // 60:02}:{s % 60:02}+00:00", "step": s} for s in seconds]
+    assert positions(records, "time") == [0, 10, 20, 30, 40]
+    records = [{"step": 10, "total_tokens": 100}, {"step": 15}, {"step": 20, "total_tokens": 200}, {"step": 20}]
+    assert positions(records, "tokens") == [100, 150, 200, 200]
