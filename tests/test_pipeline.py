@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import ConfigError, DataError, ModelError
 from forgather_cli.loss import Loss, build_loss
 from forgather_cli.models import build as models_build
+from forgather_cli.models import files
 from forgather_cli.models.cache import KVCache
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
@@ -352,23 +354,38 @@ def pretrained_directory(folder: Path, model: Decoder) -> Path:
     return folder
 
 
+class _Noting:
+    """An open file of tensors that notes which of them are read."""
+
+    def __init__(self, tensors: Any, read: set[str]) -> None:
+        self._tensors, self._read = tensors, read
+
+    def keys(self) -> list[str]:
+        return list(self._tensors.keys())
+
+    def get_slice(self, name: str) -> Any:
+        self._read.add(name)
+        return self._tensors.get_slice(name)
+
+
 def loaded_parts(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
     """The tensors this rank reads, and its parameters."""
     read: set[str] = set()
-    shaped = models_build._shaped
+    opened = files.opened
 
-    def noted(tensor: Tensor, name: str, target: Tensor, directory: Path) -> Tensor:
-        read.add(name)
-        return shaped(tensor, name, target, directory)
+    @contextmanager
+    def noting(path: Path) -> Iterator[Any]:
+        with opened(path) as tensors:
+            yield _Noting(tensors, read)
 
-    models_build._shaped = noted
+    files.opened = noting
     try:
         from forgather_cli.strategies.pipeline import Pipeline
 
         pipeline = Pipeline.from_settings(PipelineSettings(), CPU, build_loss(), None)
         pipeline.materialize(Case(tied=True).on_meta, lambda part: models_build.load_pretrained(part, folder))
     finally:
-        models_build._shaped = shaped
+        files.opened = opened
     return read, {n: p.detach() for part in pipeline.parts for n, p in part.named_parameters()}
 
 

@@ -7,7 +7,10 @@ decoder.py     the model
 families.py    which Hugging Face architecture a set of settings is
 init.py        parameters from (seed, name); memory for models built on meta
 pretrained.py  config.json to settings and back
-build.py       an option of the config to a model; weights from safetensors
+files.py       safetensors files of a Hugging Face directory, read by rows
+resize.py      rows for tokens that a model does not have yet
+hf/            any causal language model of the transformers library (model=transformers)
+build.py       an option of the config to a model with weights
 transform.py   activation checkpointing and compilation, block by block
 generate.py    sampling
 """

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
-from forgather_cli.config.schema import DecoderSettings, ModelOption, PretrainedSettings, Target
+from forgather_cli.config.schema import DecoderSettings, ModelOption, PretrainedSettings, Target, TransformersSettings
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
+from forgather_cli.models.files import read_rows, tensor_files
+from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import read_settings
-from forgather_cli.sharding import held_rows, local
+from forgather_cli.models.resize import grown_vocabulary
 from forgather_cli.targets import import_target
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _REMEDY = "by its config.json; mend config.json or save the model again"
 
 
@@ -33,8 +31,61 @@ def build_model(option: ModelOption, *, vocab_size: int, seq_len: int) -> nn.Mod
     if isinstance(option, DecoderSettings):
         return Decoder(resolve_decoder(option, vocab_size=vocab_size, seq_len=seq_len))
     if isinstance(option, PretrainedSettings):
-        return Decoder(resolve_decoder(read_settings(option.path), vocab_size=vocab_size, seq_len=seq_len))
+        settings = read_settings(option.path)
+        grown = grown_vocabulary(option, settings.vocab_size or 0, tokens=vocab_size)
+        settings = dataclasses.replace(settings, vocab_size=grown)
+        return Decoder(resolve_decoder(settings, vocab_size=vocab_size, seq_len=seq_len))
+    if isinstance(option, TransformersSettings):
+        from forgather_cli.models.hf.build import build_causal_lm
+
+        return build_causal_lm(option, vocab_size=vocab_size, seq_len=seq_len)
     return _from_target(option, vocab_size=vocab_size, seq_len=seq_len)
+
+
+def initialize(option: ModelOption, module: nn.Module, seed: int, *, device_generator: bool = False) -> None:
+    """Give the parameters of a model of ``option``, or of a part of one, their first values.
+
+    They are read from the directory where there is one, else drawn from (seed, name), on the CPU or with
+    ``device_generator`` where they live. Raises ModelError.
+    """
+    if isinstance(option, PretrainedSettings):
+        load_pretrained(module, Path(option.path), seed=seed)
+    elif isinstance(option, TransformersSettings):
+        from forgather_cli.models.hf.model import CausalLM
+        from forgather_cli.models.hf.weights import load_causal_lm
+
+        assert isinstance(module, CausalLM)
+        module.draw_all(seed) if option.path is None else load_causal_lm(module, option, seed=seed)
+    else:
+        init_parameters(module, seed, device_generator=device_generator)
+
+
+def directory_option(directory: Path) -> PretrainedSettings | TransformersSettings:
+    """What loads a Hugging Face directory: the own decoder where it has that shape, else the transformers library.
+
+    Raises ModelError where neither can.
+    """
+    try:
+        read_settings(directory)
+    except ModelError as error:
+        if not _names_a_type(directory):
+            raise
+        from forgather_cli.models.hf.library import library
+
+        try:
+            library()
+        except ModelError as missing:
+            raise ModelError(f"{error}; for others {missing}") from error
+        return TransformersSettings(path=str(directory))
+    return PretrainedSettings(path=str(directory))
+
+
+def _names_a_type(directory: Path) -> bool:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and isinstance(config.get("model_type"), str)
 
 
 def _from_target(target: Target, **sizes: int) -> nn.Module:
@@ -47,26 +98,19 @@ def _from_target(target: Target, **sizes: int) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def load_pretrained(module: nn.Module, path: str | Path) -> None:
+def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0) -> None:
     """Copy the weights of a Hugging Face directory into a decoder or a part of one, by name, in the module's dtype.
 
     The directory must hold exactly the tensors of the whole model; one tensor at a time is in memory, of a sharded one
-    the rows this rank holds. Raises ModelError with the missing, extra or wrong-shaped tensors.
+    the rows this rank holds. Rows beyond the directory's vocabulary (``resize_vocabulary``) follow from (seed, name).
+    Raises ModelError with the missing, extra or wrong-shaped tensors.
     """
     directory = Path(path)
-    files = _tensor_files(directory)
+    files = tensor_files(directory)
     settings = read_settings(directory)
     names = _names_in_files(directory, settings, files)
     targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if n in names}
-    by_file: dict[Path, list[str]] = {}
-    for name in targets:
-        by_file.setdefault(files[names[name]], []).append(name)
-    for file, wanted in by_file.items():
-        with _opened(file) as tensors:
-            for name in wanted:
-                rows = _shaped(tensors.get_slice(names[name]), name, targets[name], directory)
-                local(targets[name]).copy_(rows)
+    read_rows(targets, names, files, vocab_size=settings.vocab_size, seed=seed, remedy=_REMEDY)
 
 
 def _names_in_files(directory: Path, settings: DecoderSettings, files: dict[str, Path]) -> dict[str, str]:
@@ -93,50 +137,3 @@ def _some(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     noun = "tensor" if len(names) == 1 else "tensors"
     return f"{len(names)} {noun} ({shown}{', ...' if len(names) > 5 else ''})"
-
-
-def _shaped(stored: Any, name: str, target: Tensor, directory: Path) -> Tensor:
-    """The rows of ``stored``, a slice of a file, that ``target`` holds. Raises ModelError for another shape."""
-    shape = tuple(stored.get_shape())
-    if shape != target.shape:
-        raise ModelError(
-            f"model.path: {name} in {directory} has shape {shape}, expected {tuple(target.shape)} {_REMEDY}"
-        )
-    start, stop = held_rows(target)
-    rows: Tensor = stored[start:stop]
-    return rows
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it. Raises ModelError."""
-    if not directory.is_dir():
-        raise ModelError(f"model.path: no such directory: {directory}")
-    single, index = directory / _WEIGHTS, directory / _INDEX
-    if single.is_file():
-        with _opened(single) as tensors:
-            return dict.fromkeys(tensors.keys(), single)
-    if not index.is_file():
-        raise ModelError(
-            f"model.path: {directory} has neither {_WEIGHTS} nor {_INDEX}; "
-            f"other formats are not read: save the model again with safetensors"
-        )
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path: cannot read {index}: {type(error).__name__}: {error}") from error
-    found: dict[str, Path] = {}
-    for shard in sorted(set(weight_map.values())):
-        with _opened(directory / shard) as tensors:
-            found.update(dict.fromkeys(tensors.keys(), directory / shard))
-    return found
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; damage and absence become ModelError."""
-    try:
-        file = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"model.path: cannot read {path}: {error}") from error
-    with file as tensors:
-        yield tensors

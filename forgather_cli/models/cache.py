@@ -46,6 +46,10 @@ class KVCache:
     def __init__(self) -> None:
         self.length = 0
         """Positions seen so far, padding included."""
+        self.limit: int | None = None
+        """Positions that the model has; None: it computes as many as are asked for. Set by the model."""
+        self.theirs: object = None
+        """What a model of the transformers library keeps instead of ``layer``s."""
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, key: str) -> LayerCache:

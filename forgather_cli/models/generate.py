@@ -34,15 +34,15 @@ def generate(
     generator: Generator | None = None,
     use_cache: bool = True,
     agree: Callable[[Tensor], Tensor] | None = None,
-    on_token: Callable[[Tensor], bool | None] | None = None,
+    on_token: Callable[[Tensor], Tensor | bool | None] | None = None,
 ) -> Tensor:
     """Prompts (B, T), padded on the left where ``attention_mask`` (B, T) is 0, with new tokens: (B, T + n).
 
     n is ``max_new_tokens``, or less once every row has ended; a row that has ended goes on with ``pad_token_id``
     (else its end token). Random numbers come from ``generator`` alone (None: a fresh one, seed 0), so training's are
     not touched. ``agree`` makes a column of tokens (B, 1) that of all ranks, where they generate together. ``on_token``
-    sees each column and ends the generation by returning True. A model that does not fill the cache is given the whole
-    sequence each time. The model's mode (eval) is the caller's business.
+    sees each column; it ends the generation by returning True, and rows by returning which, (B, 1) bool. A model that
+    does not fill the cache is given the whole sequence each time. The model's mode (eval) is the caller's business.
     """
     ids, ends = input_ids, _end_tokens(eos_token_id, input_ids.device)
     generator = generator or Generator().manual_seed(0)
@@ -66,10 +66,26 @@ def generate(
         token = torch.where(done, filler, token.to(ids))
         token = token if agree is None else agree(token)
         ids, real = torch.cat((ids, token), dim=1), torch.cat((real, torch.ones_like(token)), dim=1)
-        done |= torch.isin(token, ends)
-        if (on_token is not None and on_token(token)) or (len(ends) and bool(done.all())):
+        told = None if on_token is None else on_token(token)
+        if len(ends):
+            done |= torch.isin(token, ends)
+        if isinstance(told, Tensor):
+            done |= told.to(done.device)
+        elif told:
             break
+        if (len(ends) or isinstance(told, Tensor)) and bool(done.all()):
+            break
+        if cache is not None and cache.limit is not None and ids.shape[1] > cache.limit:
+            break  # the next position has no embedding
     return ids
+
+
+def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """(input_ids, attention_mask), both (B, T) int64; rows end together, so that all go on at the same position."""
+    length = max(map(len, rows))
+    ids = [[pad_token_id] * (length - len(row)) + row for row in rows]
+    mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)
 
 
 def _end_tokens(eos_token_id: int | Sequence[int] | None, device: torch.device) -> Tensor:
@@ -79,6 +95,8 @@ def _end_tokens(eos_token_id: int | Sequence[int] | None, device: torch.device) 
 
 def _finite(logits: Tensor) -> Tensor:
     """Logits (B, V) that can be sampled: NaN is never chosen, a row without any finite value becomes uniform."""
+    if bool(torch.isfinite(logits.amax(-1)).all()):  # which shows NaN and inf too, in one pass over V
+        return logits
     logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=1e30, neginf=-torch.inf)
     return logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
 

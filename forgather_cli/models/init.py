@@ -69,7 +69,9 @@ def _reset(module: nn.Module, seed: int, on_device: bool) -> None:
     """Let ``reset_parameters`` draw, into full fp32 copies on the CPU or the device, with torch's own generators."""
     real: dict[str, Any] = dict(module._parameters)
     used = {p.device for p in real.values() if p is not None and p.is_cuda} if on_device else set()
-    in_place = on_device and not any(p is not None and is_sharded(p) for p in real.values())
+    # what is sharded or rounded is drawn whole in fp32, so that all layouts get the same numbers
+    drawn_whole = [p for p in real.values() if p is not None and (is_sharded(p) or p.dtype != torch.float32)]
+    in_place = on_device and not drawn_whole
     try:
         if not in_place:
             for key, p in real.items():
@@ -118,9 +120,13 @@ def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
 def reset_buffers(module: nn.Module) -> None:
     """Compute buffers anew after they got fresh memory.
 
-    A module's ``reset_buffers()`` is called where it exists; persistent buffers are else left to ``reset_parameters``.
-    Raises ModelError naming a buffer that nobody fills.
+    A model's ``reset_all_buffers()`` does it for all its modules, else each module's ``reset_buffers()`` where it
+    exists; persistent buffers are else left to ``reset_parameters``. Raises ModelError naming a buffer that nobody
+    fills.
     """
+    if callable(everything := getattr(module, "reset_all_buffers", None)):
+        everything()
+        return
     for path, child in module.named_modules():
         buffers = [name for name, b in child._buffers.items() if b is not None]
         if callable(getattr(child, "reset_buffers", None)):

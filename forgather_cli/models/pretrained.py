@@ -114,7 +114,7 @@ def _model_type(config: dict[str, Any]) -> str:
     if model_type not in FAMILIES or (named and named[0] not in known):
         raise ModelError(
             f"unsupported architecture {named[0] if named else model_type!r}; "
-            f"supported are {', '.join(known)} (model_type {', '.join(FAMILIES)})"
+            f"supported are {', '.join(known)} (model_type {', '.join(FAMILIES)}), others by model=transformers"
         )
     return str(model_type)
 
@@ -254,6 +254,11 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def architecture(model: nn.Module) -> str:
+    """The class of a model; of one that runs a class of the transformers library, that one's."""
+    return type(getattr(model, "theirs", model)).__name__
+
+
 def write_model_files(model: nn.Module, processing_class: Any, directory: Path) -> None:
     """Everything of a Hugging Face directory but the weights: configs where the model has one, tokenizer files.
 
@@ -261,11 +266,14 @@ def write_model_files(model: nn.Module, processing_class: Any, directory: Path) 
     saved through its ``save`` or ``save_pretrained``.
     """
     from forgather_cli.models.decoder import Decoder
+    from forgather_cli.models.hf.model import CausalLM
 
     if isinstance(model, Decoder):
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         write_config(directory, model.settings, **{n: getattr(processing_class, n, None) for n in names}, dtype=dtype)
+    elif isinstance(model, CausalLM):
+        model.save_files(directory, processing_class)
     else:
         for part in (getattr(model, "config", None), getattr(model, "generation_config", None)):
             _saved(part, "save_pretrained", directory)

@@ -1,4 +1,7 @@
-"""Changes to a built model, block by block: activation checkpointing and compilation. Names stay as they are."""
+"""Changes to a built model: the dtype of its parameters; block by block activation checkpointing and compilation.
+
+Names stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,16 @@ def _required_blocks(module: nn.Module, setting: str) -> list[nn.Module]:
             f"set {setting}=false"
         )
     return blocks
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Round floating parameters to ``dtype``, one at a time; tied ones stay tied. Buffers (rotary angles) keep theirs.
+
+    On meta it costs nothing: values are drawn or read later, in fp32 or as they are stored, and rounded once.
+    """
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def apply_activation_checkpointing(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Tag
 
@@ -59,9 +59,27 @@ class PretrainedSettings:
 
     type: Literal["pretrained"] = "pretrained"
     path: str
+    resize_vocabulary: bool = False
+    pad_vocab_to_multiple_of: PositiveInt | None = None  # rows; null: as many as the tokenizer has tokens
+
+
+@settings
+class TransformersSettings:
+    """Any causal language model of the transformers library: from a directory, or fresh from a config."""
+
+    type: Literal["transformers"] = "transformers"
+    path: str | None = None
+    config: dict[str, Any] | str | None = None  # a mapping, or the path of a config.json or of a directory with one
+    attn_implementation: str | None = None  # null: transformers' choice
+    trust_remote_code: bool = False
+    resize_vocabulary: bool = False
+    pad_vocab_to_multiple_of: PositiveInt | None = None
 
 
 ModelOption = Annotated[
-    Annotated[DecoderSettings, Tag("decoder")] | Annotated[PretrainedSettings, Tag("pretrained")] | TargetOption,
+    Annotated[DecoderSettings, Tag("decoder")]
+    | Annotated[PretrainedSettings, Tag("pretrained")]
+    | Annotated[TransformersSettings, Tag("transformers")]
+    | TargetOption,
     by_type,
 ]

@@ -1,0 +1,148 @@
+"""The safetensors files of a Hugging Face directory, read tensor by tensor and row by row."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forgather_cli.errors import ModelError
+from forgather_cli.models.resize import rows_like
+from forgather_cli.sharding import held_rows, local
+
+_log = logging.getLogger(__name__)
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_BLOCK_ROWS = 4096
+_PORTION_BYTES = 1 << 27
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it. Raises ModelError."""
+    if not directory.is_dir():
+        raise ModelError(f"model.path: no such directory: {directory}")
+    single, index = directory / _WEIGHTS, directory / _INDEX
+    if single.is_file():
+        with opened(single) as tensors:
+            return dict.fromkeys(tensors.keys(), single)
+    if not index.is_file():
+        raise ModelError(_without_weights(directory))
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model.path: cannot read {index}: {type(error).__name__}: {error}") from error
+    found: dict[str, Path] = {}
+    for shard in sorted(set(weight_map.values())):
+        with opened(directory / shard) as tensors:
+            found.update(dict.fromkeys(tensors.keys(), directory / shard))
+    return found
+
+
+def _without_weights(directory: Path) -> str:
+    pickles = [name for name in _PICKLES if (directory / name).is_file()]
+    if pickles:
+        return (
+            f"model.path: {directory} has only {pickles[0]}, a pickle, which can run code when it is read; where you "
+            "trust it, convert it with transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
+        )
+    return (
+        f"model.path: {directory} has neither {_WEIGHTS} nor {_INDEX}; "
+        f"other formats are not read: save the model again with safetensors"
+    )
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; damage and absence become ModelError."""
+    try:
+        file = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"model.path: cannot read {path}: {error}") from error
+    with file as tensors:
+        yield tensors
+
+
+@torch.no_grad()
+def read_rows(
+    targets: Mapping[str, Tensor],
+    stored: Mapping[str, str],
+    files: Mapping[str, Path],
+    *,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    remedy: str,
+) -> None:
+    """Copy into each target the rows of it that this rank holds, one tensor at a time, in the target's dtype.
+
+    ``stored``: parameter name -> its name in ``files``. A target may have more rows than the ``vocab_size`` that the
+    file has of it: they become rows for new tokens, by (seed, name). Raises ModelError for other shapes.
+    """
+    for file, wanted in _portions(targets, {name: files[stored[name]] for name in targets}):
+        with opened(file) as tensors:
+            for name in wanted:
+                source, target = tensors.get_slice(stored[name]), targets[name]
+                shape = tuple(source.get_shape())
+                grown = _is_grown(shape, target, vocab_size)
+                if shape != target.shape and not grown:
+                    raise ModelError(
+                        f"model.path: {name} in {file.parent} has shape {shape}, expected {tuple(target.shape)} "
+                        f"{remedy}"
+                    )
+                if grown:
+                    _read_grown(target, source, name=name, seed=seed)
+                else:
+                    start, stop = held_rows(target)
+                    local(target).copy_(source[start:stop])
+
+
+def _portions(targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> Iterator[tuple[Path, list[str]]]:
+    """(file, some of its tensors) until all are named.
+
+    A file is opened anew for each portion: it is mapped (safetensors 0.8), and every page that was read counts as this
+    process's memory until it is closed, the size of the whole model otherwise.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name, file in files.items():
+        by_file.setdefault(file, []).append(name)
+    for file, names in by_file.items():
+        portion: list[str] = []
+        size = 0
+        for name in names:
+            portion.append(name)
+            size += local(targets[name]).nbytes
+            if size > _PORTION_BYTES:
+                yield file, portion
+                portion, size = [], 0
+        if portion:
+            yield file, portion
+
+
+def _is_grown(shape: tuple[int, ...], target: Tensor, vocab_size: int | None) -> bool:
+    """Whether ``target`` is a vocabulary tensor with more rows than its file."""
+    return bool(shape) and shape[0] == vocab_size and target.shape[0] > shape[0] and shape[1:] == target.shape[1:]
+
+
+def _read_grown(target: Tensor, source: Any, *, name: str, seed: int) -> None:
+    """Fill this rank's rows of a grown tensor: old ones from the file, then new ones.
+
+    A rank that holds new rows reads through the whole file's tensor, some thousand rows at a time, for their mean.
+    """
+    rows, (start, stop) = local(target), held_rows(target)
+    old = source.get_shape()[0]
+    if start < old:
+        rows[: min(stop, old) - start].copy_(source[start : min(stop, old)])
+    if stop > old:
+        blocks = (source[first : first + _BLOCK_ROWS] for first in range(0, old, _BLOCK_ROWS))
+        # all of them, of which this rank takes its own: draws depend on how many there are
+        new = rows_like(blocks, target.shape[0] - old, name=name, seed=seed)
+        first = max(start, old)
+        rows[first - start :].copy_(new[first - old : stop - old])
+        _log.info("resize_vocabulary: %s has %d new rows after %d", name, len(new), old)

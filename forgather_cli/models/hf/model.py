@@ -1,0 +1,216 @@
+"""A causal language model of the transformers library behind the calls that strategies, losses and generation make.
+
+Legend: B sequences, T tokens of this call, S positions attended to (T, or more with a cache), V vocabulary,
+E hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather_cli.errors import ModelError
+from forgather_cli.models.cache import KVCache
+from forgather_cli.models.hf.documents import positions_in_documents, requires_isolation
+from forgather_cli.models.hf.init import InitialValues
+from forgather_cli.sharding import fill_local
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+
+
+class CausalLM(nn.Module):
+    """Runs a model class of transformers; has its submodules as its own, under the same names.
+
+    So parameters carry Hugging Face's names in checkpoints and optimizer groups, and what a strategy does to a
+    submodule (sharding, recomputation, compilation) is done to the one that runs. ``twin`` builds the same model on
+    meta, which says how parameters and buffers begin. Raises ModelError for a class with tensors outside of submodules.
+    """
+
+    def __init__(self, theirs: Any, twin: Callable[[], Any]) -> None:
+        super().__init__()
+        own = [*theirs._parameters, *theirs._buffers]
+        if own:
+            raise ModelError(f"model=transformers: {type(theirs).__name__} holds {own[0]} itself, not in a submodule")
+        for name, child in theirs.named_children():
+            self.add_module(name, child)
+        self._theirs = (theirs,)  # in a tuple: not a submodule, its parameters have no second name
+        self._twin = twin
+        self._accepted = frozenset(inspect.signature(theirs.forward).parameters)
+        self._isolates = self._has_plain_head = False
+        self.max_positions = _learned_positions(theirs)
+        """Positions that have an embedding each; None for a model that computes them."""
+
+    @property
+    def theirs(self) -> Any:
+        """The model of the library."""
+        return self._theirs[0]
+
+    @property
+    def config(self) -> Any:
+        """Its config."""
+        return self.theirs.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        rows: int = self.theirs.get_input_embeddings().weight.shape[0]
+        return rows
+
+    @property
+    def head(self) -> nn.Module:
+        """The layer from hidden states to logits. Raises AttributeError where the class has none."""
+        found: nn.Module | None = self.theirs.get_output_embeddings()
+        if not isinstance(found, nn.Linear):
+            raise AttributeError(f"{type(self.theirs).__name__} has no linear output layer")
+        return found
+
+    def active_share(self, name: str) -> float:
+        """The share of a parameter that one token is multiplied with: below 1 for experts, of which it takes some."""
+        config, shape = self.config.get_text_config(), self.get_parameter(name).shape
+        experts = next((n for key in _EXPERTS if (n := getattr(config, key, None))), None)
+        taken = next((n for key in _EXPERTS_PER_TOKEN if (n := getattr(config, key, None))), None)
+        if ".experts." not in name or not experts or not taken or shape[0] != experts:
+            return 1.0
+        return float(taken / experts)
+
+    @torch.no_grad()
+    def reset_all_buffers(self) -> None:
+        """Compute the buffers of all submodules, whose memory is new; persistent ones come with the parameters."""
+        values, persistent = InitialValues(self._twin()), self.state_dict().keys()
+        for name, buffer in self.named_buffers():
+            if name not in persistent:
+                fill_local(buffer, values.of(name, 0))
+
+    def draw_all(self, seed: int) -> None:
+        """Give every parameter its first value: as the class draws it, from a generator seeded by (seed, name).
+
+        One tensor at a time, drawn on the CPU in fp32, is in memory beside the model; of a sharded one this rank keeps
+        its rows. Persistent buffers are filled too. Raises ModelError for one that the class does not initialise.
+        """
+        values = InitialValues(self._twin())
+        seen: set[int] = set()
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                fill_local(tensor, values.of(name, seed))
+
+    def forward(
+        self, input_ids: Tensor, *, last_only: bool = False, cache: KVCache | None = None, **inputs: Any
+    ) -> Tensor:
+        """Logits (B, T, V), or (B, 1, V) of the last position with ``last_only``.
+
+        input_ids (B, T) int64. ``document_ids``, ``attention_mask`` and ``position_ids`` as in ``Decoder.forward``, but
+        positions begin anew in each document; other ``inputs`` go to the class as they are. ``cache`` stays empty where
+        the class keeps none by position.
+        """
+        inputs |= {"logits_to_keep": 1} if last_only and "logits_to_keep" in self._accepted else {}
+        logits: Tensor = self._run(input_ids, cache, **inputs).logits
+        return logits[:, -1:] if last_only else logits
+
+    def hidden_states(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """What ``head`` is applied to, (B, T, E). Raises ModelError if that does not give the logits.
+
+        The class's own forward runs, with the head replaced by a look at its input.
+        """
+        seen: list[Tensor] = []
+        head, probe = self.head, torch.tensor([[[97.0, -31.0]]])
+
+        def look(x: Tensor) -> Tensor:
+            seen.append(x)
+            return probe
+
+        head.forward = look
+        try:
+            logits = self._run(input_ids, None, **inputs).logits
+        finally:
+            del head.forward
+        if not self._has_plain_head:
+            if len(seen) != 1 or not torch.equal(logits, probe):
+                raise ModelError(
+                    f"loss=linear_cross_entropy: {type(self.theirs).__name__} does more to its logits than its output "
+                    "layer does (a soft cap or a scale); set loss=cross_entropy"
+                )
+            self._has_plain_head = True
+        return seen[0]
+
+    def _run(self, input_ids: Tensor, cache: KVCache | None, **inputs: Any) -> Any:
+        past = 0
+        if cache is not None:
+            cache.limit = self.max_positions
+        if cache is not None and self._keeps_positions():
+            past = cache.length
+            cache.theirs = cache.theirs or _fresh_cache(self.config)
+            inputs["past_key_values"] = cache.theirs
+        if "use_cache" in self._accepted:
+            inputs["use_cache"] = "past_key_values" in inputs
+        self.theirs.training = self.training  # its submodules are ours, which the trainer puts into modes itself
+        self._check_length(past + input_ids.shape[1])
+        documents = inputs.pop("document_ids", None)
+        if documents is not None:
+            return self._run_isolated(input_ids, documents, **inputs)
+        mask = inputs.get("attention_mask")
+        if mask is not None and "position_ids" in self._accepted and inputs.get("position_ids") is None:
+            inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + input_ids.shape[1]]
+        out = self.theirs(input_ids=input_ids, **inputs)
+        if cache is not None and "past_key_values" in inputs:
+            cache.length += input_ids.shape[1]
+        return out
+
+    def _run_isolated(self, input_ids: Tensor, documents: Tensor, **inputs: Any) -> Any:
+        """transformers reads borders from positions that begin anew, where it is given no mask."""
+        if "past_key_values" in inputs:
+            raise ValueError("document_ids and cache exclude each other")
+        name = type(self.theirs).__name__
+        if "position_ids" not in self._accepted or getattr(self.theirs, "_is_stateful", False):
+            raise ModelError(
+                f"isolate_documents: {name} cannot keep documents of a sequence apart; set isolate_documents=false"
+            )
+        inputs["position_ids"] = positions_in_documents(documents, inputs.pop("attention_mask", None))
+        if self._isolates:
+            return self.theirs(input_ids=input_ids, **inputs)
+        with requires_isolation(name):
+            out = self.theirs(input_ids=input_ids, **inputs)
+        self._isolates = True
+        return out
+
+    def _keeps_positions(self) -> bool:
+        return "past_key_values" in self._accepted and not getattr(self.theirs, "_is_stateful", False)
+
+    def _check_length(self, length: int) -> None:
+        if self.max_positions is not None and length > self.max_positions:
+            raise ModelError(
+                f"{type(self.theirs).__name__} has {self.max_positions} learned positions, got a sequence of {length} "
+                "tokens; make it shorter"
+            )
+
+    def save_files(self, directory: Path, tokenizer: Any) -> None:
+        """Write config.json and generation_config.json: the class, the dtype, and the tokenizer's special tokens."""
+        config, generation = self.config, getattr(self.theirs, "generation_config", None)
+        config.architectures = [type(self.theirs).__name__]
+        config.dtype = next(self.parameters()).dtype
+        for part in (config, generation):
+            if part is not None:
+                for name in ("bos_token_id", "eos_token_id"):
+                    if getattr(part, name, None) is None and getattr(tokenizer, name, None) is not None:
+                        setattr(part, name, getattr(tokenizer, name))
+                part.save_pretrained(directory)
+
+
+def _fresh_cache(config: Any) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config)
+
+
+def _learned_positions(theirs: Any) -> int | None:
+    """Rows of an embedding of positions less those that no token gets (OPT keeps two)."""
+    limit = getattr(theirs.config.get_text_config(), "max_position_embeddings", None)
+    vocabulary = theirs.get_input_embeddings()
+    rows = [m.num_embeddings for m in theirs.modules() if isinstance(m, nn.Embedding) and m is not vocabulary]
+    return limit if limit is not None and any(limit <= n <= limit + 2 for n in rows) else None

@@ -1,0 +1,285 @@
+"""model=transformers: any causal language model of the library, trained as by hand and alike under every strategy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import CONFIGS, by_hand, fresh, load_theirs, train
+from parity import LAYOUTS, Result, assert_near, assert_parity
+from torch import Tensor
+
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import AdamWSettings, TransformersSettings
+from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.loss import model_logits
+from forgather_cli.models.build import build_model, initialize
+from forgather_cli.models.cache import KVCache
+from forgather_cli.models.generate import generate
+from forgather_cli.models.hf.library import library
+from forgather_cli.models.hf.model import CausalLM
+from forgather_cli.models.init import allocate
+from forgather_cli.optim.groups import describe
+from forgather_cli.run_dir import RunDir
+from forgather_cli.source import load_source
+from forgather_cli.trainer.metrics import Flops
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+V = 257
+
+
+def model_of(option: TransformersSettings, *, vocab_size: int = V, seq_len: int = 16, seed: int = 7) -> CausalLM:
+    """Built on meta and filled, as in a run."""
+    with torch.device("meta"):
+        model = build_model(option, vocab_size=vocab_size, seq_len=seq_len)
+    allocate(model, "cpu")
+    initialize(option, model, seed)
+    assert isinstance(model, CausalLM)
+    return model.eval()
+
+
+def settings_of(model_type: str, **settings: object) -> TransformersSettings:
+    config = load_config(None, ["model=transformers", fresh(model_type)]).config.model
+    assert isinstance(config, TransformersSettings)
+    assert isinstance(config.config, dict)
+    return TransformersSettings(config={**config.config, **settings})
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, V, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """Each model on one device."""
+    folder = tmp_path_factory.mktemp("single")
+    return {name: train(LAYOUTS["single"], ["model=transformers", fresh(name)], folder / name) for name in CONFIGS}
+
+
+def checkpoint(run: Result) -> Path:
+    return RunDir(run.path).checkpoint(RunDir(run.path).checkpoint_steps()[-1]) / "model"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_norms_are_those_of_a_plain_loop(name: str, runs: dict[str, Result]) -> None:
+    run = runs[name]
+    theirs = library().AutoModelForCausalLM.from_config(load_theirs(checkpoint(run)).config)
+    missing, unexpected = theirs.load_state_dict(run.begin, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    losses, norms = by_hand(theirs, run.samples)
+    assert_near(run.losses, losses, "loss")
+    assert_near(run.norms, norms, "gradient norm")
+    ends = load_theirs(checkpoint(run))
+    torch.testing.assert_close(ends(tokens()).logits, theirs.eval()(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("gpt2", "ddp 2"), ("gpt2", "fsdp2 2"), ("qwen3_moe", "fsdp2 2")])
+def test_strategies_agree(name: str, layout: str, runs: dict[str, Result], tmp_path: Path) -> None:
+    found = train(LAYOUTS[layout], ["model=transformers", fresh(name)], tmp_path)
+    for key, value in runs[name].begin.items():
+        assert torch.equal(found.begin[key], value), key
+    assert_parity(found, runs[name])
+
+
+def test_a_checkpoint_goes_on_in_another_layout(runs: dict[str, Result], tmp_path: Path) -> None:
+    model, early = ["model=transformers", fresh("gpt2")], ["callbacks.probe.stop_after=2"]
+    train(LAYOUTS["fsdp2 2"], model, tmp_path, [f"+{early[0]}"])
+    found = train(LAYOUTS["single"], model, tmp_path, resume=True)
+    assert len(found.losses) == 2
+    assert_near(found.losses, runs["gpt2"].losses, "loss")
+
+
+def test_the_own_decoder_learns_the_same_as_their_class(runs: dict[str, Result], tmp_path: Path) -> None:
+    ours = train(LAYOUTS["single"], ["model=nano"], tmp_path / "ours", ["max_steps=1"])
+    path = f"model.path={checkpoint(ours)}"
+    decoder, theirs = (
+        train(LAYOUTS["single"], [f"model={kind}", path], tmp_path / kind) for kind in ("pretrained", "transformers")
+    )
+    assert_parity(theirs, decoder)
+
+
+def test_options_that_change_how_it_runs(runs: dict[str, Result], tmp_path: Path) -> None:
+    settings = ["loss=linear_cross_entropy", "gradient_checkpointing=true", "attn_implementation=eager"]
+    found = train(LAYOUTS["single"], ["model=transformers", fresh("gpt2")], tmp_path, settings)
+    assert_near(found.losses, runs["gpt2"].losses, "loss")
+    assert_near(found.norms, runs["gpt2"].norms, "gradient norm")
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_and_padding_change_nothing(name: str) -> None:
+    model, ids = model_of(settings_of(name)), tokens()
+    with torch.no_grad():
+        whole = model(ids)
+        cache, steps = KVCache(), []
+        for part in (ids[:, :9], *ids[:, 9:].split(1, dim=1)):
+            steps.append(model(part, cache=cache, last_only=True))
+        assert cache.length == 16
+        torch.testing.assert_close(torch.cat(steps, 1), whole[:, 8:], rtol=1e-4, atol=1e-5)
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        padded, alone = model(ids, attention_mask=mask), model(ids[:1, 5:])
+        torch.testing.assert_close(padded[:1, 5:], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3_moe"])
+def test_documents_are_kept_apart(name: str) -> None:
+    model, ids = model_of(settings_of(name)), tokens()
+    documents = torch.tensor([[0] * 6 + [1] * 10, [0] * 16])
+    with torch.no_grad():
+        found = model(ids, document_ids=documents)
+        torch.testing.assert_close(found[:1, 6:], model(ids[:1, 6:]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[1], model(ids)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_class_that_cannot_keep_documents_apart_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"isolate_documents: OPTForCausalLM .* set isolate_documents=false"):
+        model_of(settings_of("opt"))(tokens(), document_ids=torch.zeros_like(tokens()))
+
+
+def test_a_capped_head_is_refused_by_the_fused_loss() -> None:
+    model = model_of(settings_of("gemma2"))
+    with pytest.raises(ModelError, match=r"loss=linear_cross_entropy: Gemma2ForCausalLM does more to its logits"):
+        model.hidden_states(tokens())
+
+
+def test_first_values_depend_on_name_and_seed_alone() -> None:
+    model, shorter = model_of(settings_of("gpt2")), model_of(settings_of("gpt2", n_layer=1))
+    name = "transformer.h.0.attn.c_proj.weight"
+    assert model.get_parameter("transformer.h.0.mlp.c_fc.weight").equal(
+        shorter.get_parameter("transformer.h.0.mlp.c_fc.weight")
+    )
+    assert model.get_parameter(name).std().item() == pytest.approx(0.02 / 2, rel=0.1)  # 1 / sqrt(2 layers), the class's
+    assert not model.get_parameter(name).equal(model_of(settings_of("gpt2"), seed=8).get_parameter(name))
+
+
+def test_generation_ends_where_learned_positions_do() -> None:
+    model = model_of(settings_of("gpt2"))
+
+    def logits(batch: dict[str, Tensor], **options: Any) -> Tensor:
+        return model_logits(model, batch, **options)
+
+    found = generate(logits, tokens(), max_new_tokens=100, do_sample=False)
+    assert found.shape == (2, 33)  # the 33rd token comes from the 32nd position
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel has 32 learned positions, got a sequence of 33 tokens"):
+        model(found)
+
+
+def test_experts_count_by_the_share_that_a_token_takes() -> None:
+    model = model_of(settings_of("qwen3_moe"))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    multiplied = sum(sizes.values()) - sizes["model.embed_tokens.weight"] - experts / 2  # 2 of 4 experts per token
+    assert Flops.of([model]).weights == 6 * multiplied
+
+
+def test_norms_and_embeddings_are_not_decayed() -> None:
+    rows = describe(AdamWSettings(), model_of(settings_of("gpt2")).named_parameters(), lr=1e-3, weight_decay=0.1)
+    decayed = {row.name.split(".", 3)[-1] for row in rows.parameters if row.weight_decay}
+    assert decayed == {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"}
+
+
+# ---------------------------------------------------------------------------------------------------------- directories
+
+
+def test_what_transformers_saves_is_read_by_rows_or_by_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, whole in (("gpt2", False), ("qwen3_moe", True)):
+        theirs = model_of(settings_of(name)).theirs
+        theirs.save_pretrained(tmp_path / name)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            loaded = model_of(TransformersSettings(path=str(tmp_path / name)))
+        assert ("has transformers read them all" in caplog.text) is whole
+        torch.testing.assert_close(loaded(tokens()), theirs(tokens()).logits)
+    theirs = model_of(settings_of("gpt2")).theirs
+    theirs.transformer.save_pretrained(tmp_path / "base")  # without the prefix, as the files of OpenAI's are
+    config = json.loads((tmp_path / "gpt2/config.json").read_text())
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(
+        model_of(TransformersSettings(path=str(tmp_path / "base")))(tokens()), theirs(tokens()).logits
+    )
+
+
+def test_runs_and_foreign_directories_are_sources(runs: dict[str, Result]) -> None:
+    path = checkpoint(runs["gpt2"])
+    source = load_source(runs["gpt2"].path, device="cpu")
+    assert isinstance(source.model, CausalLM)
+    torch.testing.assert_close(source.model(tokens()), load_theirs(path)(tokens()).logits)
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    assert config["eos_token_id"] == 256
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gtp2"}, r"model\.config: transformers \S+ has no model_type 'gtp2'; did you mean gpt2\?"),
+        ({"model_type": "vit"}, r"model_type 'vit' has no causal language model"),
+        (
+            {"model_type": "gpt2", "n_layr": 2},
+            r"model\.config\.n_layr: GPT2Config has no such setting; did you mean n_",
+        ),
+        ({"model_type": "llama", "hidden_size": 33}, r"model\.config: LlamaConfig refused it: .*33"),
+        ({"model_type": "gpt2", "vocab_size": 9}, r"model\.config\.vocab_size: the tokenizer has 257 tokens, got 9"),
+        ({"model_type": "gpt2", "n_positions": 8}, r"data\.seq_len: GPT2LMHeadModel has 8 learned positions .* got 16"),
+        ({"model_type": "bert"}, r"model\.config\.is_decoder: BertLMHeadModel .* sees the tokens"),
+        ("/nowhere", r"model\.config: no such directory: /nowhere; names on the hub are not downloaded"),
+    ],
+)
+def test_configs_that_make_no_model(config: dict[str, object] | str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_of(TransformersSettings(config=config))
+
+
+def test_directories_that_hold_no_model(runs: dict[str, Result], tmp_path: Path) -> None:
+    shutil.copytree(checkpoint(runs["gpt2"]), tmp_path / "a")
+    weights = tmp_path / "a/model.safetensors"
+    weights.rename(tmp_path / "a/pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"only pytorch_model\.bin, a pickle, which can run code .*NEW"):
+        model_of(TransformersSettings(path=str(tmp_path / "a")))
+    shutil.copy(checkpoint(runs["llama"]) / "model.safetensors", weights)
+    with pytest.raises(ModelError, match=r"has \d+ missing keys \(.*by its config\.json"):
+        model_of(TransformersSettings(path=str(tmp_path / "a")))
+
+
+def test_a_missing_package_says_what_to_install(runs: dict[str, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    library.cache_clear()
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "transformers", None)
+        with pytest.raises(ModelError, match=r"model=transformers: needs .* pip install 'forgather\[transformers\]'"):
+            model_of(settings_of("gpt2"))
+        with pytest.raises(ModelError, match=r"unsupported architecture 'GPT2LMHeadModel'.*; for others .*pip install"):
+            load_source(runs["gpt2"].path, device="cpu")
+        assert load_source(runs["llama"].path, device="cpu").step == 4  # a shape of the own decoder needs no package
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"model\.path: model=transformers needs a directory"),
+        (["path=x", "trainer=pipeline"], r"trainer: pipeline cannot cut a model=transformers .* model=pretrained"),
+        (["path=x", "trust_remote_code=true"], r"trust_remote_code: code that lies in a model directory is never run"),
+        (["path=x", "model.config=y"], r"model\.config: model\.path=x has a config\.json, got 'y' besides"),
+        (["model.config={n_layer: 2}"], r"model\.config: names no model_type"),
+        (["model.config={model_type: gpt2}", "resize_vocabulary=true"], r"resize_vocabulary: nothing reads it without"),
+    ],
+)
+def test_settings_that_contradict_each_other(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["model=transformers", *overrides])
