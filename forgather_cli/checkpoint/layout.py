@@ -46,6 +46,10 @@ class TensorSpec:
     def num_bytes(self) -> int:
         return self.num_rows * self.row_bytes
 
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class Piece:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, Sharing, rank_file, shared_file
@@ -16,7 +17,7 @@ from forgather_cli.checkpoint.encoding import decode
 from forgather_cli.checkpoint.gather import on_rank_0, rank_in
 from forgather_cli.checkpoint.manifest import Level, Manifest, NewerFormatError, read_manifest
 from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
-from forgather_cli.checkpoint.tensors import TensorReader
+from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.checkpoint.verify import find_problems
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir
@@ -62,6 +63,10 @@ class Reader:
     def shape(self, name: str, kind: Kind = "model") -> tuple[int, ...]:
         """Full shape of a tensor."""
         return self._file_of(name, kind).specs[name].shape
+
+    def dtype(self, name: str, kind: Kind = "model") -> torch.dtype:
+        """Of a tensor as it is stored."""
+        return dtype_of(self._file_of(name, kind).specs[name])
 
     def read(self, name: str, kind: Kind = "model", start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, in host memory of its own."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ def spec_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec
     return TensorSpec(name, DTYPES[dtype], tuple(shape))
 
 
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Torch's dtype of a tensor in a safetensors file."""
+    return _BY_NAME[spec.dtype]
+
+
 def raw_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous host tensor as uint8, flat, shared."""
     return tensor.detach().reshape(-1).view(torch.uint8)
@@ -53,25 +58,30 @@ def host_copy(tensor: Tensor, into: Tensor | None = None) -> Tensor:
     return target.copy_(tensor.detach(), non_blocking=target.is_pinned())
 
 
-def write_share(
-    directory: Path, plan: Plan, rank: int, rows: Mapping[str, Tensor], check: Check = no_check
-) -> dict[str, list[Range]]:
+class Named(Protocol):
+    """Tensors by name: a dictionary, or what makes each when it is asked for."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+def write_share(directory: Path, plan: Plan, rank: int, rows: Named, check: Check = no_check) -> dict[str, list[Range]]:
     """Write what ``rank`` has to write of a plan's files into ``directory`` and sync it.
 
-    ``rows``: by tensor name the rows that the plan has this rank write, in host memory, contiguous. Returns the ranges
-    by file path.
+    ``rows``: by tensor name the rows that the plan has this rank write, in host memory, contiguous; each is asked for
+    when it is its turn, in the order of the files. Returns the ranges by file path.
     """
     report = {}
     for file in plan.files:
-        parts = [(at, _content(file.header, piece, rows)) for at, piece in plan.parts(file, rank)]
+        parts = plan.parts(file, rank)
         if parts:
             path = directory / file.path
             path.parent.mkdir(exist_ok=True)  # not its parents: where the save was given up, ``directory`` is gone
-            report[file.path] = write_ranges(path, parts, check)
+            contents = ((at, _content(file.header, piece, rows)) for at, piece in parts)
+            report[file.path] = write_ranges(path, contents, check)
     return report
 
 
-def _content(header: bytes, piece: Piece | None, rows: Mapping[str, Tensor]) -> Any:
+def _content(header: bytes, piece: Piece | None, rows: Named) -> Any:
     return header if piece is None else raw_bytes(rows[piece.spec.name]).numpy()
 
 
@@ -87,11 +97,17 @@ def write_index(directory: Path, plan: Plan) -> dict[str, list[Range]]:
 
 def write_model_directory(directory: Path, tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write whole tensors by name as ``model.safetensors``, or shards of ``max_bytes`` with an index."""
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
-    files = plan([pieces], "model", max_bytes)
+    specs = [spec_of(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_share(directory, files, 0, host)
-    write_index(directory, files)
+    write_weights(directory, specs, host, max_bytes)
+
+
+def write_weights(
+    directory: Path, specs: Iterable[TensorSpec], rows: Named, max_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, list[Range]]:
+    """``write_model_directory`` of tensors that need not be in memory together; returns the ranges by file path."""
+    files = plan([[Piece(spec, 0, spec.num_rows) for spec in specs]], "model", max_bytes)
+    return write_share(directory, files, 0, rows) | write_index(directory, files)
 
 
 def whole(name: str, tensor: Tensor) -> Piece:

@@ -1,4 +1,4 @@
-"""``forgather checkpoint``: look at checkpoints and check them. No torch here."""
+"""``forgather checkpoint``: look at checkpoints, check and mend them. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.cli.average import average
 from forgather_cli.cli.common import AsJson, Col, human_bytes, print_facts, print_json, print_table
+from forgather_cli.cli.edit import edit
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from forgather_cli.checkpoint.manifest import Manifest
     from forgather_cli.checkpoint.retention import CheckpointInfo
 
-app = typer.Typer(cls=Group, help="Look at checkpoints and check them.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Look at checkpoints and mend them.", no_args_is_help=True)
 
 Source = Annotated[
     Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run for its newest one.", show_default=False)
@@ -199,3 +201,7 @@ def _problems(path: Path) -> list[str]:
         raise
     except CheckpointError as error:
         return [str(error)]
+
+
+app.command("average", cls=Command)(average)
+app.command("edit", cls=Command)(edit)

@@ -1,0 +1,227 @@
+"""The mean of several models' weights, tensor by tensor: memory does not grow with their number.
+
+Averaging the last checkpoints of a run with a high learning rate lowers the loss much as a decay would: Izmailov et al.
+2018, arXiv:1803.05407; Sanyal et al. 2023, arXiv:2306.03241.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import forgather_cli
+from forgather_cli.checkpoint.load import Reader, healthy_ones
+from forgather_cli.checkpoint.manifest import NAME
+from forgather_cli.checkpoint.new_directory import check_absent, new_directory
+from forgather_cli.checkpoint.tensors import dtype_of, write_weights
+from forgather_cli.checkpoint.weights import Weights
+from forgather_cli.errors import CheckpointError, ConfigError, SetupError
+from forgather_cli.run_dir import RunDir, run_of
+
+log = logging.getLogger(__name__)
+
+PROVENANCE = "provenance.json"
+"""The file of an average that says what it is the mean of."""
+_BLOCK_NUMBERS = 1 << 22
+_NOT_COMPARED = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the models that are averaged."""
+
+    path: Path
+    """As it was named."""
+    directory: Path
+    """Where its model files are."""
+    weights: Weights
+    reader: Reader | None
+    """None for a model directory."""
+
+    def description(self) -> dict[str, Any]:
+        """For the provenance."""
+        if self.reader is None:
+            return {"path": str(self.path.resolve())}
+        run, manifest = run_of(self.path), self.reader.manifest
+        return {
+            "path": str(self.path.resolve()),
+            "step": self.reader.step,
+            "run": None if run is None else str(run.root),
+            "saved": manifest.created,
+            "metrics": dict(manifest.metrics),
+        }
+
+
+def average_models(sources: Sequence[Path], out: Path, *, verified: bool = False) -> None:
+    """Write the mean of checkpoints (or model directories) as the model directory ``out``, which must not exist.
+
+    Sums are made in fp32 (fp64 for fp64), results have the sources' dtype; what is not a floating number is that of the
+    last source. Config and tokenizer are the last one's; ``provenance.json`` names all. Every byte of a checkpoint is
+    verified first, unless it is ``verified``. Raises ConfigError for fewer than two sources, CheckpointError where they
+    differ in tensors, config or tokenizer, SetupError where ``out`` exists or cannot be written.
+    """
+    check_absent(out)
+    if len(sources) < 2:
+        raise ConfigError(f"an average needs two models or more, got {len(sources)}; name more checkpoints")
+    members = [_opened(Path(source), verified) for source in sources]
+    for other in members[1:]:
+        check_alike(members[0], other)
+    mean = _Mean([member.weights for member in members])
+    specs = members[-1].weights.specs()
+    with new_directory(out, sum(spec.num_bytes for spec in specs.values())) as directory:
+        _copy_files(members[-1].directory, directory)
+        write_weights(directory, specs.values(), mean)
+        document = {**_versions(), "sources": [member.description() for member in members]}
+        (directory / PROVENANCE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def last_checkpoints(run: RunDir, count: int) -> list[Path]:
+    """The run's newest ``count`` healthy whole checkpoints, every byte read, oldest first; fewer where it has fewer.
+
+    A damaged one is left out with a warning.
+    """
+    found: list[Path] = []
+    for reader in healthy_ones(run):
+        if len(found) == count:
+            break
+        try:
+            reader.verify()
+        except CheckpointError as error:
+            log.warning("%s; it is left out", error)
+            continue
+        found.append(reader.path)
+    return found[::-1]
+
+
+def enough_of(run: RunDir, found: list[Path], wanted: int, setting: str, say: Callable[[str], None]) -> None:
+    """Say that fewer checkpoints are kept than were asked for. Raises SetupError for fewer than two."""
+    if len(found) < 2:
+        raise SetupError(
+            f"{setting}: {run.root} has {len(found)} healthy checkpoint{'s' * (len(found) != 1)}, an average needs 2 "
+            "or more; keep more with save_total_limit"
+        )
+    if len(found) < wanted:
+        say(f"{run.root} keeps {len(found)} healthy checkpoints (save_total_limit), {wanted} were asked for")
+
+
+def _opened(source: Path, verified: bool) -> Member:
+    if (source / NAME).is_file():
+        reader = Reader(source)
+        if not verified:
+            reader.verify()
+        return Member(source, source / "model", Weights(source / "model"), reader)
+    if (source / "checkpoints").is_dir():
+        raise CheckpointError(
+            f"{source}: is a run; name its checkpoints, {source}/checkpoints/step-..., or use --last K {source}"
+        )
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: no such directory; give checkpoints or model directories")
+    return Member(source, source, Weights(source), None)
+
+
+# ------------------------------------------------------------------------------------------------------- comparisons
+
+
+def check_alike(first: Member, other: Member) -> None:
+    """Raise CheckpointError, naming the first difference, unless the mean of two models means something."""
+    problem = _other_tensors(first, other) or _other_config(first, other) or _other_tokenizer(first, other)
+    if problem:
+        raise CheckpointError(f"{other.path}: cannot be averaged with {first.path}: {problem}")
+
+
+def _other_tensors(first: Member, other: Member) -> str | None:
+    before, now = first.weights.specs(), other.weights.specs()
+    if lacking := sorted(before.keys() - now.keys()):
+        return f"it has no tensor {lacking[0]}"
+    if extra := sorted(now.keys() - before.keys()):
+        return f"it has a tensor {extra[0]} that the other lacks"
+    for name, spec in now.items():
+        if spec.shape != before[name].shape:
+            return f"{name} has shape {list(spec.shape)} here, {list(before[name].shape)} there"
+        if spec.dtype != before[name].dtype:
+            return f"{name} is {spec.dtype} here, {before[name].dtype} there"
+    return None
+
+
+def _other_config(first: Member, other: Member) -> str | None:
+    before, now = (_json(member.directory / "config.json") for member in (first, other))
+    for key in sorted(before.keys() | now.keys()):
+        if key not in _NOT_COMPARED and before.get(key) != now.get(key):
+            return f"config.json has {key}={now.get(key)!r} here, {before.get(key)!r} there"
+    return None
+
+
+def _other_tokenizer(first: Member, other: Member) -> str | None:
+    files = [member.directory / "tokenizer.json" for member in (first, other)]
+    contents = [file.read_bytes() if file.is_file() else None for file in files]
+    return "its tokenizer is another one (tokenizer.json differs)" if contents[0] != contents[1] else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    return found if isinstance(found, dict) else {}
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+class _Mean:
+    """Means by name, made when they are asked for. Memory: the mean, and two blocks of rows in fp32."""
+
+    def __init__(self, models: Sequence[Weights]) -> None:
+        self._models = models
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec = self._models[-1].spec(name)
+        dtype = dtype_of(spec)
+        if not dtype.is_floating_point or not spec.shape:
+            return self._rows(name, dtype, 0, 1)
+        mean = torch.empty(spec.shape, dtype=dtype)
+        step = max(1, _BLOCK_NUMBERS // max(1, spec.num_elements // max(1, spec.num_rows)))
+        for start in range(0, spec.num_rows, step):
+            stop = min(start + step, spec.num_rows)
+            mean[start:stop] = self._rows(name, dtype, start, stop)
+        return mean
+
+    def _rows(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        if not dtype.is_floating_point:
+            return self._models[-1].read(name)
+        wide = torch.promote_types(dtype, torch.float32)
+        total = self._models[0].read(name, start, stop).to(wide)
+        for model in self._models[1:]:
+            total += model.read(name, start, stop).to(wide)
+        return (total / len(self._models)).to(dtype)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Config, tokenizer and what else is not weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        elif not path.name.endswith(_WEIGHTS) and path.name not in (PROVENANCE, "README.md", "finalize_report.json"):
+            shutil.copyfile(path, target / path.name)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "kind": "average",
+        "method": "mean in fp32, in the sources' dtype",
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "forgather": forgather_cli.__version__,
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,139 @@
+"""``forgather finalize``: from a checkpoint to a model that other tools load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from forgather_cli.cli.common import AsJson, console, human, human_bytes, only_json, print_facts, print_json
+from forgather_cli.cli.source import SourcePath, check_source
+from forgather_cli.config.schema import QuantizeRecipe
+from forgather_cli.errors import ConfigError
+from forgather_cli.finalize.options import DtypeName, FinalizeOptions
+
+_RECIPES: tuple[str, ...] = get_args(QuantizeRecipe)
+_DTYPES: tuple[str, ...] = get_args(DtypeName)
+
+
+def finalize(
+    source: SourcePath,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="A directory that does not exist.", show_default=False)],
+    best: Annotated[bool, typer.Option("--best", help="The run's best checkpoint instead of its newest.")] = False,
+    average: Annotated[
+        int | None, typer.Option(metavar="K", help="The mean of the run's last K checkpoints.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="fp32, bf16 or fp16; else as the source.", show_default=False)
+    ] = None,
+    add_tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Tokens to add, special ones: one a line, or a JSON list of tokens and of objects "
+            '{"token": ..., "special": false}.',
+            show_default=False,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A Jinja chat template.", show_default=False)
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help=f"{', '.join(_RECIPES)}.", show_default=False)
+    ] = None,
+    max_divergence: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Largest difference of a logit (1e-4); with --quantize largest ratio of the perplexities (1.10).",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text to compare on, instead of the run's evaluation split or a built-in text.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a model directory that other tools load, and prove it.
+
+    SOURCE's files are verified; weights, tokenizer, configs and a README with the lineage are written beside DEST;
+    then the result is loaded from disk and compared with the source. Only what passes gets the name DEST; whatever
+    goes wrong leaves nothing behind.
+    """
+    options = _options(
+        best=best,
+        average=average,
+        dtype=dtype,
+        add_tokens=add_tokens,
+        chat_template=chat_template,
+        quantize=quantize,
+        max_divergence=max_divergence,
+        text=text,
+    )
+    check_source(source)
+    with only_json(as_json):
+        from forgather_cli.finalize import run
+
+        screen = console(stderr=True)
+        if dry_run:
+            report = run.describe(run.prepare(source, dest, options, screen.print))
+        else:
+            report = run.finalize(source, dest, options, screen.print)
+    if as_json:
+        print_json(report)
+    else:
+        print_facts(_facts(report))
+        typer.echo(f"{dest}: nothing was written (--dry-run)" if dry_run else str(dest))
+
+
+def _options(*, dtype: str | None, quantize: str | None, **others: Any) -> FinalizeOptions:
+    """Raises ConfigError."""
+    problems = []
+    if dtype is not None and dtype not in _DTYPES:
+        problems.append(f"--dtype: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, got {dtype!r}")
+    if quantize is not None and quantize not in _RECIPES:
+        problems.append(f"--quantize: must be one of {', '.join(_RECIPES)}, got {quantize!r}")
+    if problems:
+        raise ConfigError(problems)
+    return FinalizeOptions(dtype=dtype, quantize=quantize, **others)  # type: ignore[arg-type]
+
+
+def _facts(report: dict[str, Any]) -> dict[str, str]:
+    source, model = report["source"], report["model"]
+    facts = {"source": source["path"] + (f", {source['strategy']}" if source.get("strategy") else "")}
+    if source.get("members"):
+        facts["mean of"] = f"{len(source['members'])} checkpoints"
+    how = f", {report['quantization']}" if report["quantization"] else ""
+    facts["model"] = f"{model['architecture']}, {human(model['parameters'])} parameters, {model['dtype']}{how}"
+    facts["vocabulary"] = f"{model['vocab_size']:,} tokens" + _added(report["added_tokens"])
+    if "proof" not in report:
+        return {**facts, "size": human_bytes(report["bytes"])}
+    stop = ", ".join(f"{token['token']} ({token['id']})" for token in report["stop_tokens"])
+    size = sum(entry["bytes"] for entry in report["files"].values())
+    return {**facts, "stop tokens": stop or "none", **_proof(report["proof"]), "size": human_bytes(size)}
+
+
+def _added(tokens: list[dict[str, Any]]) -> str:
+    if not tokens:
+        return ""
+    shown = ", ".join(token["token"] for token in tokens[:5]) + (", ..." if len(tokens) > 5 else "")
+    return f", {len(tokens)} of them new ({shown})"
+
+
+def _proof(proof: dict[str, Any]) -> dict[str, str]:
+    on_logits = proof["bound_on"] == "max_logit_difference"
+    bounds = [f" (bound {proof['bound']:g})" if here else "" for here in (on_logits, not on_logits)]
+    perplexities = f"{proof['perplexity_source']:.6g} source, {proof['perplexity_result']:.6g} result"
+    shared = f", over the {proof['vocabulary_compared']:,} tokens of the source" if proof["vocabulary_grew"] else ""
+    return {
+        "compared": f"{proof['tokens']:,} tokens of {proof['sample']}, result loaded through {proof['loaded_through']}",
+        "logits": f"differ by at most {proof['max_logit_difference']:.3g} from {proof['compared_with']}{bounds[0]}",
+        "perplexity": f"{perplexities}, ratio {proof['perplexity_ratio']:.5f}{bounds[1]}{shared}",
+    }

@@ -1,0 +1,84 @@
+"""README.md of a finalized model: a model card with its lineage, for people and for model hubs.
+
+Format of the front matter: https://huggingface.co/docs/hub/model-cards (YAML between two lines of dashes).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def model_card(report: Mapping[str, Any], name: str) -> str:
+    """The text of README.md from a report."""
+    return "\n\n".join([_front_matter(), f"# {name}", _summary(report), _use(report), _lineage(report), _files(report)])
+
+
+def _front_matter() -> str:
+    """Without a license: only who trained it can choose one."""
+    return "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- forgather\n---"
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    model, proof = report["model"], report["proof"]
+    how = f", quantized with {report['quantization']}" if report["quantization"] else ""
+    lines = [
+        f"{model['architecture']}, {model['parameters']:,} parameters in {model['dtype']}{how}, a vocabulary of "
+        f"{model['vocab_size']:,} tokens. Made with Forgather {report['versions']['forgather']}.",
+        "",
+        "| | source | this model |",
+        "|---|---|---|",
+        f"| perplexity on {proof['tokens']:,} tokens ({proof['sample']}) | {proof['perplexity_source']:.5g} | "
+        f"{proof['perplexity_result']:.5g} |",
+        "",
+        f"Largest difference of a logit from {proof['compared_with']}: {proof['max_logit_difference']:.2g}."
+        if report["quantization"] is None
+        else f"Perplexity ratio: {proof['perplexity_ratio']:.4f}.",
+    ]
+    return "\n".join(lines)
+
+
+def _use(report: Mapping[str, Any]) -> str:
+    extra = "\nThe weights are quantized: loading needs `torchao`.\n" if report["quantization"] else ""
+    stop = ", ".join(f"`{token['token']}` ({token['id']})" for token in report["stop_tokens"]) or "none"
+    return (
+        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n{extra}\nA text ends at: {stop}.'
+    )
+
+
+def _lineage(report: Mapping[str, Any]) -> str:
+    source = report["source"]
+    rows = {"made from": f"{source['kind']} `{source['path']}`"}
+    for key in ("run", "step", "saved", "strategy", "world_size", "manifest_sha256"):
+        if source.get(key) is not None:
+            rows[key.replace("_", " ")] = f"{source[key]}"
+    for key in ("metrics", "data", "training", "made_from"):
+        if source.get(key):
+            rows[key.replace("_", " ")] = f"`{_one_line(source[key])}`"
+    if source.get("members"):
+        rows["mean of"] = "<br>".join(f"`{member}`" for member in source["members"])
+    rows["trained with"] = _versions(source.get("versions", {}))
+    rows["finalized with"] = _versions(report["versions"])
+    rows["finalized"] = report["created"]
+    table = [f"| {key} | {_cell(value)} |" for key, value in rows.items() if value]
+    return "\n".join(["## Lineage", "", "| | |", "|---|---|", *table])
+
+
+def _files(report: Mapping[str, Any]) -> str:
+    rows = [f"| {name} | {entry['bytes']:,} | `{entry['sha256']}` |" for name, entry in report["files"].items()]
+    return "\n".join(["## Files", "", "| file | bytes | SHA-256 |", "|---|---|---|", *rows]) + "\n"
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _one_line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,54 @@
+"""What ``forgather finalize`` is asked for. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from forgather_cli.config.schema import QuantizeRecipe
+from forgather_cli.errors import ConfigError
+
+DtypeName = Literal["fp32", "bf16", "fp16"]
+LOGIT_BOUND = 1e-4
+"""How far a logit of an unquantized result may be from the source's."""
+PERPLEXITY_BOUND = 1.10
+"""How many times the source's perplexity a quantized result may have."""
+
+
+@dataclass(frozen=True)
+class FinalizeOptions:
+    """The options of the command; None: not given."""
+
+    best: bool = False
+    average: int | None = None
+    dtype: DtypeName | None = None
+    add_tokens: Path | None = None
+    chat_template: Path | None = None
+    quantize: QuantizeRecipe | None = None
+    max_divergence: float | None = None
+    text: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError with all that contradicts itself."""
+        problems = []
+        if self.best and self.average is not None:
+            problems.append("--best: excludes --average; leave one out")
+        if self.average is not None and self.average < 2:
+            problems.append(f"--average: must be 2 or more, got {self.average}")
+        if self.max_divergence is not None and not self.max_divergence > 0:
+            problems.append(f"--max-divergence: must be above 0, got {self.max_divergence:g}")
+        elif self.quantize is not None and self.max_divergence is not None and self.max_divergence < 1:
+            problems.append(
+                f"--max-divergence: with --quantize it is the largest ratio of the perplexities, so at least 1, got "
+                f"{self.max_divergence:g}"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def bound(self) -> float:
+        """Of the largest logit difference; with ``quantize`` of the ratio of the perplexities."""
+        if self.max_divergence is not None:
+            return self.max_divergence
+        return LOGIT_BOUND if self.quantize is None else PERPLEXITY_BOUND

@@ -1,0 +1,261 @@
+"""The proof: the result, loaded from disk as others will load it, computes what the source computes.
+
+Both models compute in fp32 with the weights as they are stored, so that what is compared is the weights and not the
+rounding of two implementations. One model is in memory at a time; of the source the logits of a bounded sample stay.
+
+Legend: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgather_cli.distributed import pick_device
+from forgather_cli.errors import ModelError, ProofError
+from forgather_cli.finalize.options import FinalizeOptions
+from forgather_cli.finalize.sample import Sample
+from forgather_cli.loss import IGNORED, model_logits, shifted
+from forgather_cli.precision.package import quiet
+from forgather_cli.source import Located, load_located
+
+_MAX_KEPT = 1 << 23
+"""Logits of the source that are kept, fp32: 32 MiB."""
+_CHUNK = 64  # tokens whose probabilities are in memory at a time
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model makes of a sample."""
+
+    loss: float
+    """Mean over targets, nats; over the tokens that both models know."""
+    num_targets: int
+    logits: tuple[Tensor, ...]
+    """Of each sequence's first tokens (T, V), fp32 on the CPU, as many as were to be kept."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0)) if math.isfinite(self.loss) else self.loss
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The source on the sample, as it is and with its weights rounded to the result's dtype."""
+
+    exact: Measured
+    rounded: Measured | None
+    """None where the dtype stays."""
+    vocab: int
+    """Tokens that source and result share."""
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure_source(found: Located, sample: Sample, vocab: int, rounding: torch.dtype | None) -> Reference:
+    """Load the source in the dtype of its files, and let it go again."""
+    source = load_located(found, dtype=None)
+    exact = _measured(source.model, sample, vocab, source.device)
+    rounded = None
+    if rounding is not None:
+        rounded = _measured(source.model, sample, vocab, source.device, rounding)
+    del source
+    gc.collect()
+    return Reference(exact, rounded, vocab)
+
+
+def _measured(
+    model: nn.Module, sample: Sample, vocab: int, device: torch.device, rounding: torch.dtype | None = None
+) -> Measured:
+    kept: list[Tensor] = []
+    room = _MAX_KEPT // vocab
+
+    def keep(logits: Tensor) -> None:
+        nonlocal room
+        kept.append(logits[:room].float().cpu().clone())
+        room -= len(kept[-1])
+
+    with in_fp32(model, rounding):
+        loss, count = _pass(model, sample, vocab, device, keep)
+    return Measured(loss, count, tuple(kept))
+
+
+@torch.no_grad()
+def _pass(
+    model: nn.Module, sample: Sample, vocab: int, device: torch.device, look: Callable[[Tensor], None]
+) -> tuple[float, int]:
+    """(mean loss, targets); ``look`` gets the logits (T, V) of each sequence in turn."""
+    total, count = 0.0, 0
+    for ids, labels in sample.sequences:
+        logits = model_logits(model, {"input_ids": ids.to(device)})[0, :, :vocab]
+        targets = shifted(labels).to(device)
+        for some, wanted in zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
+            total += float(F.cross_entropy(some.float(), wanted, ignore_index=IGNORED, reduction="sum"))
+        count += int((targets != IGNORED).sum())
+        look(logits)
+    return total / max(count, 1), count
+
+
+@contextlib.contextmanager
+def in_fp32(model: nn.Module, rounding: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, each module computes with fp32 copies of its own weights, made when it runs and dropped when it is done.
+
+    ``rounding``: the copies are of the weights rounded to that dtype first.
+    """
+    handles = []
+    for module in model.modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
+        if own and (rounding is not None or any(p.dtype != torch.float32 for p in own.values())):
+            handles.append(module.register_forward_pre_hook(_Widen(own, rounding)))
+            handles.append(module.register_forward_hook(_Restore(own), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Widen:
+    def __init__(self, own: dict[str, nn.Parameter], rounding: torch.dtype | None) -> None:
+        self._own, self._rounding = own, rounding
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        for name, stored in self._own.items():
+            rounded = stored.detach() if self._rounding is None else stored.detach().to(self._rounding)
+            module._parameters[name] = nn.Parameter(rounded.float(), requires_grad=False)
+
+
+class _Restore:
+    def __init__(self, own: dict[str, nn.Parameter]) -> None:
+        self._own = own
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        module._parameters.update(self._own)
+
+
+# ---------------------------------------------------------------------------------------------------------- comparing
+
+
+def compare_result(directory: Path, reference: Reference, sample: Sample, options: FinalizeOptions) -> dict[str, Any]:
+    """Load the result and compare it; the proof for the report. Raises ProofError beyond the bound."""
+    model, device, through = load_result(directory)
+    expected = reference.rounded or reference.exact
+    difference = _Difference(expected.logits)
+    with in_fp32(model) if options.quantize is None else contextlib.nullcontext():
+        loss, count = _pass(model, sample, reference.vocab, device, difference)
+    del model
+    gc.collect()
+    result = Measured(loss, count, ())
+    proof = {
+        "sample": sample.origin,
+        "tokens": sample.num_tokens,
+        "targets": count,
+        "loaded_through": through,
+        "vocabulary_compared": reference.vocab,
+        "compared_with": _compared(reference, options),
+        "max_logit_difference": difference.largest,
+        "logits_compared": difference.compared,
+        "same_best_token": difference.agreement,
+        "perplexity_source": reference.exact.perplexity,
+        "perplexity_result": result.perplexity,
+        "perplexity_ratio": math.exp(min(result.loss - reference.exact.loss, 700.0)),
+        "bound": options.bound,
+        "bound_on": "max_logit_difference" if options.quantize is None else "perplexity_ratio",
+    }
+    _judge(proof, directory)
+    return proof
+
+
+def _compared(reference: Reference, options: FinalizeOptions) -> str:
+    if reference.rounded is not None:
+        return f"the source with its weights rounded to {options.dtype}"
+    return "the source"
+
+
+def _judge(proof: dict[str, Any], directory: Path) -> None:
+    on = proof["bound_on"]
+    if not math.isfinite(proof["perplexity_source"]):
+        raise ProofError("the source's loss is not finite, so there is nothing to keep to; finalize another checkpoint")
+    if proof[on] <= proof["bound"] and math.isfinite(proof["perplexity_result"]):
+        return
+    what = {
+        "max_logit_difference": f"a logit differs by {proof[on]:.3g} from {proof['compared_with']}",
+        "perplexity_ratio": f"the perplexity is {proof[on]:.4g} times the source's "
+        f"({proof['perplexity_result']:.5g} for {proof['perplexity_source']:.5g})",
+    }[on]
+    raise ProofError(
+        f"the result is not the source's model: {what} on {proof['tokens']:,} tokens ({proof['sample']}), the bound is "
+        f"{proof['bound']:g}; nothing was written. --max-divergence X sets another bound"
+    )
+
+
+class _Difference:
+    """Takes the result's logits (T, V), sequence by sequence, beside those that were kept of the source."""
+
+    def __init__(self, expected: tuple[Tensor, ...]) -> None:
+        self._expected = iter(expected)
+        self._same = 0
+        self._tokens = 0
+        self.largest = 0.0
+        """Largest absolute difference; NaN where a result is not finite and the source's was."""
+        self.compared = 0
+        """Logits."""
+
+    def __call__(self, logits: Tensor) -> None:
+        expected = next(self._expected)
+        if not len(expected):
+            return
+        for actual, wanted in zip(logits[: len(expected)].split(_CHUNK), expected.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
+            self._take(actual.float().cpu(), wanted)
+        self._tokens += len(expected)
+        self.compared += expected.numel()
+
+    def _take(self, actual: Tensor, expected: Tensor) -> None:
+        largest = float((actual - expected).abs().max())
+        self.largest = largest if largest > self.largest or math.isnan(largest) else self.largest
+        self._same += int((actual.argmax(-1) == expected.argmax(-1)).sum())
+
+    @property
+    def agreement(self) -> float:
+        """Share of the positions where both have the same likeliest token."""
+        return self._same / max(self._tokens, 1)
+
+
+def load_result(directory: Path) -> tuple[nn.Module, torch.device, str]:
+    """The model in ``directory`` as others will load it: (model in eval mode, its device, through what)."""
+    if importlib.util.find_spec("transformers") is None:
+        source = load_located(Located(directory, None, None), dtype=None)
+        return source.model, source.device, "Forgather's own reader, as transformers is not installed"
+    return _through_transformers(directory)
+
+
+def _through_transformers(directory: Path) -> tuple[nn.Module, torch.device, str]:
+    import transformers
+
+    device = pick_device("auto")
+    verbosity: Any = transformers.utils.logging
+    bars = verbosity.is_progress_bar_enabled()
+    verbosity.disable_progress_bar()
+    try:
+        with quiet():  # of torchao, which transformers imports where it is installed
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                directory, dtype="auto", local_files_only=True
+            )
+    except Exception as error:  # whatever the library raises, it does not load
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"transformers {transformers.__version__} cannot load the result ({first})") from error
+    finally:
+        if bars:
+            verbosity.enable_progress_bar()
+    return model.to(device).eval(), device, f"transformers {transformers.__version__}"

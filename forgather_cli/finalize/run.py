@@ -1,0 +1,253 @@
+"""``forgather finalize``: from a run, a checkpoint or a model directory to a directory that other tools load.
+
+choose -> measure the source -> write weights, tokenizer, configs -> quantize -> load from disk, compare -> publish
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import forgather_cli
+from forgather_cli.checkpoint.files import hash_range, remove
+from forgather_cli.checkpoint.new_directory import check_absent, new_directory
+from forgather_cli.checkpoint.weights import Weights
+from forgather_cli.config.schema import Config, QATSettings, QuantizeRecipe
+from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
+from forgather_cli.distributed import pick_device
+from forgather_cli.errors import DataError
+from forgather_cli.finalize.card import model_card
+from forgather_cli.finalize.export import (
+    TORCH_DTYPES,
+    Conversion,
+    Vocabulary,
+    num_positions,
+    read_config,
+    short_name,
+    write_configs,
+    write_json,
+    write_plain,
+)
+from forgather_cli.finalize.options import FinalizeOptions
+from forgather_cli.finalize.prove import compare_result, measure_source
+from forgather_cli.finalize.sample import choose_sample
+from forgather_cli.finalize.source import REPORT, Chosen, choose
+from forgather_cli.finalize.tokens import (
+    NewToken,
+    add_to_tokenizer,
+    check_new,
+    end_of_turn,
+    read_chat_template,
+    read_new_tokens,
+    stop_tokens,
+    write_chat_template,
+)
+from forgather_cli.source import Located
+
+Say = Callable[[str], None]
+_COPIED = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
+_AVERAGE = "average"  # folder of the mean, inside the temporary directory
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known before anything is written."""
+
+    chosen: Chosen
+    options: FinalizeOptions
+    config: Config | None
+    """Of the run; None where the model belongs to none."""
+    model_config: dict[str, Any]
+    tokenizer: Tokenizer
+    """The source's."""
+    new_tokens: Sequence[NewToken]
+    chat_template: str | None
+    vocab: Vocabulary
+
+    def conversion(self, directory: Path) -> Conversion:
+        """The tensors of the model in ``directory`` as they will be written."""
+        dtype = None if self.options.dtype is None else TORCH_DTYPES[self.options.dtype]
+        return Conversion(Weights(directory), self.model_config, dtype, self.vocab)
+
+
+def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say = lambda line: None) -> dict[str, Any]:
+    """Write the model of ``source`` to ``destination``, which must not exist; returns what ``finalize_report.json``
+    holds. Nothing is left behind by a failure.
+
+    ``say`` gets a line for each thing worth telling. Raises ConfigError, SetupError, and ProofError where the result,
+    loaded from disk, is not the source's model.
+    """
+    job = prepare(source, destination, options, say)
+    tensors = job.conversion(job.chosen.located.directory)
+    room = tensors.num_bytes * (1 + bool(options.quantize)) + _bytes(job) * bool(job.chosen.members)
+    with new_directory(destination, room) as directory:
+        report = _made(job, directory, say)
+        report["destination"] = str(destination.resolve())
+        write_json(directory / REPORT, report)
+        (directory / "README.md").write_text(model_card(report, destination.resolve().name), encoding="utf-8")
+    return report
+
+
+def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say) -> Job:
+    """Find, verify and check everything that can be known before anything is written."""
+    check_absent(destination)
+    new_tokens = [] if options.add_tokens is None else read_new_tokens(options.add_tokens)
+    template = None if options.chat_template is None else read_chat_template(options.chat_template)
+    if options.quantize is not None:
+        from forgather_cli.finalize.quantize import check_recipe
+
+        check_recipe(options.quantize, pick_device("auto"))
+    chosen = choose(source, options, say)
+    directory = chosen.located.directory
+    model_config = read_config(directory)
+    tokenizer = load_tokenizer(str(directory))
+    if options.add_tokens is not None:
+        check_new(new_tokens, tokenizer, options.add_tokens)
+    vocab = Vocabulary(tokenizer.vocab_size, tokenizer.vocab_size + len(new_tokens))
+    return Job(chosen, options, chosen.config, model_config, tokenizer, new_tokens, template, vocab)
+
+
+def _bytes(job: Job) -> int:
+    return sum(spec.num_bytes for spec in Weights(job.chosen.located.directory).specs().values())
+
+
+def describe(job: Job) -> dict[str, Any]:
+    """What would be made, for ``--dry-run``."""
+    tensors = job.conversion(job.chosen.located.directory)
+    return {
+        "source": job.chosen.lineage(),
+        "model": _model(job, tensors),
+        "added_tokens": [{"token": token.text, "special": token.special} for token in job.new_tokens],
+        "chat_template": job.chat_template is not None,
+        "quantization": job.options.quantize,
+        "bytes": tensors.num_bytes,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ making
+
+
+def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
+    """Fill ``directory``; returns the report."""
+    options = job.options
+    if job.chosen.members:
+        say(f"averaging {len(job.chosen.members)} checkpoints")
+    found = job.chosen.model(directory / _AVERAGE)
+    tensors = job.conversion(found.directory)
+    stored = Weights(found.directory).dtype
+    sample = choose_sample(options.text, job.config, job.tokenizer, num_positions(job.model_config))
+    say(f"measuring the source on {sample.num_tokens:,} tokens ({sample.origin})")
+    rounding = tensors.dtype if options.dtype is not None and tensors.dtype != stored else None
+    shared = job.vocab.before if job.vocab.added else int(job.model_config.get("vocab_size") or job.vocab.before)
+    reference = measure_source(found, sample, shared, rounding)
+    say("writing")
+    ids, stop = _write(job, found, tensors, directory, say)
+    remove(directory / _AVERAGE)
+    if options.quantize is not None:
+        say(f"quantizing with {options.quantize}")
+        _quantize(directory, options.quantize, job.config, say)
+    say("loading the result from disk and comparing")
+    proof = compare_result(directory, reference, sample, options)
+    proof["vocabulary_grew"] = bool(job.vocab.added)
+    decoded = load_tokenizer(str(directory))
+    return {
+        "source": job.chosen.lineage(),
+        "model": _model(job, tensors),
+        "added_tokens": [{"token": t.text, "id": ids[t.text], "special": t.special} for t in job.new_tokens],
+        "stop_tokens": [{"id": token, "token": decoded.decode([token])} for token in stop],
+        "chat_template": (directory / "chat_template.jinja").is_file(),
+        "quantization": options.quantize,
+        "proof": proof,
+        "files": _hashes(directory),
+        "versions": _versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _write(
+    job: Job, found: Located, tensors: Conversion, directory: Path, say: Say
+) -> tuple[dict[str, int], list[int]]:
+    """The plain model. Returns the ids of the new tokens, and those that end a text."""
+    _copy_notes(found.directory, directory)
+    job.tokenizer.save(directory)
+    ids = add_to_tokenizer(directory, job.new_tokens) if job.new_tokens else {}
+    if job.chat_template is not None:
+        write_chat_template(directory, job.chat_template)
+    ending = _end_of_turn(job, directory, say)
+    stop = stop_tokens(directory, job.tokenizer, ending)
+    write_plain(directory, tensors)
+    write_configs(directory, job.model_config, dtype=tensors.dtype, vocab=job.vocab, tokenizer=job.tokenizer, stop=stop)
+    return ids, stop
+
+
+def _end_of_turn(job: Job, directory: Path, say: Say) -> str | int | None:
+    """As ``end_of_turn``; a template that the source came with may be one that refuses a plain conversation."""
+    try:
+        ending = end_of_turn(directory)
+    except DataError as error:
+        if job.chat_template is not None:
+            raise DataError(f"--chat-template: {job.options.chat_template}: {error}") from error
+        say(f"{error}; where an answer ends is not known")
+        return None
+    if isinstance(ending, str):
+        say(f"the chat template ends a turn with {ending!r}, which is not one token: generation cannot stop there")
+        say("add it with --add-tokens")
+    return ending
+
+
+def _copy_notes(source: Path, directory: Path) -> None:
+    """What the source has besides weights, configs and tokenizer: its own model code, its license."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and (path.name in _COPIED or path.suffix == ".py"):
+            shutil.copyfile(path, directory / path.name)
+
+
+def _quantize(directory: Path, recipe: QuantizeRecipe, config: Config | None, say: Say) -> None:
+    """With the groups and exclusions that the run was trained for, where it was trained for this recipe."""
+    from forgather_cli.finalize.quantize import quantize_directory
+
+    trained = None if config is None else config.precision
+    if isinstance(trained, QATSettings) and trained.qat_recipe == recipe:
+        quantize_directory(directory, recipe, group_size=trained.group_size, exclude=trained.exclude)
+        return
+    if isinstance(trained, QATSettings):
+        say(f"the run was trained for {trained.qat_recipe}, not for {recipe}")
+    quantize_directory(directory, recipe)
+
+
+def _model(job: Job, tensors: Conversion) -> dict[str, Any]:
+    named = job.model_config.get("architectures") or [str(job.model_config.get("model_type"))]
+    vocab = int(job.model_config.get("vocab_size") or job.vocab.before)
+    return {
+        "architecture": named[0],
+        "parameters": tensors.num_parameters,
+        "dtype": short_name(tensors.dtype),
+        "vocab_size": job.vocab.rows(vocab),
+    }
+
+
+def _hashes(directory: Path) -> dict[str, dict[str, Any]]:
+    """Bytes and SHA-256 of every file that is there."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    sizes = {path: path.stat().st_size for path in paths}
+    return {
+        path.relative_to(directory).as_posix(): {"bytes": size, "sha256": hash_range(path, 0, size)}
+        for path, size in sizes.items()
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in ("transformers", "torchao"):
+        if importlib.util.find_spec(name) is not None:
+            versions[name] = importlib.metadata.version(name)
+    return versions

@@ -1,0 +1,118 @@
+"""The tokens on which source and result are compared: a bounded piece of an evaluation split, or of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather_cli.config.schema import Config
+from forgather_cli.data.build import load_data
+from forgather_cli.data.loader import EvalLoader
+from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.errors import DataError, ForgatherError
+from forgather_cli.loss import num_targets
+
+MAX_TOKENS = 2048
+"""Of a sample; a model of a billion parameters takes a minute for as many on a few cores."""
+_MAX_LENGTH = 256  # tokens of one sequence: the logits of as many are in memory
+_MIN_TOKENS = 8
+
+BUILT_IN = '''\
+The river had risen in the night, and by morning the lower fields lay under brown water. Nobody in the village spoke of
+leaving. They carried the seed corn up to the church, two sacks at a time, and put the children to bed in the loft.
+"It was higher in my grandfather's day," said the miller, who said so every spring. In 1913 it had reached the third
+step of the school; a line of white paint still marked the place.
+
+def moving_average(values, width):
+    """Means of all windows of a sequence, in one pass."""
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    total, means = 0.0, []
+    for index, value in enumerate(values):
+        total += value
+        if index >= width:
+            total -= values[index - width]
+        if index >= width - 1:
+            means.append(total / width)
+    return means
+
+What is the capital of France? The capital of France is Paris. Water boils at 100 degrees Celsius at sea level, and at
+about 93 degrees in Denver. Der Zug nach Berlin fährt um 7:45 Uhr von Gleis 3 ab. Le musée est fermé le mardi.
+'''
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sequences of token ids (1, T) with labels, -100 where nothing is to be predicted."""
+
+    sequences: tuple[tuple[Tensor, Tensor], ...]
+    origin: str
+    """What it is taken from, for people."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(ids.shape[1] for ids, _ in self.sequences)
+
+
+def choose_sample(text: Path | None, config: Config | None, tokenizer: Tokenizer, longest: int | None) -> Sample:
+    """Of ``text`` where it is given, else of the evaluation split of a run's ``config``, else built in.
+
+    ``longest``: positions the model knows. Raises DataError for a text that cannot be read or is too short.
+    """
+    limit = min(_MAX_LENGTH, longest or _MAX_LENGTH)
+    if text is not None:
+        return _of_text(_read(text), tokenizer, limit, str(text))
+    if config is None:
+        return _of_text(BUILT_IN, tokenizer, limit, "a built-in text, as the source belongs to no run")
+    try:
+        return _of_run(config, limit, tokenizer)
+    except ForgatherError as error:
+        why = str(error).splitlines()[0]
+        return _of_text(BUILT_IN, tokenizer, limit, f"a built-in text, as the run's data cannot be read ({why})")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise DataError(f"--text: cannot read {path} ({reason})") from error
+
+
+def _of_text(text: str, tokenizer: Tokenizer, limit: int, origin: str) -> Sample:
+    ids = tokenizer.encode(text[: 32 * MAX_TOKENS])[:MAX_TOKENS]
+    if len(ids) < _MIN_TOKENS:
+        raise DataError(f"--text: {origin} has {len(ids)} tokens, which prove nothing; give a longer text")
+    whole = torch.tensor(ids)[None]
+    return Sample(tuple((part, part) for part in whole.split(limit, 1) if part.shape[1] > 1), origin)  # type: ignore[no-untyped-call]
+
+
+def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
+    data = load_data(config.data, seed=max(config.seed, 0))
+    if data.eval is None:
+        raise DataError("it has no evaluation split")
+    if data.tokenizer.encode(BUILT_IN) != tokenizer.encode(BUILT_IN):
+        raise DataError("its tokenizer is another one than the source's")
+    batches = EvalLoader(data.eval, batch_size=1, device=torch.device("cpu"))
+    sequences = tuple(_bounded(batches, limit))
+    if not sequences:
+        raise DataError("its evaluation split has no targets")
+    return Sample(sequences, "the run's evaluation split")
+
+
+def _bounded(batches: Iterable[dict[str, Any]], limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sequences with targets until there are ``MAX_TOKENS``."""
+    left = MAX_TOKENS
+    for batch in batches:
+        ids, labels = (batch[key][:, : min(limit, left)] for key in ("input_ids", "labels"))
+        if not num_targets(labels):
+            continue
+        yield ids, labels
+        left -= ids.shape[1]
+        if left < 2:
+            return

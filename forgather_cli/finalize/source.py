@@ -1,0 +1,122 @@
+"""Which model is finalized, and where it comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_of, last_checkpoints
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.manifest import NAME
+from forgather_cli.checkpoint.retention import best_checkpoint
+from forgather_cli.config.decode import load_saved
+from forgather_cli.config.schema import Config
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.finalize.options import FinalizeOptions
+from forgather_cli.run_dir import RunDir
+from forgather_cli.source import Located, locate
+
+REPORT = "finalize_report.json"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The model to finalize, every byte of its checkpoints read; of an average its members."""
+
+    located: Located
+    """Of an average the newest member."""
+    members: tuple[Path, ...] = ()
+    """Checkpoints to average, oldest first; empty for one model."""
+
+    @property
+    def config(self) -> Config | None:
+        """Of the run that the model comes from."""
+        run = self.located.run
+        return None if run is None else load_saved(run.newest_config())
+
+    def model(self, directory: Path) -> Located:
+        """The model itself; an average is made in ``directory``, which must not exist."""
+        if not self.members:
+            return self.located
+        average_models(self.members, directory, verified=True)
+        return Located(directory, None, self.located.run)
+
+    def lineage(self) -> dict[str, Any]:
+        """Where the model comes from, for report and README."""
+        reader, run = self.located.reader, self.located.run
+        if reader is None:
+            return {"kind": "model directory", "path": str(self.located.directory.resolve()), **self._carried()}
+        manifest = reader.manifest
+        lineage: dict[str, Any] = {
+            "kind": "average" if self.members else "checkpoint",
+            "path": str(reader.path.resolve()),
+            "run": None if run is None else str(run.root),
+            "step": reader.step,
+            "saved": manifest.created,
+            "strategy": manifest.strategy,
+            "world_size": manifest.world_size,
+            "healthy": manifest.healthy,
+            "metrics": dict(manifest.metrics),
+            "versions": dict(manifest.versions),
+            "manifest_sha256": hashlib.sha256((reader.path / NAME).read_bytes()).hexdigest(),
+            **_settings(reader),
+        }
+        if self.members:
+            lineage["members"] = [str(path.resolve()) for path in self.members]
+        return lineage
+
+    def _carried(self) -> dict[str, Any]:
+        """What the model directory itself says of its own origin."""
+        for name in (REPORT, PROVENANCE):
+            path = self.located.directory / name
+            if path.is_file():
+                try:
+                    document = json.loads(path.read_text(encoding="utf-8"))
+                except (OSError, ValueError):
+                    continue  # a note by the way, not needed for anything
+                return {"made_from": document.get("source", document)}
+        return {}
+
+
+def _settings(reader: Reader) -> dict[str, Any]:
+    """What the checkpoint says of data and training."""
+    if "identity" not in reader.components():
+        return {}
+    identity = reader.state("identity")
+    config = identity.get("config") or {}
+    kept = ("learning_rate", "weight_decay", "global_batch_size", "seed", "precision", "optimizer", "lr_scheduler")
+    training = {key: config[key] for key in kept if key in config}
+    return {"data": identity.get("data"), "training": training}
+
+
+def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -> Chosen:
+    """The model that SOURCE and ``--best`` or ``--average`` stand for. Raises ConfigError, SetupError."""
+    if not source.is_dir():
+        raise SetupError(f"{source}: no such directory; give a run, a checkpoint or a model directory")
+    if not options.best and options.average is None:
+        return Chosen(locate(source))
+    run = RunDir(source)
+    if not run.checkpoints.is_dir():
+        given = "--best" if options.best else "--average"
+        raise ConfigError(f"{given}: chooses among the checkpoints of a run, but {source} is not a run's directory")
+    if options.best:
+        return Chosen(locate(_best(run)))
+    assert options.average is not None
+    members = last_checkpoints(run, options.average)
+    enough_of(run, members, options.average, "--average", say)
+    newest = Reader(members[-1])
+    return Chosen(Located(newest.path / "model", newest, run), tuple(members))
+
+
+def _best(run: RunDir) -> Path:
+    best = best_checkpoint(run)
+    if best is None:
+        raise SetupError(
+            f"--best: no healthy checkpoint of {run.root} has the metric the run was judged by; train with evaluation "
+            "(eval_strategy=steps), or leave --best out"
+        )
+    return best.path

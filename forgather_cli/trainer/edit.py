@@ -1,0 +1,114 @@
+"""Other optimizer and schedule settings in a saved state, as if the run had been started with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.checkpoint.edit import check_idle, rewrite
+from forgather_cli.checkpoint.edited import EDITED, record
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.config.schema import Config
+from forgather_cli.errors import CheckpointError, ConfigError
+from forgather_cli.optim.groups import Assignment, assign
+from forgather_cli.run_dir import run_of
+from forgather_cli.trainer.compare import differences
+
+EDITABLE = ("learning_rate", "weight_decay", "optimizer", "lr_scheduler")
+"""The parts of a config that an edit may change."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What was changed."""
+
+    changes: dict[str, tuple[Any, Any]]
+    """Setting -> (before, after)."""
+    backup: Path
+    """The checkpoint as it was."""
+
+
+@dataclass(frozen=True)
+class _Shaped:
+    """Stands for a parameter: which group it belongs to depends on name and shape alone."""
+
+    shape: tuple[int, ...]
+
+
+def saved_config(reader: Reader) -> dict[str, Any]:
+    """The config tree a checkpoint was saved with. Raises CheckpointError for one without."""
+    saved = reader.state("identity").get("config") if "identity" in reader.components() else None
+    if not saved:
+        raise CheckpointError(
+            f"{reader.path}: holds no config, as it was saved by a Trainer from Python; give the settings to "
+            "TrainingArguments, a resume takes those"
+        )
+    return dict(saved)
+
+
+def edit_checkpoint(reader: Reader, config: Config, tree: Mapping[str, Any]) -> Edit:
+    """Give a checkpoint the optimizer and schedule settings of ``config``, whose tree is ``tree``.
+
+    They go into the optimizer's groups, into the config that a resume compares with, and into the manifest, from which
+    ``forgather resume`` takes them. Raises ConfigError where nothing changes or another optimizer is asked for,
+    CheckpointError where a job is at work.
+    """
+    before = saved_config(reader)
+    settings = {key: tree[key] for key in EDITABLE if tree[key] != before.get(key)}
+    if not settings:
+        raise ConfigError(f"{reader.path}: has these settings already; nothing was changed")
+    kinds = [(tree.get("optimizer") or {}).get(key) for tree in (before, tree) for key in ("type", "_target_")]
+    if kinds[:2] != kinds[2:]:
+        raise ConfigError(
+            f"optimizer: {reader.path} holds the moments of another one; an edit changes an optimizer's settings, not "
+            "the optimizer"
+        )
+    run = run_of(reader.path)
+    if run is not None:
+        check_idle(run)
+    identity = {**reader.state("identity"), "config": {**before, **settings}}
+    states = {"identity": identity}
+    if "optimizer" in reader.components():
+        states["optimizer"] = _with_settings(reader, config, settings)
+    info = record(run, settings, reader.manifest.info.get(EDITED, {}))
+    backup = rewrite(reader, states, info)
+    return Edit(differences({key: before.get(key) for key in settings}, settings), backup)
+
+
+def _with_settings(reader: Reader, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's state with the settings of ``config`` in its groups."""
+    state: dict[str, Any] = reader.state("optimizer")
+    groups: dict[str, Any] = state["groups"]
+    named = [(name, _Shaped(reader.shape(name))) for group in groups.values() for name in group["parameters"]]
+    assigned: list[Assignment] = assign(
+        config.optimizer,
+        named,  # type: ignore[arg-type]
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+    )
+    wanted = {each.name: {name for name, _ in each.parameters} for each in assigned}
+    if wanted != {name: set(group["parameters"]) for name, group in groups.items()}:
+        raise ConfigError(
+            f"optimizer: {reader.path} has the groups {', '.join(groups)}, these settings make {', '.join(wanted)} or "
+            "put other parameters into them; an edit changes the groups' settings, not the groups"
+        )
+    return {**state, "groups": {each.name: _edited(groups[each.name], each) for each in assigned}}
+
+
+def _edited(group: Mapping[str, Any], assigned: Assignment) -> dict[str, Any]:
+    """A group with new settings; its learning rate keeps its place in the schedule."""
+    before: dict[str, Any] = group["settings"]
+    given = {"initial_lr" if key == "lr" else key: _plain(value) for key, value in assigned.settings.items()}
+    changed = {key: value for key, value in given.items() if before.get(key) != value}
+    lr, old, new = float(group["lr"]), before.get("initial_lr"), given.get("initial_lr")
+    if "initial_lr" in changed and new is not None:
+        lr = lr * new / old if old else new
+    overridden = {key: value for key, value in group["changed"].items() if key not in changed}
+    return {**group, "settings": {**before, **changed}, "changed": overridden, "lr": lr}
+
+
+def _plain(value: Any) -> Any:
+    """As a checkpoint holds it."""
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

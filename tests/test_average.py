@@ -1,0 +1,209 @@
+"""The mean of checkpoints, as a model directory; and saved settings changed by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import finalized
+import pytest
+import torch
+from finalized import logits, theirs, weights
+from program import forgather
+from saving import damage
+from tiny import decoder, metrics
+
+from forgather_cli.checkpoint.average import average_models
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.tensors import write_model_directory
+from forgather_cli.data.tokenize import ByteTokenizer
+from forgather_cli.errors import CheckpointError
+from forgather_cli.models.pretrained import write_model_files
+from forgather_cli.run_dir import RunDir
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("average") / "run"
+    finalized.train(path, "save_total_limit=5")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return [RunDir(run).checkpoint(step) for step in (2, 4, 6)]
+
+
+def bf16_directory(name: str, seed: int, max_bytes: int = 1 << 40) -> dict[str, torch.Tensor]:
+    model = decoder(seed, vocab_size=257).bfloat16()
+    Path(name).mkdir()
+    write_model_directory(Path(name), dict(model.state_dict()), max_bytes=max_bytes)
+    write_model_files(model, ByteTokenizer(), Path(name))
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- average
+
+
+def test_the_mean_of_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(path) for path in checkpoints(run)]
+    assert forgather("checkpoint", "average", *names, "-o", "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"path": "out", "sources": names}
+    members = [weights(path / "model") for path in checkpoints(run)]
+    found = weights(Path("out"))
+    assert found.keys() == members[0].keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, torch.stack([m[name] for m in members]).mean(0), rtol=1e-6, atol=1e-7)
+    assert logits(theirs(Path("out"))).isfinite().all()
+    provenance = json.loads(Path("out/provenance.json").read_text())
+    assert [source["step"] for source in provenance["sources"]] == [2, 4, 6]
+    assert provenance["sources"][0]["run"] == str(run)
+
+
+def test_the_last_ones_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("checkpoint", "average", "--last", "2", str(run), "-o", "two") == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == ["mean of step-00000004, step-00000006", "two"]
+    assert forgather("checkpoint", "average", "--last", "9", str(run), "-o", "all") == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "keeps 3 healthy checkpoints (save_total_limit), 9 were asked for" in told
+
+
+def test_bf16_in_several_files_is_summed_in_fp32() -> None:
+    seeds = range(3)
+    members = [bf16_directory(f"m{seed}", seed, max_bytes=30_000 * (seed + 1)) for seed in seeds]
+    assert len(list(Path("m0").glob("*.safetensors"))) != len(list(Path("m2").glob("*.safetensors")))
+    average_models([Path(f"m{seed}") for seed in seeds], Path("out"))
+    for name, tensor in weights(Path("out")).items():
+        mean = torch.stack([member[name].float() for member in members]).mean(0)
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor.float(), mean, rtol=2**-8, atol=1e-8)  # half a step of bf16
+        assert (tensor == mean.bfloat16()).float().mean() > 0.999
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("shape", r"model.norm.weight has shape \[31\] here, \[32\] there"),
+        ("name", "it has no tensor model.norm.weight"),
+        ("dtype", "model.norm.weight is F32 here, BF16 there"),
+        ("tokenizer", r"its tokenizer is another one \(tokenizer.json differs\)"),
+        ("config", "config.json has rms_norm_eps=0.5 here, 1e-05 there"),
+    ],
+)
+def test_models_that_are_not_alike(change: str, message: str) -> None:
+    tensors = bf16_directory("a", 0)
+    shutil.copytree("a", "b")
+    norm = tensors.pop("model.norm.weight")
+    if change in ("shape", "dtype"):
+        tensors["model.norm.weight"] = norm[:31] if change == "shape" else norm.float()
+    if change in ("shape", "dtype", "name"):
+        write_model_directory(Path("b"), tensors)
+    if change == "tokenizer":
+        Path("b/tokenizer.json").write_text(Path("b/tokenizer.json").read_text() + " ")
+    if change == "config":
+        config = json.loads(Path("b/config.json").read_text())
+        Path("b/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.raises(CheckpointError, match=f"^b: cannot be averaged with a: {message}"):
+        average_models([Path("a"), Path("b")], Path("out"))
+    assert sorted(path.name for path in Path().iterdir()) == ["a", "b"]
+
+
+def test_what_cannot_be_averaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(*words: str) -> str:
+        assert forgather("checkpoint", "average", *words) == 2
+        return capsys.readouterr().err
+
+    first, second, _ = map(str, checkpoints(run))
+    shutil.copytree(second, "step-00000004")
+    damage(Path("step-00000004/model/model.safetensors"), lambda content: content.__setitem__(-1, content[-1] ^ 1))
+    assert "is damaged: model/model.safetensors" in refusal(first, "step-00000004", "-o", "out")
+    assert "needs two models or more, got 1" in refusal(first, "-o", "out")
+    assert f"use --last K {run}" in refusal(str(run), first, "-o", "out")
+    assert "--last: takes the checkpoints of one run, got 2 sources" in refusal("--last", "2", first, second, "-o", "o")
+    assert "exists already" in refusal(first, second, "-o", str(run))
+    assert sorted(path.name for path in Path().iterdir()) == ["step-00000004"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- edit
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps whose last checkpoint has been edited."""
+    path = tmp_path_factory.mktemp("edit") / "run"
+    finalized.train(path, "max_steps=4", "logging_steps=1")
+    words = ["learning_rate=3e-4", "betas=[0.5,0.6]", "weight_decay=0.25", "lr_scheduler=constant"]
+    assert forgather("checkpoint", "edit", str(path), *words) == 0
+    return path
+
+
+def test_an_edited_checkpoint_is_whole_and_has_the_values(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("checkpoint", "verify", str(edited)) == 0
+    reader = Reader(RunDir(edited).checkpoint(4))
+    groups = reader.state("optimizer")["groups"]
+    assert {group["settings"]["initial_lr"] for group in groups.values()} == {3e-4}
+    assert [group["settings"]["betas"] for group in groups.values()] == [[0.5, 0.6]] * len(groups)
+    assert groups["default"]["settings"]["weight_decay"] == 0.25
+    assert groups["no_decay"]["settings"]["weight_decay"] == 0.0
+    config = reader.state("identity")["config"]
+    assert (config["learning_rate"], config["lr_scheduler"]["type"]) == (3e-4, "constant")
+    backup = Path(f"{reader.path}.backup-1")
+    assert Reader(backup).manifest.problems(backup) == []
+    assert Reader(backup).state("identity")["config"]["learning_rate"] == 1e-2
+    capsys.readouterr()
+    assert forgather("checkpoint", "list", str(edited), "--json") == 0
+    assert [info["step"] for info in json.loads(capsys.readouterr().out)] == [2, 4]
+
+
+def test_a_resume_takes_the_edited_values(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, again = Path("run").resolve(), Path("again").resolve()
+    shutil.copytree(edited, run)
+    shutil.copytree(edited, again)
+    assert forgather("resume", str(run), "max_steps=6") == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "learning_rate, weight_decay, optimizer, lr_scheduler: as edited in" in told
+    rates = [record["learning_rate"] for record in metrics(run) if "grad_norm" in record and record["step"] > 4]
+    assert rates == pytest.approx([3e-4, 3e-4])
+    later = Reader(RunDir(run).checkpoint(6))
+    assert later.state("optimizer")["groups"]["default"]["settings"]["betas"] == [0.5, 0.6]
+    assert "edited" not in later.manifest.info
+    assert forgather("resume", str(again), "max_steps=5", "learning_rate=7e-4") == 0  # the command line wins
+    rates = [record["learning_rate"] for record in metrics(again) if "grad_norm" in record and record["step"] > 4]
+    assert rates == pytest.approx([7e-4])
+
+
+def test_moving_the_backup_back_undoes_the_edit(edited: Path) -> None:
+    run = Path("run").resolve()
+    shutil.copytree(edited, run)
+    checkpoint = RunDir(run).checkpoint(4)
+    shutil.rmtree(checkpoint)
+    Path(f"{checkpoint}.backup-1").rename(checkpoint)
+    assert forgather("checkpoint", "verify", str(run)) == 0
+    from forgather_cli.checkpoint.edited import pending
+
+    assert pending(RunDir(run)) is None
+
+
+def test_what_cannot_be_edited(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(*words: str) -> str:
+        assert forgather("checkpoint", "edit", str(edited), *words) == 2
+        return capsys.readouterr().err
+
+    before = sorted(path.name for path in RunDir(edited).checkpoints.iterdir())
+    assert "nothing to change" in refusal()
+    assert "max_steps: is not in a saved state; give it to forgather resume" in refusal("max_steps=9")
+    assert "holds the moments of another one" in refusal("optimizer=sgd")
+    assert "has these settings already" in refusal("learning_rate=3e-4")
+    assert "learning_rte: unknown setting; did you mean learning_rate?" in refusal("learning_rte=1")
+    assert sorted(path.name for path in RunDir(edited).checkpoints.iterdir()) == before

@@ -1,0 +1,389 @@
+"""A run becomes a model directory that transformers loads, equal to its source, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import finalized
+import pytest
+import torch
+from finalized import logits, theirs, weights
+from program import forgather
+from ranks import run_ranks
+from saving import damage
+from tiny import decoder
+
+from forgather_cli.checkpoint.retention import best_checkpoint
+from forgather_cli.checkpoint.tensors import write_model_directory
+from forgather_cli.config.schema import Target
+from forgather_cli.data.tokenize import ByteTokenizer
+from forgather_cli.errors import ModelError, ProofError
+from forgather_cli.finalize import prove
+from forgather_cli.finalize.options import FinalizeOptions
+from forgather_cli.finalize.prove import compare_result, measure_source
+from forgather_cli.finalize.run import finalize
+from forgather_cli.finalize.sample import choose_sample
+from forgather_cli.models.pretrained import write_model_files
+from forgather_cli.run_dir import RunDir
+from forgather_cli.source import load_source, locate
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NEW = ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("finalize") / "run"
+    finalized.train(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(run: Path) -> Path:
+    """The run, finalized; not to be changed."""
+    finalize(run, run.parent / "finished", FinalizeOptions())
+    return run.parent / "finished"
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def reference(source: Path) -> torch.Tensor:
+    return logits(load_source(source, device="cpu").model)
+
+
+def model_directory(path: Path, **settings: Any) -> Path:
+    """A Hugging Face directory with a byte tokenizer."""
+    model = decoder(vocab_size=257, **settings)
+    path.mkdir()
+    tied = settings.get("tie_word_embeddings", False)
+    tensors = {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+    write_model_directory(path, tensors)
+    write_model_files(model, ByteTokenizer(), path)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------- what comes out of it
+
+
+STRATEGIES = {
+    "ddp": ("trainer=ddp",),
+    "pipeline": ("trainer=pipeline", "n_microbatches=2"),
+    "fsdp2": ("trainer=fsdp2",),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_from_a_checkpoint_of_two_ranks(strategy: str, tmp_path: Path) -> None:
+    source = tmp_path / "run"
+    run_ranks(2, finalized.train, source, *STRATEGIES[strategy], "max_steps=1")
+    report = finalize(source, tmp_path / "model", FinalizeOptions())
+    assert report["source"]["strategy"] == strategy
+    torch.testing.assert_close(logits(theirs(tmp_path / "model")), reference(source), rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_becomes_a_model_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoTokenizer
+
+    assert forgather("finalize", str(run), "out/model", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(Path("out/model/finalize_report.json").read_text())
+    proof = report["proof"]
+    assert proof["sample"] == "the run's evaluation split"
+    assert proof["loaded_through"].startswith("transformers")
+    assert proof["max_logit_difference"] <= 1e-4 == proof["bound"]
+    assert proof["perplexity_result"] == pytest.approx(proof["perplexity_source"], rel=1e-5)
+    assert (report["source"]["step"], report["source"]["run"]) == (6, str(run))
+    model = theirs("out/model")
+    torch.testing.assert_close(logits(model), reference(run), rtol=1e-5, atol=1e-5)
+    assert model.generation_config.eos_token_id == 256
+    assert AutoTokenizer.from_pretrained("out/model").encode("def é") == list("def é".encode())
+    card = Path("out/model/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert report["files"]["model.safetensors"]["sha256"] in card
+    assert sorted(path.name for path in Path("out").iterdir()) == ["model"]
+
+
+def test_best_and_dry_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = best_checkpoint(RunDir(run))
+    assert best is not None
+    assert forgather("finalize", str(run), "model", "--best", "--dry-run", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["source"]["path"] == str(best.path)
+    assert document["model"]["dtype"] == "fp32"
+    assert not Path("model").exists()
+
+
+def test_the_mean_of_the_last_checkpoints_in_bf16(run: Path) -> None:
+    told: list[str] = []
+    report = finalize(run, Path("model"), FinalizeOptions(average=5, dtype="bf16"), told.append)
+    assert "keeps 3 healthy checkpoints (save_total_limit), 5 were asked for" in told[0]
+    members = [weights(RunDir(run).checkpoint(step) / "model") for step in (2, 4, 6)]
+    for name, tensor in weights(Path("model")).items():
+        mean = torch.stack([member[name] for member in members]).mean(0)
+        assert torch.equal(tensor, mean.bfloat16()), name
+    assert report["proof"]["compared_with"] == "the source with its weights rounded to bf16"
+    assert report["proof"]["perplexity_source"] != report["proof"]["perplexity_result"]
+    assert theirs(Path("model"), dtype="auto").dtype == torch.bfloat16
+    assert json.loads(Path("model/config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_and_a_chat_template(tied: bool) -> None:
+    from transformers import AutoTokenizer
+
+    source = model_directory(Path("source"), tie_word_embeddings=tied)
+    Path("tokens.txt").write_text("\n".join(NEW) + '\n{"token": "plain", "special": false}\n')
+    Path("chat.jinja").write_text(CHATML)
+    options = FinalizeOptions(add_tokens=Path("tokens.txt"), chat_template=Path("chat.jinja"))
+    report = finalize(source, Path("model"), options)
+    assert [token["id"] for token in report["added_tokens"]] == [257, 258, 259]
+    assert [token["id"] for token in report["stop_tokens"]] == [256, 258]
+    model, tokenizer = theirs(Path("model")), AutoTokenizer.from_pretrained("model")
+    assert tokenizer.encode("a<|im_start|>plain<|im_end|>") == [97, 257, 259, 258]
+    assert tokenizer.decode([97, 257, 259], skip_special_tokens=True) == "aplain"
+    assert model.generation_config.eos_token_id == [256, 258]
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert rendered == "<|im_start|>user\nHi<|im_end|>\n"
+    assert logits(model).shape[-1] == 260
+    torch.testing.assert_close(logits(model)[..., :257], reference(source), rtol=1e-5, atol=1e-5)
+    rows = model.get_input_embeddings().weight
+    average = rows[:257].mean(0)
+    assert (rows[257:] - average).norm(dim=1).max() < 0.1 * rows[:257].norm(dim=1).mean()
+    assert not torch.equal(rows[257], rows[258])
+    assert (model.get_output_embeddings().weight.data_ptr() == rows.data_ptr()) == tied
+
+
+def test_the_template_of_the_source_ends_answers_too() -> None:
+    source = model_directory(Path("source"))
+    (source / "chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    report = finalize(source, Path("model"), FinalizeOptions())
+    assert [token["id"] for token in report["stop_tokens"]] == [256]
+    assert Path("model/chat_template.jinja").is_file()
+
+
+def test_another_architecture() -> None:
+    """A class that only transformers has, tied by default, with its own names."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = GPT2Config(vocab_size=257, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=256)
+    GPT2LMHeadModel(shape).save_pretrained("source")
+    ByteTokenizer().save(Path("source"))
+    Path("tokens.txt").write_text("<|im_end|>")
+    report = finalize(Path("source"), Path("model"), FinalizeOptions(add_tokens=Path("tokens.txt")))
+    assert report["model"]["vocab_size"] == 258
+    torch.testing.assert_close(
+        logits(theirs(Path("model")))[..., :257], logits(theirs(Path("source"))), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_template_that_refuses_a_plain_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    source = model_directory(Path("source"))
+    Path("strict.jinja").write_text("{{ raise_exception('only tools') }}")
+    message = refused(capsys, "source", "new", "--chat-template", "strict.jinja")
+    assert "--chat-template: strict.jinja: the chat template refuses these messages (only tools)" in message
+    shutil.copyfile("strict.jinja", source / "chat_template.jinja")
+    told: list[str] = []
+    finalize(source, Path("new"), FinalizeOptions(), told.append)
+    assert any("where an answer ends is not known" in line for line in told)
+
+
+def test_a_finalized_model_knows_what_it_was_made_from(finished: Path) -> None:
+    report = finalize(finished, Path("second"), FinalizeOptions(text=Path(__file__)))
+    assert report["source"]["made_from"]["step"] == 6
+    assert report["proof"]["sample"] == __file__
+    assert weights(Path("second")).keys() == weights(finished).keys()
+
+
+def test_a_sharded_bf16_source_keeps_its_dtype() -> None:
+    model = decoder(vocab_size=257).bfloat16()
+    source = Path("source")
+    source.mkdir()
+    write_model_directory(source, dict(model.state_dict()), max_bytes=40_000)
+    write_model_files(model, ByteTokenizer(), source)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    report = finalize(source, Path("model"), FinalizeOptions())
+    assert report["model"]["dtype"] == "bf16"
+    assert report["proof"]["compared_with"] == "the source"
+    expected = {name: t for name, t in model.state_dict().items()}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(Path("model")).items())
+
+
+def test_int8(run: Path) -> None:
+    report = finalize(run, Path("model"), FinalizeOptions(quantize="int8-weight-only"))
+    assert report["proof"]["bound_on"] == "perplexity_ratio"
+    assert 0.9 < report["proof"]["perplexity_ratio"] < 1.1
+    plain, small = (sum(f.stat().st_size for f in d.glob("*.safetensors")) for d in (
+        RunDir(run).checkpoint(6) / "model", Path("model")))  # fmt: skip
+    assert small < 0.5 * plain
+    assert (logits(theirs(Path("model"), dtype="auto")) - reference(run)).abs().max() < 0.2
+
+
+# ------------------------------------------------------------------------------------------------------------ the proof
+
+
+def test_a_result_that_is_another_model_is_no_proof(run: Path, finished: Path) -> None:
+    shutil.copytree(finished, "model")
+    found = locate(run)
+    sample = choose_sample(None, None, load_source(run, device="cpu").tokenizer, 64)
+    expected = measure_source(found, sample, 257, None)
+    changed = weights(Path("model"))
+    changed["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.5
+    write_model_directory(Path("model"), changed)
+    with pytest.raises(ProofError, match=r"a logit differs by .* from the source .* the bound is 0.0001"):
+        compare_result(Path("model"), expected, sample, FinalizeOptions())
+    proof = compare_result(Path("model"), expected, sample, FinalizeOptions(max_divergence=10.0))
+    assert proof["max_logit_difference"] > 1e-4
+    changed["model.norm.weight"][0] = float("nan")
+    write_model_directory(Path("model"), changed)
+    with pytest.raises(ProofError, match="a logit differs by nan"):
+        compare_result(Path("model"), expected, sample, FinalizeOptions())
+
+
+def test_the_perplexity_is_that_of_plain_cross_entropy(run: Path) -> None:
+    source = load_source(run, device="cpu")
+    sample = choose_sample(Path(__file__), None, source.tokenizer, 64)
+    measured = measure_source(locate(run), sample, 257, None).exact
+    losses = []
+    for ids, _ in sample.sequences:
+        scores = logits(source.model, ids)[0, :-1]
+        losses += [-scores.log_softmax(-1)[i, int(token)] for i, token in enumerate(ids[0, 1:])]
+    assert measured.loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert measured.num_targets == len(losses)
+
+
+def test_without_transformers_our_own_reader_loads_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove.importlib.util, "find_spec", lambda name: None)  # as if it were not installed
+    report = finalize(run, Path("model"), FinalizeOptions())
+    assert report["proof"]["loaded_through"].startswith("Forgather's own reader")
+    assert report["proof"]["max_logit_difference"] == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
+    """One message, and nothing left behind."""
+    before = sorted(Path().rglob("*"))
+    assert forgather("finalize", *words) == code
+    message = capsys.readouterr().err
+    assert sorted(Path().rglob("*")) == before
+    assert "Traceback" not in message
+    return message
+
+
+def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("there").mkdir()
+    words = str(run)
+    assert "there: exists already, and is not replaced" in refused(capsys, words, "there")
+    assert "no such directory" in refused(capsys, "nowhere", "new")
+    assert "--dtype: must be fp32, bf16 or fp16, got 'fp8'" in refused(capsys, words, "new", "--dtype", "fp8")
+    assert "--quantize: must be one of int8-weight-only" in refused(capsys, words, "new", "--quantize", "int2")
+    assert "--best: excludes --average" in refused(capsys, words, "new", "--best", "--average", "2")
+    assert "--average: must be 2 or more" in refused(capsys, words, "new", "--average", "1")
+    assert "--max-divergence: must be above 0" in refused(capsys, words, "new", "--max-divergence", "0")
+    checkpoint = str(RunDir(run).checkpoint(6))
+    assert "--best: chooses among the checkpoints of a run" in refused(capsys, checkpoint, "new", "--best")
+    assert "--text: cannot read gone.txt" in refused(capsys, words, "deep/new", "--text", "gone.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "names no token"),
+        ("<a>\n<b>\n<a>\n", r"tokens:3: '<a>' is in line 1 already"),
+        ("<a>\n\n<|endoftext|>\n", r"tokens:3: '<|endoftext|>' is a token already (256)"),
+        ("<a>\n <b>\n", "tokens:2: blanks around the token ' <b>'"),
+        ('<a>\n{"token": 3}\n', "tokens:2: must be a token or"),
+        ('{"token": "<a>", "specail": true}', "tokens:1: unknown key 'specail'"),
+        ('{"token": "<a>", "special": 1}', "tokens:1: special must be true or false, got 1"),
+        ('["<a>",\n "<b>"', "tokens:2: not JSON"),
+        ('["<a>", 7]', "tokens:2: must be a token or"),
+        (b"\xff\xfe", "cannot read tokens (not UTF-8 text)"),
+    ],
+)
+def test_malformed_token_files(run: Path, content: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("tokens").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert message in refused(capsys, str(run), "new", "--add-tokens", "tokens")
+
+
+def test_a_token_like_a_bracket_is_no_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("tokens").write_text("[INST]\n[/INST]\n")
+    assert forgather("finalize", str(run), "new", "--add-tokens", "tokens", "--dry-run", "--json") == 0
+    assert [t["token"] for t in json.loads(capsys.readouterr().out)["added_tokens"]] == ["[INST]", "[/INST]"]
+
+
+def test_a_template_that_does_not_compile(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jinja").write_text("{% for m in messages %}\n{{ m['content' }}{% endfor %}")
+    message = refused(capsys, str(run), "new", "--chat-template", "chat.jinja")
+    assert "--chat-template: chat.jinja: the chat template does not compile (line 2" in message
+
+
+def test_damaged_sources(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(RunDir(run).checkpoint(6), "step-00000006")
+    damage(Path("step-00000006/model/model.safetensors"), lambda content: content.__setitem__(-1, content[-1] ^ 1))
+    message = refused(capsys, "step-00000006", "new")
+    assert "is damaged: model/model.safetensors has other content than was written" in message
+    source = model_directory(Path("source"))
+    damage(source / "model.safetensors", lambda content: content[: len(content) // 2])
+    assert "is not a safetensors file" in refused(capsys, "source", "new")
+
+
+def test_a_full_disk_in_the_middle(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # bytes of one file
+    try:
+        message = refused(capsys, str(run), "deep/er/new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written (File too large)" in message
+    assert "nothing was left behind" in message
+
+
+def test_beyond_the_bound_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that knows a text by heart forgets some of it in four bits."""
+    source = model_directory(Path("source"))
+    text = "The river had risen in the night, and by morning the lower fields lay under water."
+    Path("text").write_text(text)
+    memorized = finalized.memorize(decoder(vocab_size=257), text)
+    write_model_directory(source, dict(memorized.state_dict()))
+    words = ["--quantize", "int8-dynamic-act-int4-weight", "--text", "text", "--max-divergence", "1.0001"]
+    message = refused(capsys, "source", "new", *words, code=1)
+    assert "the perplexity is 1." in message
+    assert "the bound is 1.0001; nothing was written" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can")
+def test_a_recipe_for_another_machine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, str(run), "new", "--quantize", "float8-dynamic-act-float8-weight")
+    assert message.startswith("error: --quantize float8-dynamic-act-float8-weight:")
+
+
+def test_numbers_that_fp16_cannot_hold() -> None:
+    source = model_directory(Path("source"))
+    changed = weights(source)
+    changed["model.norm.weight"][3] = 1e6
+    write_model_directory(source, changed)
+    with pytest.raises(ModelError, match=r"--dtype: model.norm.weight holds numbers that fp16 cannot"):
+        finalize(source, Path("new"), FinalizeOptions(dtype="fp16"))
+    assert not Path("new").exists()
+
+
+def test_a_model_of_the_users_own_class_is_not_for_others(capsys: pytest.CaptureFixture[str]) -> None:
+    finalized.train(Path("own"), "max_steps=1", model=Target("finalized.Bigrams", {}))
+    message = refused(capsys, "own", "new")
+    assert "has no config.json, since the model is a class of your own" in message
