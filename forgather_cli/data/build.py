@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import (
     DataOption,
     DataTarget,
+    HfSettings,
+    InstructSettings,
     PythonStdlibSettings,
     SyntheticSettings,
     Target,
@@ -21,10 +23,11 @@ from forgather_cli.data.corpus import (
     Progress,
     bpe_directory,
     cached_corpus,
+    end_of,
     tokenize_corpus,
     trained_bpe,
 )
-from forgather_cli.data.sources import Corpus, find_corpus
+from forgather_cli.data.sources import Documents, find_corpus
 from forgather_cli.data.tables import packed_tables, packing_key
 from forgather_cli.data.token_files import cached_token_files, open_token_files
 from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
@@ -35,7 +38,8 @@ from forgather_cli.targets import import_target
 if TYPE_CHECKING:
     from forgather_cli.data.packing import Batched
 
-Packed = PythonStdlibSettings | TextSettings | TokensSettings
+Text = PythonStdlibSettings | TextSettings | HfSettings
+Packed = Text | TokensSettings
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,59 @@ def load_data(option: DataOption, *, seed: int, progress: Progress | None = None
     if isinstance(option, SyntheticSettings):
         return _synthetic(option, seed)
     root = cache_root(option.cache_dir)
+    if isinstance(option, InstructSettings):
+        return _instruct(option, root, progress)
+    if isinstance(option, HfSettings) and option.streaming:
+        return _stream(option, root, seed)
     if isinstance(option, TokensSettings):
         tokenizer = load_tokenizer(option.tokenizer)
         data = open_token_files(option, tokenizer.vocab_size, root, progress)
     else:
-        corpus = find_corpus(option)
+        corpus = _corpus(option, root)
         tokenizer = _text_tokenizer(option, corpus, root, progress)
-        data = tokenize_corpus(corpus, tokenizer, root, progress)
+        data = tokenize_corpus(corpus, tokenizer, root, progress, processes=option.tokenize_processes)
     return _pack(option, data, tokenizer, root)
 
 
-def _text_tokenizer(
-    option: PythonStdlibSettings | TextSettings, corpus: Corpus, root: Path, progress: Progress | None
-) -> Tokenizer:
+def _instruct(option: InstructSettings, root: Path, progress: Progress | None) -> DataSplits:
+    from forgather_cli.data.chat_tokens import tokenize_chats
+    from forgather_cli.data.instruct import find_chats, pack_chats
+
+    chats = find_chats(option)
+    data = tokenize_chats(chats, root, progress)
+    train, evaluation, description = pack_chats(chats, data, root)
+    rules = [option.seq_len, option.packing, option.isolate_documents, option.too_long]
+    fingerprint = digest([data.fingerprint, *rules])
+    return DataSplits(train, evaluation, chats.tokenizer, fingerprint, option.seq_len, description)
+
+
+def _corpus(option: Text, root: Path) -> Documents:
+    if isinstance(option, HfSettings):
+        from forgather_cli.data.hf import hf_corpus
+
+        return hf_corpus(option, root)
+    return find_corpus(option)
+
+
+def _stream(option: HfSettings, root: Path, seed: int) -> DataSplits:
+    """Documents that are tokenized and packed while they are read."""
+    from forgather_cli.data.hf import open_datasets, origin_of, stream_identity
+    from forgather_cli.data.token_stream import Rules, TokenStream
+
+    tokenizer = load_tokenizer(option.tokenizer)
+    opened = open_datasets(option, root)
+    rules = Rules(
+        tokenizer, end_of(tokenizer), option.text_key, option.seq_len, option.packing, option.isolate_documents
+    )
+    train = TokenStream(opened.train, replace(rules, shuffle_buffer=option.shuffle_buffer, seed=seed))
+    evaluation = None if opened.eval is None else TokenStream(opened.eval, replace(rules, keep_tail=True))
+    parts = [option.seq_len, option.packing, option.isolate_documents, option.shuffle_buffer]
+    fingerprint = digest(["stream", stream_identity(option), tokenizer.fingerprint, *parts])
+    description = {"type": "hf", "tokenizer": option.tokenizer, "packing": option.packing}
+    return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description | origin_of(option))
+
+
+def _text_tokenizer(option: Text, corpus: Documents, root: Path, progress: Progress | None) -> Tokenizer:
     if option.tokenizer == "bpe":
         return trained_bpe(corpus, option.bpe_vocab_size, root, progress)
     return load_tokenizer(option.tokenizer)
@@ -243,7 +287,7 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     Keys: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...); samples are None
     where the packing has not been computed. Raises DataError when files do not exist.
     """
-    if isinstance(option, Target):
+    if isinstance(option, Target | HfSettings):  # it takes the datasets library to know which data that is
         return None
     if isinstance(option, SyntheticSettings):
         counts = {"train": option.num_samples, "eval": option.num_eval_samples}
@@ -251,6 +295,8 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
         tokens = {f"{name}_tokens": n * option.seq_len for name, n in counts.items()}
         return {"vocab_size": vocab_size, **tokens, **{f"{name}_samples": n for name, n in counts.items()}}
     root = cache_root(option.cache_dir)
+    if isinstance(option, InstructSettings):
+        return _cached_chats(option, root)
     found = _cached(option, root)
     if found is None:
         return None
@@ -265,7 +311,22 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     return known
 
 
-def _cached(option: Packed, root: Path) -> tuple[str, dict[str, Any], int] | None:
+def _cached_chats(option: InstructSettings, root: Path) -> dict[str, int | None] | None:
+    from forgather_cli.data.instruct import cached_chats
+
+    found = cached_chats(option, root)
+    if found is None:
+        return None
+    meta, rows, vocab_size = found
+    known: dict[str, int | None] = {"vocab_size": vocab_size}
+    for name in ("train", "eval"):
+        known |= {f"{name}_tokens": meta[name]["tokens"], f"{name}_samples": rows.get(name)}
+    return known
+
+
+def _cached(
+    option: PythonStdlibSettings | TextSettings | TokensSettings, root: Path
+) -> tuple[str, dict[str, Any], int] | None:
     if isinstance(option, TokensSettings):
         indexed = cached_token_files(option, root)
         return (*indexed, load_tokenizer(option.tokenizer).vocab_size) if indexed else None

@@ -5,6 +5,7 @@
     <cache_dir>/tokens/<key>/             tokenized corpora
     <cache_dir>/indexes/<key>/            document borders of token files
     <cache_dir>/packings/<key>/           index tables of best_fit and pad
+    <cache_dir>/datasets/                 what the datasets library makes of local files
     <cache_dir>/locks/
 
 Every directory holds ``meta.json``, written last, with the size of each other file.
@@ -27,6 +28,11 @@ from forgather_cli.errors import DataError
 
 Meta = dict[str, Any]
 _PATIENCE = 10.0  # seconds that a rank leaves a cache to its node's first
+_ABANDONED = 14 * 86400.0  # seconds without a change after which nobody is still building
+
+
+class InterruptedBuildError(DataError):
+    """A build has stopped half-way and may be gone on with: what it has done stays."""
 
 
 def cache_root(cache_dir: str | None) -> Path:
@@ -55,11 +61,13 @@ def find(root: Path, kind: str, key: str) -> Meta | None:
     return meta if whole else None
 
 
-def build_once(root: Path, kind: str, key: str, write: Callable[[Path], Meta]) -> tuple[Path, Meta]:
+def build_once(
+    root: Path, kind: str, key: str, write: Callable[[Path], Meta], *, goes_on: bool = False
+) -> tuple[Path, Meta]:
     """The directory ``<root>/<kind>/<key>`` and its meta data, made by ``write(temporary directory)`` if it is missing.
 
     Other processes that want it wait for the one that builds. One that is killed leaves a temporary directory, which
-    the next removes. Raises DataError when the disk refuses.
+    the next removes, or with ``goes_on`` hands to ``write`` as it is. Raises DataError when the disk refuses.
     """
     directory = root / kind / key
     if (meta := find(root, kind, key)) is not None:
@@ -68,29 +76,43 @@ def build_once(root: Path, kind: str, key: str, write: Callable[[Path], Meta]) -
         _give_way(root, f"{kind}-{key}", lambda: find(root, kind, key) is not None)
     with _disk_errors(root), _locked(root, f"{kind}-{key}"):
         if (meta := find(root, kind, key)) is None:
-            meta = _build(directory, write)
+            meta = _build(directory, write, goes_on=goes_on)
     return directory, meta
 
 
-def _build(directory: Path, write: Callable[[Path], Meta]) -> Meta:
-    parent = directory.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    for stale in parent.glob(f".tmp-{directory.name}-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    temporary = parent / f".tmp-{directory.name}-{os.getpid()}"
-    temporary.mkdir()
-    try:
-        meta = write(temporary)
-        meta["files"] = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
-        _sync(temporary)
-        if directory.exists():  # damaged, or find() would have returned it
-            shutil.rmtree(directory)
-        temporary.rename(directory)
-        _sync_one(parent)
-    finally:
+def _build(directory: Path, write: Callable[[Path], Meta], *, goes_on: bool) -> Meta:
+    temporary = directory.parent / f".tmp-{directory.name}"
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    _forget_abandoned(temporary.parent)
+    if not goes_on:
         shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(exist_ok=True)
+    try:
+        return _publish(directory, temporary, write(temporary))
+    except BaseException as error:
+        is_interruption = isinstance(error, InterruptedBuildError) or not isinstance(error, Exception)
+        if not (goes_on and is_interruption):
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _publish(directory: Path, temporary: Path, meta: Meta) -> Meta:
+    meta["files"] = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+    (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+    _sync(temporary)
+    if directory.exists():  # damaged, or find() would have returned it
+        shutil.rmtree(directory)
+    temporary.rename(directory)
+    _sync_one(directory.parent)
     return meta
+
+
+def _forget_abandoned(parent: Path) -> None:
+    """Remove what builds have left that were killed long ago and never gone on with: their source has changed since."""
+    for path in parent.glob(".tmp-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def remember_once(root: Path, path: Path, make: Callable[[], Meta]) -> Meta:

@@ -1,8 +1,8 @@
 """Tokens to samples of ``seq_len``: concatenated, packed by best fit, or one document each.
 
 Legend: B samples, T = seq_len. Batches hold ``input_ids`` and ``labels``, (B, T) int64, and with isolated documents
-``document_ids``, (B, T) int32, equal inside one document of a row. A label of -100 is no target: padding, and with
-isolated documents the first token of each document, since labels are predicted from the position before.
+``document_ids``, (B, T) int32, equal inside one document of a row. A label of -100 is no target: padding, context, and
+with isolated documents the first token of each document, since labels are predicted from the position before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ IGNORED = -100
 Ints = NDArray[np.int64]
 
 
-def batch_of(ids: Ints, labels: Ints, document_ids: NDArray[np.int32] | None = None) -> dict[str, Tensor]:
+def batch_of(
+    ids: Ints, labels: Ints, document_ids: NDArray[np.int32] | None = None, position_ids: Ints | None = None
+) -> dict[str, Tensor]:
     """A batch from arrays, without a copy."""
     batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
     if document_ids is not None:
         batch["document_ids"] = torch.from_numpy(document_ids)
+    if position_ids is not None:
+        batch["position_ids"] = torch.from_numpy(position_ids)
     return batch
 
 
@@ -101,11 +105,25 @@ class ConcatDataset:
 
 
 class PackedDataset:
-    """Sample i is one or several pieces of documents, padded on the right; a table says which."""
+    """Sample i is one or several pieces of documents, padded on the right; a table says which.
 
-    def __init__(self, tokens: Tokens, table: PackingTable, seq_len: int, pad_token_id: int, *, isolate: bool) -> None:
+    ``targets`` (uint8, aligned with ``tokens``) says which tokens are targets, all of them without it. ``restart`` adds
+    ``position_ids``, (B, T) int64, that count from 0 in each piece and in the padding.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        table: PackingTable,
+        seq_len: int,
+        pad_token_id: int,
+        *,
+        isolate: bool,
+        targets: Tokens | None = None,
+        restart: bool = False,
+    ) -> None:
         self.tokens, self.table, self.seq_len, self.pad_token_id = tokens, table, seq_len, pad_token_id
-        self.isolate = isolate
+        self.isolate, self.targets, self.restart = isolate, targets, restart
 
     def __len__(self) -> int:
         return len(self.table)
@@ -117,14 +135,24 @@ class PackedDataset:
         ids = np.full((len(indices), self.seq_len), self.pad_token_id, np.int64)
         labels = np.full(ids.shape, IGNORED, np.int64)
         document_ids = np.zeros(ids.shape, np.int32) if self.isolate else None
+        position_ids = np.tile(np.arange(self.seq_len), (len(indices), 1)) if self.restart else None
         for row, index in enumerate(indices):
             end = 0
             for number, (start, length) in enumerate(self.table.pieces(index)):
                 begin, end = end, end + length
                 self.tokens.read(start, ids[row, begin:end])
-                labels[row, begin:end] = ids[row, begin:end]
+                labels[row, begin:end] = self._labels(start, ids[row, begin:end])
                 if document_ids is not None:
                     labels[row, begin] = IGNORED
                     document_ids[row, begin:end] = number
                     document_ids[row, end:] = number + 1
-        return batch_of(ids, labels, document_ids)
+                if position_ids is not None:
+                    position_ids[row, end:] -= length
+        return batch_of(ids, labels, document_ids, position_ids)
+
+    def _labels(self, start: int, ids: Ints) -> Ints:
+        if self.targets is None:
+            return ids
+        counted = np.empty(len(ids), np.int64)
+        self.targets.read(start, counted)
+        return np.where(counted, ids, IGNORED)

@@ -4,59 +4,76 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
-import json
 import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
+from forgather_cli.data import reading
 from forgather_cli.data.cache import Meta, digest, recall, remember_once
+from forgather_cli.data.reading import (
+    Damage,
+    Document,
+    Part,
+    SourceFile,
+    codec_of,
+    kind_of,
+    parts_of,
+    read_documents,
+)
 from forgather_cli.errors import DataError
 
+if TYPE_CHECKING:  # processes that tokenize need this module and no settings, whose import takes as long as theirs
+    from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
+
 Split = Literal["train", "eval"]
-_VERSION = 1  # of the rules below that decide what a document is and where it goes
+_VERSION = 2  # of the rules below that decide what a document is and where it goes
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_PIECE = (
-    16 << 20
-)  # bytes; a longer plain text becomes several documents, cut at line borders, so that memory is bounded
-_MARK = b"\xef\xbf\xbd"  # U+FFFD, what an undecodable byte sequence becomes
 
 
-class Document(NamedTuple):
-    name: str
-    text: str
+class Piece(NamedTuple):
+    """Documents of a corpus that are read together: consecutive parts of its files, or rows of a table."""
+
+    parts: tuple[Any, ...]
+    is_eval: bool
+    """They are held out, since the files are."""
     num_bytes: int
-    """Bytes of the source that it stands for, for progress."""
+    """Of the source, for progress."""
 
 
-@dataclass
-class Damage:
-    """Byte sequences that are not UTF-8 and were replaced by U+FFFD."""
+class Documents(Protocol):
+    """What is tokenized: documents in pieces that any process can read by themselves."""
 
-    count: int = 0
-    files: list[str] = field(default_factory=list)
+    @property
+    def origin(self) -> dict[str, str]:
+        """What is worth saying in logs of where they come from."""
 
-    def add(self, name: str, count: int) -> None:
-        self.count += count
-        if not self.files or self.files[-1] != name:
-            self.files.append(name)
+    @property
+    def eval_fraction(self) -> float:
+        """Of the documents, to be held out; 0 where none is, or whole files are."""
 
-    def __str__(self) -> str:
-        return (
-            f"{self.count} undecodable byte sequences in {len(self.files)} files replaced by U+FFFD ({self.files[0]})"
-        )
+    @property
+    def by_name(self) -> bool:
+        """Split by the hash of a document's name instead of its text."""
 
+    def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
+        """Hash of content and split rules. None if the content is not known yet and ``read`` is false."""
 
-@dataclass(frozen=True)
-class SourceFile:
-    path: Path
-    label: str
-    """What identifies it besides its bytes: the path relative to the corpus, or the file type."""
+    def content(self, root: Path) -> str:
+        """Hash of the content."""
+
+    def pieces(self) -> list[Piece]:
+        """All documents in order. Equal content is cut in equal pieces."""
+
+    def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
+        """The documents of a piece that are not empty. Raises DataError for content that cannot be read."""
+
+    def nothing(self) -> DataError:
+        """The error of a corpus without a document to train on."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +84,6 @@ class Corpus:
     eval_files: tuple[SourceFile, ...] = ()
     eval_fraction: float = 0.0
     by_name: bool = False
-    """Split by the hash of a document's name instead of its text."""
     text_key: str = "text"
     origin: dict[str, str] = field(default_factory=dict)
 
@@ -79,13 +95,45 @@ class Corpus:
         return sum(source.path.stat().st_size for source in self.all_files)
 
     def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
-        """Hash of content and split rules. None if the content is not known yet and ``read`` is false.
-
-        The content is hashed once; afterwards paths, sizes and modification times stand for it.
-        """
+        """The content is hashed once; afterwards paths, sizes and modification times stand for it."""
         content = content_hash(root, self.all_files, read=read)
         rules = [_VERSION, len(self.files), self.eval_fraction, self.by_name, self.text_key]
         return None if content is None else digest([content, rules])
+
+    def content(self, root: Path) -> str:
+        content = content_hash(root, self.all_files)
+        assert content is not None
+        return content
+
+    def pieces(self) -> list[Piece]:
+        """Small files are joined to 16 MiB, long ones are cut."""
+        parts = [(number, part) for number, source in enumerate(self.all_files) for part in parts_of(source.path)]
+        return [
+            Piece(tuple(group), is_eval, sum(part.num_bytes for _, part in group))
+            for is_eval in (False, True)
+            for group in _groups([pair for pair in parts if (pair[0] >= len(self.files)) == is_eval])
+        ]
+
+    def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
+        for number, part in piece.parts:
+            yield from read_documents(self.all_files[number], self.text_key, damage, part)
+
+    def nothing(self) -> DataError:
+        names = ", ".join(str(source.path) for source in self.files[:3])
+        return DataError(f"data.files: no text in {len(self.files)} files ({names}); they are empty")
+
+
+def _groups(parts: Sequence[tuple[int, Part]]) -> Iterator[list[tuple[int, Part]]]:
+    group: list[tuple[int, Part]] = []
+    held = 0
+    for number, part in parts:
+        if group and held + part.num_bytes > reading.PIECE:
+            yield group
+            group, held = [], 0
+        group.append((number, part))
+        held += part.num_bytes
+    if group:
+        yield group
 
 
 def content_hash(root: Path, files: Sequence[SourceFile], *, read: bool = True) -> str | None:
@@ -95,10 +143,17 @@ def content_hash(root: Path, files: Sequence[SourceFile], *, read: bool = True) 
     note = root / "content" / f"{stamp}.json"
 
     def read_all() -> Meta:
-        return {"content": digest([[source.label, _file_hash(source.path)] for source in files])}
+        with ThreadPoolExecutor(min(available_cores(), 8)) as threads:  # hashing runs without the interpreter's lock
+            hashes = list(threads.map(_file_hash, [source.path for source in files]))
+        return {"content": digest([[source.label, each] for source, each in zip(files, hashes, strict=True)])}
 
     known = remember_once(root, note, read_all) if read else recall(note)
     return None if known is None else str(known["content"])
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _file_hash(path: Path) -> str:
@@ -114,7 +169,7 @@ def _file_hash(path: Path) -> str:
 
 def find_corpus(option: PythonStdlibSettings | TextSettings) -> Corpus:
     """The files an option names. Raises DataError when a pattern matches nothing."""
-    if isinstance(option, PythonStdlibSettings):
+    if option.type == "python_stdlib":
         return _stdlib(option)
     return Corpus(
         files=_typed(find_files("data.files", option.files)),
@@ -172,38 +227,47 @@ def _no_match(pattern: str) -> str:
 
 
 def _typed(paths: Sequence[Path]) -> tuple[SourceFile, ...]:
-    return tuple(SourceFile(path, path.suffix.lower()) for path in paths)
+    return tuple(SourceFile(path, kind_of(path) + codec_of(path)) for path in paths)
 
 
 # -------------------------------------------------------------------------------------------------- reading documents
 
 
-def split_documents(corpus: Corpus, damage: Damage) -> Iterator[tuple[Split, Document]]:
+def split_documents(corpus: Documents, damage: Damage) -> Iterator[tuple[Split, Document]]:
     """All documents that are not empty, each with its split. Raises DataError for content that cannot be read.
 
     A document is held out when the hash of its text (or name) falls below ``eval_fraction``, so equal texts stay on
     one side and adding files moves none. The first always trains. Where none is held out (few documents, or one), the
     end of the last is.
     """
-    if corpus.eval_files or not corpus.eval_fraction:
-        yield from (("train", document) for document in _read(corpus.files, corpus.text_key, damage))
-        yield from (("eval", document) for document in _read(corpus.eval_files, corpus.text_key, damage))
-        return
     last: Document | None = None
-    num_eval = num_chars = 0
-    for number, document in enumerate(_read(corpus.files, corpus.text_key, damage)):
-        if last is not None:
-            yield "train", last
-        num_chars += len(document.text)
-        key = document.name if corpus.by_name else document.text
-        held_out = _share(key) < corpus.eval_fraction and (number > 0 or corpus.eval_fraction == 1)
-        last = None if held_out else document
-        if held_out:
-            num_eval += 1
-            yield "eval", document
+    num_eval = num_chars = number = 0
+    for piece in corpus.pieces():
+        for document in corpus.read(piece, damage):
+            if last is not None:
+                yield "train", last
+            num_chars += len(document.text)
+            held_out = piece.is_eval or is_held_out(corpus, document, is_first=number == 0)
+            number += 1
+            last = None if held_out else document
+            if held_out:
+                num_eval += 1
+                yield "eval", document
     if last is not None:
-        tail = 0 if num_eval else max(1, round(corpus.eval_fraction * num_chars))
-        yield from _cut(last, tail)
+        yield from cut_last(corpus, last, num_chars, any_held_out=num_eval > 0)
+
+
+def is_held_out(corpus: Documents, document: Document, *, is_first: bool) -> bool:
+    """``is_first``: it is the first document of all."""
+    if is_first and corpus.eval_fraction < 1:
+        return False
+    return _share(document.name if corpus.by_name else document.text) < corpus.eval_fraction
+
+
+def cut_last(corpus: Documents, last: Document, num_chars: int, *, any_held_out: bool) -> list[tuple[Split, Document]]:
+    """What becomes of the last document of ``num_chars`` characters in all, if it is not held out."""
+    is_split = corpus.eval_fraction > 0 and not any_held_out
+    return _cut(last, max(1, round(corpus.eval_fraction * num_chars)) if is_split else 0)
 
 
 def _share(key: str) -> float:
@@ -221,87 +285,3 @@ def _cut(document: Document, num_chars: int) -> list[tuple[Split, Document]]:
     where = border if 0 < border < len(text) else where
     head, tail = text[:where], text[where:]
     return [("train", document._replace(text=head)), ("eval", Document(document.name, tail, 0))]
-
-
-def _read(files: Sequence[SourceFile], text_key: str, damage: Damage) -> Iterator[Document]:
-    for source in files:
-        suffix = source.path.suffix.lower()
-        try:
-            if suffix == ".jsonl":
-                documents = _jsonl(source.path, text_key, damage)
-            elif suffix == ".parquet":
-                documents = _parquet(source.path, text_key)
-            else:
-                documents = _plain(source, damage)
-            yield from (document for document in documents if document.text)
-        except OSError as error:
-            raise DataError(f"{source.path}: cannot be read ({error.strerror or error})") from error
-
-
-def _plain(source: SourceFile, damage: Damage) -> Iterator[Document]:
-    with source.path.open("rb") as handle:
-        start = 0
-        while data := handle.read(_PIECE):
-            if len(data) == _PIECE:
-                data += handle.readline()
-            if start == 0 and b"\0" in data[:8192]:
-                raise DataError(f"{source.path}: not text; give txt, md, jsonl or parquet files")
-            name = f"{source.label}:{start}" if start else source.label
-            yield Document(name, _decode(data, source.path, damage), len(data))
-            start += len(data)
-
-
-def _decode(data: bytes, path: Path, damage: Damage) -> str:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        text = data.decode("utf-8", "replace")
-        damage.add(str(path), text.count("\ufffd") - data.count(_MARK))
-    return text.removeprefix("\ufeff")
-
-
-def _jsonl(path: Path, key: str, damage: Damage) -> Iterator[Document]:
-    with path.open("rb") as handle:
-        for number, line in enumerate(handle, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(_decode(line, path, damage))
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: not a JSON line ({error}); mend or remove it") from error
-            yield Document(f"{path}:{number}", _text_of(record, key, path, number), len(line))
-
-
-def _text_of(record: Any, key: str, path: Path, number: int) -> str:
-    if not isinstance(record, dict):
-        raise DataError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
-    if key not in record:
-        keys = ", ".join(map(str, record)) or "none"
-        raise DataError(f"{path}:{number}: no key {key!r} (its keys: {keys}); set data.text_key")
-    text = record[key]
-    if not isinstance(text, str):
-        raise DataError(f"{path}:{number}: {key!r} is {type(text).__name__}, not text; set data.text_key")
-    return text.encode("utf-8", "replace").decode()  # JSON can spell half a surrogate pair, UTF-8 cannot
-
-
-def _parquet(path: Path, key: str) -> Iterator[Document]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise DataError(f"{path}: parquet needs the package pyarrow; pip install 'forgather[parquet]'") from error
-    try:
-        table = parquet.ParquetFile(path)
-        names = table.schema_arrow.names
-        if key not in names:
-            raise DataError(f"{path}: no column {key!r} (its columns: {', '.join(names)}); set data.text_key")
-        row = 0
-        for batch in table.iter_batches(columns=[key], batch_size=1024):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                if text is None:
-                    continue
-                if not isinstance(text, str):
-                    raise DataError(f"{path}: column {key!r} holds {type(text).__name__}, not text; set data.text_key")
-                yield Document(f"{path}:{row}", text, len(text))
-    except importlib.import_module("pyarrow").ArrowInvalid as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error

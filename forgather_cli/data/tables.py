@@ -1,4 +1,4 @@
-"""Which pieces of documents make up each sample of the packings best_fit and pad: tables, cached as memory maps."""
+"""Which pieces of documents make up each sample of a packing: tables, cached as memory maps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ Ints = NDArray[np.int64]
 
 
 class PackingTable:
-    """Pieces of rows: row i holds the pieces [rows[i], rows[i + 1]), each a start and a length in tokens."""
+    """Pieces of rows: row i holds the pieces [rows[i], rows[i + 1]), each a start and a length in tokens.
 
-    def __init__(self, rows: ArrayFile, starts: ArrayFile, lengths: ArrayFile) -> None:
-        self._rows, self._starts, self._lengths = rows, starts, lengths
+    ``counts``: rows and pieces, and of conversations what was left out.
+    """
+
+    def __init__(self, rows: ArrayFile, starts: ArrayFile, lengths: ArrayFile, counts: dict[str, int]) -> None:
+        self._rows, self._starts, self._lengths, self.counts = rows, starts, lengths, counts
 
     def __len__(self) -> int:
         return self._rows.length - 1
@@ -42,6 +45,33 @@ def pieces_of(borders: Ints, seq_len: int) -> tuple[Ints, Ints]:
     lengths = np.minimum(seq_len, borders[owner + 1] - starts)
     keep = lengths > 1
     return starts[keep], lengths[keep]
+
+
+def whole_pieces(borders: Ints, first_targets: Ints, seq_len: int, too_long: str) -> tuple[Ints, Ints, dict[str, int]]:
+    """Conversations, one piece each: (starts, lengths, counts of what was left out).
+
+    Of one longer than ``seq_len`` the first ``seq_len`` tokens (``cut``) or nothing (``drop``). One whose piece holds
+    no target is left out: ``first_targets`` is the number of tokens before the first.
+    """
+    sizes = np.diff(borders)
+    long = sizes > seq_len
+    lengths = np.minimum(sizes, seq_len)
+    keep = (first_targets < lengths) & ~(long & (too_long == "drop"))
+    counts = {"cut": keep & long, "dropped": long & (too_long == "drop"), "empty": first_targets >= lengths}
+    counts["empty"] &= ~counts["dropped"]
+    return borders[:-1][keep], lengths[keep], {name: int(which.sum()) for name, which in counts.items()}
+
+
+def in_turn(starts: Ints, lengths: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
+    """Pieces one after the other, cut where a row of ``seq_len`` tokens is full: (starts, lengths, first piece of each
+    row and their number at the end)."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    rows = np.arange(0, total, seq_len)
+    borders = np.union1d(ends - lengths, rows)
+    owner = ends.searchsorted(borders, "right")
+    begins = starts[owner] + borders - (ends - lengths)[owner]
+    return begins, np.diff(borders, append=total), np.append(borders.searchsorted(rows), len(borders))
 
 
 def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
@@ -73,38 +103,51 @@ def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
     return packed, np.append(0, np.cumsum(np.bincount(row_of, minlength=num_rows)))
 
 
-def packed_tables(root: Path, data: Tokenized, seq_len: int, packing: str) -> dict[str, PackingTable]:
-    """The tables of each split for best_fit or pad, from the cache or made now."""
-    key = packing_key(data.fingerprint, seq_len, packing)
+def packed_tables(
+    root: Path, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None
+) -> dict[str, PackingTable]:
+    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations."""
+    key = packing_key(data.fingerprint, seq_len, packing, too_long)
 
     def write(directory: Path) -> Meta:
-        return {name: _write_table(directory / name, split, seq_len, packing) for name, split in _splits(data)}
+        return {
+            name: _write_table(directory / name, split, seq_len, packing, too_long) for name, split in _splits(data)
+        }
 
     directory, meta = build_once(root, "packings", key, write)
     return {name: _open_table(directory / name, meta[name]) for name, _ in _splits(data)}
 
 
-def packing_key(fingerprint: str, seq_len: int, packing: str) -> str:
-    return digest([_VERSION, fingerprint, seq_len, packing])
+def packing_key(fingerprint: str, seq_len: int, packing: str, too_long: str | None = None) -> str:
+    rules = [_VERSION, fingerprint, seq_len, packing]
+    return digest(rules if too_long is None else [*rules, too_long])
 
 
 def _splits(data: Tokenized) -> list[tuple[str, TokenSplit]]:
     return [("train", data.train)] + ([("eval", data.eval)] if data.eval else [])
 
 
-def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str) -> Meta:
+def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None) -> Meta:
     assert split.documents is not None
-    starts, lengths = pieces_of(split.documents.array, seq_len)
+    left_out: dict[str, int] = {}
+    if too_long is None:
+        starts, lengths = pieces_of(split.documents.array, seq_len)
+    else:
+        assert split.first_targets is not None
+        firsts = split.first_targets.array
+        starts, lengths, left_out = whole_pieces(split.documents.array, firsts, seq_len, too_long)
     rows = np.arange(len(starts) + 1)
     if packing == "best_fit":
         order, rows = best_fit(lengths, seq_len)
         starts, lengths = starts[order], lengths[order]
+    elif packing == "concat":
+        starts, lengths, rows = in_turn(starts, lengths, seq_len)
     for name, array in (("rows", rows), ("starts", starts), ("lengths", lengths)):
         array.astype(np.int64).tofile(stem.with_suffix(f".{name}.bin"))
-    return {"rows": len(rows) - 1, "pieces": len(starts)}
+    return {"rows": len(rows) - 1, "pieces": len(starts), **left_out}
 
 
 def _open_table(stem: Path, counts: dict[str, Any]) -> PackingTable:
     sizes = {"rows": counts["rows"] + 1, "starts": counts["pieces"], "lengths": counts["pieces"]}
     files = {name: ArrayFile(stem.with_suffix(f".{name}.bin"), "int64", size) for name, size in sizes.items()}
-    return PackingTable(files["rows"], files["starts"], files["lengths"])
+    return PackingTable(files["rows"], files["starts"], files["lengths"], counts)

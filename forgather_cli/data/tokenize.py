@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +29,14 @@ _FILES = (
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-_PIECE = 4_000_000  # characters; the library keeps some 100 bytes per token of a text in memory
+_PIECE = 1_000_000  # characters
+_AT_ONCE = 4_000_000  # characters; the library keeps some 100 bytes per token in memory
+
+
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+Marked = tuple[NDArray[Any], NDArray[np.bool_]]
+"""Token ids, and of each whether it stands in a span."""
 
 
 class Tokenizer(Protocol):
@@ -63,6 +71,12 @@ class Tokenizer(Protocol):
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """``encode_batch`` as integer arrays: the fast way for a corpus."""
 
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
+        """Ids of texts, and which of them stand in the spans of characters given for each text, in order.
+
+        A token counts if any of its characters does, as in Hugging Face's ``return_assistant_tokens_mask``.
+        """
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ids; ids outside the vocabulary are left out, broken UTF-8 becomes U+FFFD."""
 
@@ -70,13 +84,16 @@ class Tokenizer(Protocol):
         """Write ``tokenizer.json``, ``tokenizer_config.json`` and what belongs to them, for ``AutoTokenizer``."""
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """``bytes`` or a directory with ``tokenizer.json``; ``bpe`` is made by ``train_bpe``. Raises DataError."""
+def load_tokenizer(name: str, *, chat_template: str | None = None) -> Tokenizer:
+    """``bytes`` or a directory with ``tokenizer.json``; ``bpe`` is made by ``train_bpe``. Raises DataError.
+
+    ``chat_template``: the source that ``save`` writes in place of the directory's own.
+    """
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer(chat_template)
     if name == "bpe":
         raise DataError("data.tokenizer: bpe is trained on text; use it with data=python_stdlib or data=text")
-    return FileTokenizer(Path(name).expanduser())
+    return FileTokenizer(Path(name).expanduser(), chat_template)
 
 
 class ByteTokenizer:
@@ -85,6 +102,9 @@ class ByteTokenizer:
     vocab_size = _NUM_BYTES + 1
     eos_token_id = bos_token_id = pad_token_id = _NUM_BYTES
     fingerprint = hashlib.sha256(b"forgather bytes 1").hexdigest()[:32]
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self._chat_template = chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         ids: list[int] = self._encode(text).tolist()
@@ -95,6 +115,15 @@ class ByteTokenizer:
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         return [self._encode(text) for text in texts]
+
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
+        return [self._marked(text, marks) for text, marks in zip(texts, spans, strict=True)]
+
+    def _marked(self, text: str, spans: Sequence[Span]) -> Marked:
+        borders = [0, *(border for span in spans for border in span), len(text)]  # outside and inside by turns
+        pieces = [self._encode(text[start:stop]) for start, stop in itertools.pairwise(borders)]
+        inside = np.repeat(np.arange(len(pieces)) % 2 == 1, list(map(len, pieces)))
+        return np.concatenate(pieces), inside
 
     def _encode(self, text: str) -> NDArray[Any]:
         if END not in text:
@@ -110,6 +139,10 @@ class ByteTokenizer:
         parts = (bytes((i,)) if i < _NUM_BYTES else end for i in known if 0 <= i <= _NUM_BYTES)
         return b"".join(parts).decode("utf-8", "replace")
 
+    def bytes_of_tokens(self) -> NDArray[np.int64]:
+        """Bytes of text that each id stands for; none for the end token."""
+        return np.array([1] * _NUM_BYTES + [0], np.int64)
+
     def save(self, directory: Path) -> None:
         import tokenizers
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -120,6 +153,7 @@ class ByteTokenizer:
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
         _write(tokenizer, directory)
+        _write_template(self._chat_template, directory)
 
 
 def _byte_chars() -> list[str]:
@@ -132,7 +166,7 @@ def _byte_chars() -> list[str]:
 class FileTokenizer:
     """A directory with ``tokenizer.json``, as Hugging Face writes it. Raises DataError if it cannot be read."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, chat_template: str | None = None) -> None:
         import tokenizers
 
         path = directory / "tokenizer.json"
@@ -148,6 +182,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()  # a corpus is not cut to the length the file was saved with
         self._tokenizer.no_padding()
         self._directory = directory
+        self._chat_template = chat_template
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         special = _special_tokens(directory)
         self.eos_token_id = self._id(special["eos"])
@@ -170,15 +205,43 @@ class FileTokenizer:
         return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Texts above 4 million characters are encoded in pieces cut at line borders."""
+        """Texts above a million characters are encoded in pieces cut at line borders."""
         pieces = [_pieces(text) for text in texts]
-        flat = self.encode_batch([piece for group in pieces for piece in group])
-        arrays = iter([np.array(ids, np.uint32) for ids in flat])
+        arrays = self._arrays([piece for group in pieces for piece in group])
         return [_join([next(arrays) for _ in group]) for group in pieces]
+
+    def _arrays(self, pieces: Sequence[str]) -> Iterator[NDArray[Any]]:
+        start = size = 0
+        for stop, piece in enumerate(pieces, 1):
+            size += len(piece)
+            if size >= _AT_ONCE or stop == len(pieces):
+                yield from [np.array(ids, np.uint32) for ids in self.encode_batch(pieces[start:stop])]
+                start, size = stop, 0
+
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [_inside(each, marks) for each, marks in zip(encodings, spans, strict=True)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def bytes_of_tokens(self) -> NDArray[np.int64] | None:
+        """Bytes of text that each id stands for, none for special tokens.
+
+        Exact where tokens are strings of bytes (GPT-2's byte-level BPE, as in Llama 3 and Qwen); None for others, whose
+        tokens stand for more or less text depending on where they are (SentencePiece, WordPiece).
+        """
+        from tokenizers import decoders
+
+        if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            return None
+        counts = np.zeros(self.vocab_size, np.int64)
+        for token, number in self._tokenizer.get_vocab().items():
+            counts[number] = len(token)  # one character for each byte
+        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+            counts[number] = 0 if added.special else len(added.content.encode())
+        return counts
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -192,6 +255,23 @@ class FileTokenizer:
         if not (directory / "tokenizer_config.json").exists():
             names = {"eos_token": self.eos_token_id, "bos_token": self.bos_token_id, "pad_token": self.pad_token_id}
             _write_config(directory, {k: self._tokenizer.id_to_token(v) for k, v in names.items() if v is not None})
+        _write_template(self._chat_template, directory)
+
+
+def _inside(encoding: tokenizers.Encoding, spans: Sequence[Span]) -> Marked:
+    """From the first to the last token that has characters of a span: byte-level tokenizers may take the white space
+    out of offsets, so that a token between them has none."""
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    starts, stops = offsets[:, 0], offsets[:, 1]
+    inside = np.zeros(len(offsets), np.bool_)
+    for start, stop in spans:
+        inside[stops.searchsorted(start, "right") : starts.searchsorted(stop, "left")] = True
+    return np.array(encoding.ids, np.uint32), inside
+
+
+def _write_template(source: str | None, directory: Path) -> None:
+    if source is not None:
+        (directory / "chat_template.jinja").write_text(source, encoding="utf-8")
 
 
 def _pieces(text: str) -> list[str]:

@@ -19,6 +19,13 @@ class ArrayFile:
     def __init__(self, path: Path, dtype: str, length: int, offset: int = 0) -> None:
         self.path, self.dtype, self.length, self.offset = path, dtype, length, offset
 
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> ArrayFile:
+        """Numbers that are in memory already."""
+        made = cls(Path(), array.dtype.str, len(array))
+        made.__dict__["array"] = array
+        return made
+
     def __reduce__(self) -> Any:
         return ArrayFile, (self.path, self.dtype, self.length, self.offset)
 
@@ -69,6 +76,10 @@ class TokenSplit:
     tokens: Tokens
     documents: ArrayFile | None
     """int64: where each document starts, and where the last ends; None where nothing marks documents."""
+    targets: Tokens | None = None
+    """uint8, of each token: 1 = a target, 0 = context. None: every token is a target."""
+    first_targets: ArrayFile | None = None
+    """int64, of each document: its tokens before the first target that one of them predicts, all if there is none."""
 
 
 @dataclass(frozen=True)

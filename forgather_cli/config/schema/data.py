@@ -24,7 +24,12 @@ class _DataBase:
 
 
 @settings
-class PythonStdlibSettings(_DataBase):
+class _Tokenized(_DataBase):
+    tokenize_processes: PositiveInt | None = None  # at once; null: the cores, where there is enough to do
+
+
+@settings
+class PythonStdlibSettings(_Tokenized):
     """Sources of the running interpreter's standard library."""
 
     type: Literal["python_stdlib"] = "python_stdlib"
@@ -32,14 +37,32 @@ class PythonStdlibSettings(_DataBase):
 
 
 @settings
-class TextSettings(_DataBase):
-    """Local text: txt, md, jsonl, parquet."""
+class TextSettings(_Tokenized):
+    """Local text: txt, md, jsonl, parquet; plain or compressed."""
 
     type: Literal["text"] = "text"
     files: list[str]
     eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the documents
     text_key: str = "text"
     eval_fraction: Fraction = 0.05  # of the documents
+
+
+@settings
+class HfSettings(_Tokenized):
+    """The ``datasets`` library: a dataset of the hub, local files, or a directory."""
+
+    type: Literal["hf"] = "hf"
+    dataset: str | None = None  # a name on the hub, a directory, or a format of data_files; null: by their suffix
+    dataset_config: str | None = None  # of a dataset with several configurations
+    train_split: str = "train"
+    eval_split: str | None = None  # null: eval_fraction of the documents, unless streaming
+    data_files: list[str] = field(default_factory=list)
+    eval_files: list[str] = field(default_factory=list)  # in the format of data_files
+    revision: str | None = None  # branch, tag or commit on the hub
+    text_key: str = "text"
+    eval_fraction: Fraction = 0.05  # of the documents
+    streaming: bool = False
+    shuffle_buffer: Count = 0  # documents; 0: in the order of the dataset
 
 
 @settings
@@ -52,6 +75,22 @@ class TokensSettings(_DataBase):
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # of .bin files; .npy say their own
     document_separator: int | None = None  # token id that ends a document
     eval_fraction: Fraction = 0.05  # of the tokens, from the end
+
+
+@settings
+class InstructSettings(_DataBase):
+    """Conversations: jsonl, json, parquet; targets are the assistant's turns."""
+
+    type: Literal["instruct"] = "instruct"
+    files: list[str]
+    eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the conversations
+    eval_fraction: Fraction = 0.05  # of the conversations
+    messages_key: str | None = None  # null: messages, conversations, or prompt and completion
+    chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    too_long: Literal["cut", "drop"] = "cut"  # conversations longer than seq_len
+    packing: Literal["concat", "best_fit", "pad"] = "best_fit"
+    isolate_documents: bool = True
 
 
 @settings
@@ -85,7 +124,9 @@ def _to_data_target(value: Any) -> Any:
 DataOption = Annotated[
     Annotated[PythonStdlibSettings, Tag("python_stdlib")]
     | Annotated[TextSettings, Tag("text")]
+    | Annotated[HfSettings, Tag("hf")]
     | Annotated[TokensSettings, Tag("tokens")]
+    | Annotated[InstructSettings, Tag("instruct")]
     | Annotated[SyntheticSettings, Tag("synthetic")]
     | Annotated[DataTarget, BeforeValidator(_to_data_target), Tag("_target_")],
     by_type,

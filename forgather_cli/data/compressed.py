@@ -1,0 +1,140 @@
+"""Files that may be compressed, read as streams: gz, bz2, xz and zst."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from forgather_cli.errors import DataError
+
+_CHUNK = 1 << 16  # bytes of a file that are decompressed at once
+
+
+class Opened:
+    """A file whose decompressed bytes ``handle`` reads."""
+
+    def __init__(self, raw: BinaryIO, handle: BinaryIO) -> None:
+        self._raw, self.handle = raw, handle
+        self._reported = 0
+
+    def seek(self, position: int) -> None:
+        """To a place in a file that is not compressed."""
+        if position:
+            self.handle.seek(position)
+            self._reported = position
+
+    def progress(self) -> int:
+        """Bytes of the file, as it lies on disk, read since the last call."""
+        before, self._reported = self._reported, self._raw.tell()
+        return self._reported - before
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Opened]:
+    """A file to read from, decompressed by its suffix.
+
+    Raises DataError for one that cannot be read, is damaged, or needs a package that is not installed.
+    """
+    codec = CODECS.get(path.suffix.lower())
+    try:
+        with path.open("rb") as raw:
+            if codec is None:
+                yield Opened(raw, raw)
+            else:
+                with codec(raw, path) as handle:
+                    yield Opened(raw, handle)
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, _Damaged) as error:
+        raise _damaged(path, str(error)) from error
+    except OSError as error:
+        if codec is not None and error.errno is None:  # what bz2 says of its data
+            raise _damaged(path, str(error)) from error
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    suffix = path.suffix.lower()
+    return DataError(f"{path}: a damaged {suffix} file, or none ({why}); fetch it again, or leave it out")
+
+
+class _Damaged(Exception):
+    pass
+
+
+def _gzip(raw: BinaryIO, path: Path) -> BinaryIO:
+    return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
+
+
+def _bz2(raw: BinaryIO, path: Path) -> BinaryIO:
+    return bz2.BZ2File(raw)  # type: ignore[return-value]
+
+
+def _xz(raw: BinaryIO, path: Path) -> BinaryIO:
+    return lzma.LZMAFile(raw)  # type: ignore[return-value]
+
+
+def _zst(raw: BinaryIO, path: Path) -> BinaryIO:
+    return io.BufferedReader(_ZstdFile(raw, _zstd_frames(path)), _CHUNK)
+
+
+CODECS: dict[str, Callable[[BinaryIO, Path], BinaryIO]] = {".gz": _gzip, ".bz2": _bz2, ".xz": _xz, ".zst": _zst}
+"""By suffix: a handle on the decompressed bytes of a file."""
+
+
+def _zstd_frames(path: Path) -> Callable[[], Any]:
+    """Makes decompressors of one frame: of the standard library (Python 3.14), else of the package zstandard."""
+    with contextlib.suppress(ImportError):
+        decompressor: Callable[[], Any] = importlib.import_module("compression.zstd").ZstdDecompressor
+        return decompressor
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        raise DataError(f"{path}: zst files need the package zstandard; pip install zstandard") from error
+    # files of zstd --long=31 are read too, as its own tool does when told so
+    return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+
+class _ZstdFile(io.RawIOBase):
+    """Frames of a zst file, one after the other.
+
+    The package's own ``stream_reader`` takes a file that was cut off for one that ends there (zstandard 0.25).
+    """
+
+    def __init__(self, raw: BinaryIO, frame: Callable[[], Any]) -> None:
+        self._raw, self._new = raw, frame
+        self._frame: Any = None
+        self._input, self._output = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not self._input and not (data := self._raw.read(_CHUNK)):
+                if self._frame is not None:
+                    raise _Damaged("it ends in the middle")
+                return 0
+            self._output = memoryview(self._decompressed(self._input or data))
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        return count
+
+    def _decompressed(self, data: bytes) -> bytes:
+        self._frame = self._frame or self._new()
+        try:
+            output: bytes = self._frame.decompress(data)
+        except Exception as error:  # either library has its own ZstdError
+            if type(error).__name__ != "ZstdError":
+                raise
+            raise _Damaged(str(error)) from error
+        self._input = b""
+        if self._frame.eof:
+            self._input, self._frame = self._frame.unused_data, None
+        return output

@@ -1,0 +1,326 @@
+"""``data=hf``: datasets of the ``datasets`` library, as documents for the token cache or as streams of them.
+
+The library is imported here, when such data is asked for: that takes seconds. What it downloads from the hub stays in
+its own cache (``HF_HOME``), where other programs find it; what it makes of local files goes into our data cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import logging
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.config.schema import HfSettings
+from forgather_cli.data import reading
+from forgather_cli.data.cache import Meta, digest, recall, remember_once
+from forgather_cli.data.reading import Damage, Document, kind_of
+from forgather_cli.data.sources import Piece, find_files
+from forgather_cli.errors import DataError
+
+_VERSION = 1  # of the rules below that decide what a document is
+_FORMATS = ("json", "parquet", "arrow", "csv", "text")
+_FORMAT_OF = {
+    ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv",
+    ".txt": "text", ".md": "text",
+}  # fmt: skip
+_LOCAL = "data.dataset=json data.data_files=[...], or a directory written by save_to_disk"
+_PATIENCE = 5.0  # seconds until the hub counts as out of reach; the library itself would try for 25 and more
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The datasets of an option: of the library's ``Dataset``, or streaming its ``IterableDataset``."""
+
+    train: Any
+    eval: Any | None
+
+
+def open_datasets(option: HfSettings, root: Path) -> Opened:
+    """Load what an option names, from the hub, its cache, or files. Raises DataError."""
+    source = _Source(option, root)
+    library = _library()
+    with _explained(option, library), _maybe_offline(source, library):
+        train = source.split(library, "train_split", option.train_split)
+        held_out = "eval" if option.eval_files else option.eval_split
+        evaluation = None if held_out is None else source.split(library, "eval_split", held_out)
+        return Opened(*(None if each is None else _text_alone(each, option.text_key) for each in (train, evaluation)))
+
+
+def _library() -> Any:
+    """The library without its progress bars and log lines, which would stand among ours: what matters is in its
+    exceptions."""
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError("data=hf: needs the package datasets; pip install 'forgather[datasets]'") from error
+    library.logging.set_verbosity(logging.CRITICAL + 1)
+    library.disable_progress_bars()
+    return library
+
+
+class _Source:
+    """Where the splits of an option come from."""
+
+    def __init__(self, option: HfSettings, root: Path) -> None:
+        self._option = option
+        self._path = option.dataset or _format_of(option.data_files[0])
+        self._files = _data_files(option)
+        directory = Path(self._path).expanduser()
+        is_local = self._path in _FORMATS or directory.is_dir()
+        self._path = str(directory) if directory.is_dir() else self._path
+        self._saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        self._cache = str(root / "datasets") if is_local else None
+        self.is_remote = not is_local or any("://" in name for names in self._files.values() for name in names)
+        self._found: Any = None
+
+    def split(self, library: Any, setting: str, name: str) -> Any:
+        """A split by its name, or a slice of one (``train[:10%]``). Raises DataError with the names that there are."""
+        if set(name) & set("[+") and not self._saved:
+            return self._load(library, split=name)
+        if self._found is None:
+            self._found = self._saved_splits(library) if self._saved else self._load(library)
+        if name not in self._found:
+            raise DataError(f"data.{setting}: no split {name!r}, the dataset has {', '.join(map(str, self._found))}")
+        return self._found[name]
+
+    def _load(self, library: Any, **kwargs: Any) -> Any:
+        option = self._option
+        return library.load_dataset(
+            self._path,
+            name=option.dataset_config,
+            data_files=self._files or None,
+            revision=option.revision,
+            streaming=option.streaming,
+            cache_dir=self._cache,
+            **kwargs,
+        )
+
+    def _saved_splits(self, library: Any) -> Any:
+        found = library.load_from_disk(self._path)
+        if not isinstance(found, dict):
+            found = {str(found.split or "train"): found}
+        if self._option.streaming:
+            return {name: each.to_iterable_dataset(num_shards=_num_shards(each)) for name, each in found.items()}
+        return found
+
+
+def _num_shards(dataset: Any) -> int:
+    """Parts in which ranks and workers may read a dataset that has no files of its own."""
+    return min(64, max(1, len(dataset)))
+
+
+def _data_files(option: HfSettings) -> dict[str, list[str]]:
+    """Split -> files; those of this machine are looked for, those of a dataset of the hub are its own."""
+    named = {"train": option.data_files, "eval": option.eval_files}
+    settings = {"train": "data.data_files", "eval": "data.eval_files"}
+    ours = option.dataset is None or option.dataset in _FORMATS
+    return {
+        split: [
+            str(path)
+            for pattern in patterns
+            for path in ([pattern] if "://" in pattern or not ours else find_files(settings[split], [pattern]))
+        ]
+        for split, patterns in named.items()
+        if patterns
+    }
+
+
+def _format_of(name: str) -> str:
+    found = _FORMAT_OF.get(kind_of(Path(name)))
+    if found is None:
+        raise DataError(f"data.data_files: cannot tell the format of {name!r}; set data.dataset={', '.join(_FORMATS)}")
+    return found
+
+
+def _text_alone(dataset: Any, key: str) -> Any:
+    """A dataset with the column of the text only. Raises DataError without one."""
+    columns = dataset.column_names
+    if columns is None:  # of a stream they are not always known before it is read
+        return dataset
+    if key not in columns:
+        raise DataError(f"data.text_key: no column {key!r}, the dataset has {', '.join(columns)}; set data.text_key")
+    kind = getattr((dataset.features or {}).get(key), "dtype", "string")
+    if kind not in ("string", "large_string"):
+        raise DataError(f"data.text_key: column {key!r} holds {kind}, not text; the dataset has {', '.join(columns)}")
+    return dataset.select_columns([key])
+
+
+# --------------------------------------------------------------------------------------------------- the library's ways
+
+
+@contextlib.contextmanager
+def _explained(option: HfSettings, library: Any) -> Iterator[None]:
+    """The library's exceptions as ours."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    name = f"data.dataset: {option.dataset!r}" if option.dataset else "data.data_files:"
+    missing = (library.exceptions.DatasetNotFoundError, RepositoryNotFoundError, GatedRepoError)
+    try:
+        yield
+    except DataError:
+        raise
+    except ConnectionError as error:
+        cache = library.config.HF_DATASETS_CACHE
+        raise DataError(
+            f"{name} is not in the cache ({cache}), and the hub cannot be reached; go online, set HF_HOME to a cache "
+            f"that has it, or name local files: {_LOCAL}"
+        ) from error
+    except missing as error:
+        raise DataError(
+            f"{name} is no dataset that the hub shows you ({_first_line(error)}); mend the name, log in with "
+            f"'hf auth login', or name local files: {_LOCAL}"
+        ) from error
+    except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
+        cause = error.__cause__ if isinstance(error, library.exceptions.DatasetGenerationError) else None
+        raise DataError(f"{name} cannot be loaded ({_first_line(cause or error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+@contextlib.contextmanager
+def _maybe_offline(source: _Source, library: Any) -> Iterator[None]:
+    """Where the hub cannot be reached, tell the library so: it then looks into its cache at once.
+
+    By itself it tries six times (datasets 5.2, huggingface_hub 2.4: 25 s for a name that does not resolve).
+    """
+    constants = importlib.import_module("huggingface_hub").constants
+    if not source.is_remote or constants.HF_HUB_OFFLINE or _can_reach(constants.ENDPOINT):
+        yield
+        return
+    _log.warning("%s cannot be reached: reading from the cache of the datasets library", constants.ENDPOINT)
+    before = library.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = library.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, library.config.HF_HUB_OFFLINE = False, before
+
+
+def _can_reach(endpoint: str) -> bool:
+    """True if a connection can be opened, or if a proxy stands in between, which would have to be asked."""
+    url = urllib.parse.urlsplit(endpoint)
+    if urllib.request.getproxies():
+        return True
+    reached: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError):
+            socket.create_connection((url.hostname or "", url.port or 443), timeout=_PATIENCE).close()
+            reached.append(True)
+
+    thread = threading.Thread(target=connect, daemon=True)  # resolving a name knows no timeout
+    thread.start()
+    thread.join(_PATIENCE)
+    return bool(reached)
+
+
+# ------------------------------------------------------------------------------------------------------------ documents
+
+
+@dataclass(frozen=True)
+class HfCorpus:
+    """Datasets with numbered rows as documents."""
+
+    train: Any
+    eval: Any | None
+    text_key: str
+    eval_fraction: float
+    origin: dict[str, str]
+    by_name: bool = False
+
+    def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
+        """The content is hashed once; afterwards the library's fingerprints stand for it."""
+        content = self._content(root, read=read)
+        return None if content is None else digest([_VERSION, content, self.eval_fraction])
+
+    def content(self, root: Path) -> str:
+        content = self._content(root, read=True)
+        assert content is not None
+        return content
+
+    def _content(self, root: Path, *, read: bool) -> str | None:
+        stamp = digest(["hf", self.text_key, *(each._fingerprint for each in self._datasets())])
+        note = root / "content" / f"{stamp}.json"
+
+        def read_all() -> Meta:
+            return {"content": digest([self._hash(each) for each in self._datasets()])}
+
+        known = remember_once(root, note, read_all) if read else recall(note)
+        return None if known is None else str(known["content"])
+
+    def _datasets(self) -> list[Any]:
+        return [each for each in (self.train, self.eval) if each is not None]
+
+    def _hash(self, dataset: Any) -> str:
+        state = hashlib.sha256()
+        for text in _texts(dataset, self.text_key, 0, len(dataset)):
+            data = text.encode()
+            state.update(len(data).to_bytes(8, "little") + data)
+        return state.hexdigest()
+
+    def pieces(self) -> list[Piece]:
+        found: list[Piece] = []
+        for number, dataset in enumerate(self._datasets()):
+            share = dataset.data.nbytes / max(1, dataset.data.num_rows)  # bytes of a row
+            rows = max(1, int(reading.PIECE / max(1.0, share)))
+            for start in range(0, len(dataset), rows):
+                stop = min(start + rows, len(dataset))
+                found.append(Piece((number, start, stop), number > 0, int((stop - start) * share)))
+        return found
+
+    def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
+        number, start, stop = piece.parts
+        share = piece.num_bytes // max(1, stop - start)
+        for row, text in enumerate(_texts(self._datasets()[number], self.text_key, start, stop), start):
+            if text:
+                yield Document(f"{number}:{row}", text, share)
+
+    def nothing(self) -> DataError:
+        rows = len(self.train)
+        return DataError(f"data.text_key: no text in column {self.text_key!r} of {rows} rows; name another")
+
+
+def _texts(dataset: Any, key: str, start: int, stop: int) -> Iterator[str]:
+    """Texts of rows, empty where there is none."""
+    rows = dataset.select(range(start, stop)).with_format("arrow")
+    for table in rows.iter(batch_size=1024):
+        yield from (text or "" for text in table.column(key).to_pylist())
+
+
+def hf_corpus(option: HfSettings, root: Path) -> HfCorpus:
+    """The documents of an option. Raises DataError."""
+    opened = open_datasets(option, root)
+    fraction = 0.0 if opened.eval is not None else option.eval_fraction
+    return HfCorpus(opened.train, opened.eval, option.text_key, fraction, origin_of(option))
+
+
+def origin_of(option: HfSettings) -> dict[str, str]:
+    """What is worth saying in logs of where documents come from."""
+    names = {"dataset": option.dataset, "config": option.dataset_config, "revision": option.revision}
+    files = {"files": ", ".join(option.data_files)} if option.data_files else {}
+    split = f"{option.train_split}, streaming" if option.streaming else option.train_split
+    return {key: value for key, value in names.items() if value} | files | {"split": split}
+
+
+def stream_identity(option: HfSettings) -> str:
+    """What stands for the content of a stream, which nobody has read yet: names, and sizes of local files."""
+    files = [
+        [split, os.path.basename(name), os.stat(name).st_size if os.path.isfile(name) else name]
+        for split, names in _data_files(option).items()
+        for name in names
+    ]
+    names = [option.dataset, option.dataset_config, option.train_split, option.eval_split, option.revision]
+    return digest([_VERSION, names, files, option.text_key])

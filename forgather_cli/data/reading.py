@@ -1,0 +1,297 @@
+"""What lies in text files: documents and records of txt, md, jsonl (each of them plain or compressed) and parquet.
+
+Files are read as streams, a piece at a time. A long plain file can be read by ranges of bytes, a parquet file by ranges
+of row groups, and gives the same documents as when it is read whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forgather_cli.data.compressed import CODECS, Opened, opened
+from forgather_cli.errors import DataError
+
+PIECE = 16 << 20  # bytes; a longer plain text becomes several documents, cut at line borders: memory is bounded
+_MARK = b"\xef\xbf\xbd"  # U+FFFD, what an undecodable byte sequence becomes
+
+
+class Document(NamedTuple):
+    name: str
+    text: str
+    num_bytes: int
+    """Bytes of the source that it stands for, for progress."""
+
+
+class Record(NamedTuple):
+    """A JSON object of a jsonl file."""
+
+    line: int
+    value: dict[str, Any]
+    num_bytes: int
+    """Bytes of the source that it stands for, for progress."""
+
+
+@dataclass
+class Damage:
+    """Byte sequences that are not UTF-8 and were replaced by U+FFFD."""
+
+    count: int = 0
+    files: list[str] = field(default_factory=list)
+
+    def add(self, name: str, count: int) -> None:
+        self.count += count
+        if not self.files or self.files[-1] != name:
+            self.files.append(name)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} undecodable byte sequences in {len(self.files)} files replaced by U+FFFD ({self.files[0]})"
+        )
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    path: Path
+    label: str
+    """What identifies it besides its bytes: the path relative to the corpus, or the file type."""
+
+
+class Part(NamedTuple):
+    """Some of a file: the bytes [start, stop), or of parquet the row groups; None: to the end."""
+
+    start: int = 0
+    stop: int | None = None
+    num_bytes: int = 0
+    """Of the file, for progress."""
+
+
+WHOLE = Part()
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says what a file holds: ``.jsonl`` of ``a.jsonl.gz``."""
+    return Path(path.stem).suffix.lower() if codec_of(path) else path.suffix.lower()
+
+
+def codec_of(path: Path) -> str:
+    """The suffix that says how a file is compressed: ``.gz`` of ``a.jsonl.gz``, or nothing."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in CODECS else ""
+
+
+# ------------------------------------------------------------------------------------------------------------ documents
+
+
+def read_documents(source: SourceFile, text_key: str, damage: Damage, part: Part = WHOLE) -> Iterator[Document]:
+    """The documents of a file, or of a part that ``parts_of`` names, that are not empty. Raises DataError."""
+    kind = kind_of(source.path)
+    if kind == ".jsonl":
+        documents = _of_records(source.path, text_key, damage, part)
+    elif kind == ".parquet":
+        documents = _parquet(source.path, text_key, part)
+    else:
+        documents = _plain(source, damage, part)
+    return (document for document in documents if document.text)
+
+
+def parts_of(path: Path) -> list[Part]:
+    """A file cut into parts of about 16 MiB where that is possible without reading it, else one part.
+
+    Raises DataError if it cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        if size <= PIECE or codec_of(path):
+            return [Part(num_bytes=size)]
+        return _row_groups(path, size) if kind_of(path) == ".parquet" else list(_ranges(path, size))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _ranges(path: Path, size: int) -> Iterator[Part]:
+    """Ranges of a plain file that end with a line; of text, which may have no lines, with a character."""
+    longest = None if kind_of(path) == ".jsonl" else PIECE
+    with path.open("rb") as handle:
+        start = 0
+        while start < size:
+            handle.seek(start + PIECE)
+            rest = 0
+            if longest is None:
+                while line := handle.readline(PIECE):
+                    rest += len(line)
+                    if line.endswith(b"\n"):
+                        break
+            else:
+                rest = len(_end_of_line(handle.readline(longest)))
+            stop = min(start + PIECE + rest, size)
+            yield Part(start, stop, stop - start)
+            start = stop
+
+
+def _end_of_line(data: bytes) -> bytes:
+    """What was read for the rest of a line, without a character that is cut in the middle."""
+    if len(data) < PIECE or data.endswith(b"\n"):
+        return data
+    for back in (1, 2, 3):
+        byte = data[-back]
+        if byte >= 0xC0:  # the first of 2, 3 or 4 bytes
+            return data[:-back] if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else data
+        if byte < 0x80:
+            break
+    return data
+
+
+def _plain(source: SourceFile, damage: Damage, part: Part) -> Iterator[Document]:
+    with opened(source.path) as file:
+        start, rest = part.start, b""
+        file.seek(start)
+        while data := rest + file.handle.read(PIECE - len(rest)):
+            if len(data) == PIECE:
+                line = file.handle.readline(PIECE)
+                whole = _end_of_line(line)
+                data, rest = data + whole, line[len(whole) :]
+            else:
+                rest = b""
+            if start == 0 and b"\0" in data[:8192]:
+                raise DataError(f"{source.path}: not text; give txt, md, jsonl or parquet files")
+            name = f"{source.label}:{start}" if start else source.label
+            yield Document(name, _decode(data, source.path, damage), file.progress())
+            start += len(data)
+            if part.stop is not None and start >= part.stop:
+                return
+
+
+def _decode(data: bytes, path: Path, damage: Damage) -> str:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        text = data.decode("utf-8", "replace")
+        damage.add(str(path), text.count("\ufffd") - data.count(_MARK))
+    return text.removeprefix("\ufeff")
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Record]:
+    """The JSON objects of a jsonl file, or of a part of it. Raises DataError with file and line."""
+    number = 0
+    with opened(path) as file:
+        for number, line in enumerate(_lines(file, part), 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(_decode(line, path, damage))
+            except ValueError as error:
+                where = number + _lines_before(path, part)
+                raise DataError(f"{path}:{where}: not a JSON line ({error}); mend or remove it") from error
+            if not isinstance(value, dict):
+                where = number + _lines_before(path, part)
+                raise DataError(f"{path}:{where}: expected a JSON object, got {type(value).__name__}")
+            yield Record(number, value, file.progress())
+
+
+def _lines(file: Opened, part: Part) -> Iterator[bytes]:
+    file.seek(part.start)
+    position = part.start
+    for line in file.handle:
+        yield line
+        position += len(line)
+        if part.stop is not None and position >= part.stop:
+            return
+
+
+def _lines_before(path: Path, part: Part) -> int:
+    """Lines of a file before a part: counted when a message needs them."""
+    count, left = 0, part.start
+    with path.open("rb") as handle:
+        while left and (data := handle.read(min(left, PIECE))):
+            count += data.count(b"\n")
+            left -= len(data)
+    return count
+
+
+def _of_records(path: Path, key: str, damage: Damage, part: Part) -> Iterator[Document]:
+    for record in read_records(path, damage, part):
+        text = record.value.get(key)
+        if not isinstance(text, str):
+            where = f"{path}:{record.line + _lines_before(path, part)}"
+            if key not in record.value:
+                keys = ", ".join(record.value) or "none"
+                raise DataError(f"{where}: no key {key!r} (its keys: {keys}); set data.text_key")
+            raise DataError(f"{where}: {key!r} is {type(text).__name__}, not text; set data.text_key")
+        yield Document(f"{path}:{record.line}", encodable(text), record.num_bytes)
+
+
+def encodable(text: str) -> str:
+    """``text`` as UTF-8 can hold it: JSON can spell half a surrogate pair, which becomes ``?``."""
+    return text.encode("utf-8", "replace").decode()
+
+
+# -------------------------------------------------------------------------------------------------------------- parquet
+
+
+@contextlib.contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DataError(f"{path}: parquet needs the package pyarrow; pip install 'forgather[parquet]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield file
+    except (importlib.import_module("pyarrow").ArrowException, OSError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise DataError(f"{path}: cannot be read ({first})") from error
+
+
+def _row_groups(path: Path, size: int) -> list[Part]:
+    """Row groups, joined to parts of 16 MiB and more of what they hold."""
+    with _parquet_file(path) as file:
+        sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
+    total, parts, start, held = max(sum(sizes), 1), [], 0, 0
+    for stop, each in enumerate(sizes, 1):
+        held += each
+        if held >= PIECE or stop == len(sizes):
+            parts.append(Part(start, stop, size * held // total))
+            start, held = stop, 0
+    return parts
+
+
+def _parquet(path: Path, key: str, part: Part) -> Iterator[Document]:
+    with _parquet_file(path) as file:
+        names = file.schema_arrow.names
+        if key not in names:
+            raise DataError(f"{path}: no column {key!r} (its columns: {', '.join(names)}); set data.text_key")
+        groups = list(range(part.start, file.num_row_groups if part.stop is None else part.stop))
+        rows = sum(file.metadata.row_group(number).num_rows for number in groups)
+        share = (part.num_bytes or os.stat(path).st_size) / max(rows, 1)
+        row, done = 0, 0
+        for batch in file.iter_batches(columns=[key], batch_size=1024, row_groups=groups):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                if text is None:
+                    continue
+                if not isinstance(text, str):
+                    raise DataError(f"{path}: column {key!r} holds {type(text).__name__}, not text; set data.text_key")
+                begin, done = done, int(row * share)
+                yield Document(f"{path}:{row}", text, done - begin)
+
+
+def read_rows(path: Path) -> Iterator[Record]:
+    """The rows of a parquet file as records, their numbers from 1. Raises DataError."""
+    with _parquet_file(path) as file:
+        share = os.stat(path).st_size / max(file.metadata.num_rows, 1)
+        row, done = 0, 0
+        for batch in file.iter_batches(batch_size=256):
+            for value in batch.to_pylist():
+                row += 1
+                begin, done = done, int(row * share)
+                yield Record(row, value, done - begin)

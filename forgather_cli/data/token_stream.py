@@ -1,0 +1,214 @@
+"""Documents that come in order, tokenized and packed on the fly, and a position in them that is gone on from exactly.
+
+Documents are read by blocks, and a block is encoded and packed by chunks. The position is the source's state before the
+present block, how far in it the present chunk begins, the tokens that earlier chunks have left over (fewer than a
+sample), and the samples that were handed out of the chunk. To go on, a block is read again, up to one chunk encoded
+again, and nothing is read twice that was trained on before the block.
+
+A shuffled stream draws the order within each block by (seed, epoch, block): a buffer that is filled, handed out in
+random order, and filled again. The sliding buffer of ``datasets`` mixes a little further, but to go on exactly it would
+have to be stored, or refilled from the start; its own resume loses what was in it (datasets 5.2, ``shuffle``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from forgather_cli.data.packing import Batched, ConcatDataset, PackedDataset
+from forgather_cli.data.tables import PackingTable, best_fit, pieces_of
+from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.data.tokens import ArrayFile, Tokens
+from forgather_cli.errors import DataError, TrainingError
+
+_CHUNK = 1 << 20  # characters of documents that are encoded and packed together
+_MANY = 1024  # documents, at most as many
+Ints = NDArray[np.int64]
+Sample = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How documents become samples."""
+
+    tokenizer: Tokenizer
+    end: int
+    """Token that follows each document."""
+    text_key: str
+    seq_len: int
+    packing: str
+    isolate: bool
+    shuffle_buffer: int = 0
+    """Documents that are read at once and shuffled; 0: in their order."""
+    seed: int = 0
+    keep_tail: bool = False
+    """The tokens that are left at the end make a padded sample."""
+
+
+@dataclass
+class _Position:
+    source: dict[str, Any]
+    """Before the block."""
+    block: int = 0
+    documents: int = 0
+    """Of the block, before the chunk."""
+    left: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Tokens before the chunk that are in no sample yet."""
+    starts: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Where documents start in them."""
+    emitted: int = 0
+    """Samples handed out of the chunk."""
+
+
+class TokenStream(IterableDataset[Sample]):
+    """Samples of an ``IterableDataset`` of the ``datasets`` library with a column of text.
+
+    A position is of the same data, rules and epoch. Ranks and workers divide the files of the source among them.
+    """
+
+    def __init__(self, source: Any, rules: Rules) -> None:
+        self._source, self._rules = source, rules
+        self._beginning: dict[str, Any] = source.state_dict()
+        self._epoch = 0
+        self._next: _Position | None = None  # where the next pass begins
+        self._position = self._fresh()
+        self._has_begun = False
+
+    @property
+    def num_shards(self) -> int:
+        return int(self._source.num_shards)
+
+    def shard(self, num_shards: int, index: int) -> TokenStream:
+        """A part of the source's files."""
+        return TokenStream(self._source.shard(num_shards=num_shards, index=index), self._rules)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def _fresh(self) -> _Position:
+        return _Position(self._beginning)
+
+    # -------------------------------------------------------------------------------------------------------- position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands; arrays as bytes, which loaders with workers can compare."""
+        at = self._position
+        arrays = {"left": at.left.tobytes(), "starts": at.starts.tobytes()}
+        return {"source": at.source, "block": at.block, "documents": at.documents, "emitted": at.emitted, **arrays}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        arrays = {name: np.frombuffer(state[name], np.int64) for name in ("left", "starts")}
+        self._next = self._position = _Position(**{**state, **arrays})
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    def __iter__(self) -> Iterator[Sample]:
+        at = self._position = self._next or self._fresh()
+        self._next = None
+        self._source.set_epoch(self._epoch)
+        self._source.load_state_dict({**at.source, "epoch": self._epoch})  # otherwise it goes on from the last pass
+        texts = self._texts()
+        while block := self._block(texts, at.block):
+            while at.documents < len(block):
+                chunk = _chunk(block[at.documents :])
+                yield from self._samples(at, chunk, is_end=False)
+                at.documents += len(chunk)
+            at.source, at.block, at.documents = self._source.state_dict(), at.block + 1, 0
+        if self._rules.keep_tail:
+            yield from self._samples(at, [], is_end=True)
+        self._position = self._fresh()
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        rows = iter(self._source)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # of the library, of file formats and of whatever brings the bytes
+                first = (str(error).splitlines() or [type(error).__name__])[0]
+                kind = TrainingError if self._has_begun else DataError
+                raise kind(f"data=hf: the stream cannot be read on ({first}); mend it, and resume") from error
+            yield row
+
+    def _texts(self) -> Iterator[str]:
+        key = self._rules.text_key
+        for row in self._rows():
+            text = row.get(key)
+            if text is not None and not isinstance(text, str):
+                raise DataError(f"data.text_key: column {key!r} holds {type(text).__name__}, not text")
+            if text is None and key not in row:
+                raise DataError(f"data.text_key: no column {key!r}, the dataset has {', '.join(row)}")
+            if text:
+                yield text
+
+    def _block(self, texts: Iterator[str], number: int) -> list[str]:
+        size = self._rules.shuffle_buffer
+        if not size:
+            return _chunk(texts)
+        found = list(islice(texts, size))
+        order = np.random.default_rng([self._rules.seed, self._epoch, number]).permutation(len(found))
+        return [found[each] for each in order]
+
+    def _samples(self, at: _Position, chunk: Sequence[str], *, is_end: bool) -> Iterator[Sample]:
+        """Samples of a chunk that were not handed out yet; then ``at`` has the tokens that are left over."""
+        ids, starts = self._encoded(at, chunk)
+        packed = self._packed(ids, starts, is_end=is_end)
+        for number in range(at.emitted, len(packed)):
+            at.emitted, self._has_begun = number + 1, True
+            yield packed[number]
+        used = len(packed) * self._rules.seq_len if self._rules.packing == "concat" else len(ids)
+        at.left, at.starts, at.emitted = ids[used:], starts[starts >= used] - used, 0
+
+    def _encoded(self, at: _Position, chunk: Sequence[str]) -> tuple[Ints, Ints]:
+        """(tokens left over and those of a chunk, where documents start in them)."""
+        arrays = self._rules.tokenizer.encode_arrays(chunk) if chunk else []
+        lengths = np.array([len(each) + 1 for each in arrays], np.int64)
+        ends = np.cumsum(lengths) + len(at.left)
+        ids = np.full(len(at.left) + int(lengths.sum()), self._rules.end, np.int64)
+        ids[: len(at.left)] = at.left
+        for each, end in zip(arrays, ends, strict=True):
+            ids[end - 1 - len(each) : end - 1] = each
+        return ids, np.concatenate([at.starts, ends - lengths])
+
+    def _packed(self, ids: Ints, starts: Ints, *, is_end: bool) -> Batched:
+        rules, tokens = self._rules, Tokens([ArrayFile.of(ids)])
+        pad = rules.tokenizer.pad_token_id
+        if rules.packing == "concat":
+            documents = ArrayFile.of(starts) if rules.isolate else None
+            return ConcatDataset(tokens, rules.seq_len, pad, keep_tail=is_end, documents=documents)
+        table = _table(np.append(starts, len(ids)), rules.seq_len, rules.packing)
+        return PackedDataset(tokens, table, rules.seq_len, pad, isolate=rules.isolate)
+
+
+def _chunk(texts: Iterator[str] | list[str]) -> list[str]:
+    """The first texts: up to a million characters and some, or 1024."""
+    found: list[str] = []
+    size = 0
+    for text in islice(texts, _MANY):
+        found.append(text)
+        size += len(text)
+        if size >= _CHUNK:
+            break
+    return found
+
+
+def _table(borders: Ints, seq_len: int, packing: str) -> PackingTable:
+    """Rows of a chunk, in the order of the first document in each: best fit puts the longest first."""
+    starts, lengths = pieces_of(borders, seq_len)
+    rows = np.arange(len(starts) + 1)
+    if packing == "best_fit":
+        order, rows = best_fit(lengths, seq_len)
+        groups = sorted(np.split(order, rows[1:-1]), key=lambda row: int(row.min())) if len(order) else []
+        order = np.concatenate(groups) if groups else order
+        rows = np.append(0, np.cumsum([len(row) for row in groups])).astype(np.int64)
+        starts, lengths = starts[order], lengths[order]
+    counts = {"rows": len(rows) - 1, "pieces": len(starts)}
+    return PackingTable(ArrayFile.of(rows), ArrayFile.of(starts), ArrayFile.of(lengths), counts)

@@ -1,0 +1,360 @@
+"""A corpus of large files: compressed ones, tokenized by any number of processes, gone on with after a kill."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from forgather_cli.config.schema import TextSettings
+from forgather_cli.data import reading
+from forgather_cli.data.build import load_data
+from forgather_cli.data.reading import Damage, Part, SourceFile, parts_of, read_documents
+from forgather_cli.data.sources import Corpus, find_corpus, split_documents
+from forgather_cli.data.tokenize import train_bpe
+from forgather_cli.errors import DataError
+
+PIECE = 1000  # bytes, in place of 16 MiB
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: zstandard.ZstdCompressor(write_checksum=True).compress(data),
+}
+LINES = "".join(f"Line {i} of a text, naïve café.\n" for i in range(120))
+RECORDS = "".join(json.dumps({"text": f"Record {i}: " + "word " * (i % 11)}) + "\n" for i in range(120))
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE", PIECE)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("bpe")
+    train_bpe([LINES, RECORDS], 320, directory)
+    return str(directory)
+
+
+def documents(path: Path, part: Part = reading.WHOLE) -> list[str]:
+    return [each.text for each in read_documents(SourceFile(path, ""), "text", Damage(), part)]
+
+
+def option(cache: Path, *files: Path | str, **settings: Any) -> TextSettings:
+    return TextSettings(files=[str(file) for file in files], cache_dir=str(cache), seq_len=2, **settings)
+
+
+def written(cache: Path) -> dict[str, bytes]:
+    """Every file of the tokenized corpus in a cache."""
+    (directory,) = (cache / "tokens").iterdir()
+    assert not directory.name.startswith(".")
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+# ----------------------------------------------------------------------------------------------------- compressed files
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_compressed_file_holds_the_documents_of_the_plain_one(tmp_path: Path, suffix: str) -> None:
+    for name, text in (("a.txt", LINES), ("b.md", "# Title\n"), ("c.jsonl", RECORDS), ("d.txt", "")):
+        plain, packed = tmp_path / name, tmp_path / f"{name}{suffix}"
+        plain.write_text(text, encoding="utf-8")
+        packed.write_bytes(COMPRESS[suffix](text.encode()))
+        assert documents(packed) == documents(plain)
+        (part,) = parts_of(packed)
+        found = list(read_documents(SourceFile(packed, ""), "text", Damage(), part))
+        assert sum(each.num_bytes for each in found) <= part.num_bytes == packed.stat().st_size
+        assert not found or found[-1].num_bytes >= 0
+
+
+def test_several_frames_are_one_file(tmp_path: Path) -> None:
+    for suffix, compress in COMPRESS.items():
+        path = tmp_path / f"a.txt{suffix}"
+        path.write_bytes(compress(b"one\n") + compress(b"") + compress(b"two\n"))
+        assert documents(path) == ["one\ntwo\n"], suffix
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", ["cut", "overwritten", "other"])
+def test_a_damaged_archive_is_told_with_its_file(tmp_path: Path, suffix: str, damage: str) -> None:
+    whole = COMPRESS[suffix](os.urandom(5000).hex().encode())
+    half = len(whole) // 2
+    path = tmp_path / f"a.txt{suffix}"
+    overwritten = whole[:-6] + bytes(255 - byte for byte in whole[-6:])  # where the checksums are
+    path.write_bytes({"cut": whole[:half], "overwritten": overwritten, "other": b"plain text"}[damage])
+    with pytest.raises(DataError, match=rf"a\.txt{suffix}: a damaged {suffix} file, or none \(.+\); fetch it again"):
+        documents(path)
+    with pytest.raises(DataError, match="a damaged"):
+        load_data(option(tmp_path / "cache", path), seed=0)
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == [], "nothing is left behind"
+
+
+def test_a_bad_record_in_an_archive_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n\n{"text"\n'))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:3: not a JSON line"):
+        documents(path)
+
+
+def test_zst_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(COMPRESS[".zst"](b"text"))
+    for name in ("zstandard", "compression", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    with pytest.raises(DataError, match=r"a\.txt\.zst: zst files need the package zstandard; pip install zstandard"):
+        documents(path)
+
+
+def test_an_archive_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of its 16 MB of text is in memory, not all."""
+    import tracemalloc
+
+    monkeypatch.setattr(reading, "PIECE", 1 << 20)
+    text = "".join(f"{i * 7919 % 1000003} words and\n" for i in range(900_000)).encode()
+    for suffix in (".gz", ".zst"):
+        path = tmp_path / f"a.txt{suffix}"
+        path.write_bytes(gzip.compress(text, 1) if suffix == ".gz" else COMPRESS[suffix](text))
+        tracemalloc.start()
+        size = sum(len(each.text) for each in read_documents(SourceFile(path, ""), "text", Damage()))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert size == len(text) > 15_000_000
+        assert peak < 10_000_000, suffix
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_parts_of_a_file_hold_its_documents_in_order(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.txt").write_text(LINES, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("é" * 5000, encoding="utf-8")  # one line, whose pieces end with a character
+    (tmp_path / "c.jsonl").write_text(RECORDS)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "x" * 5000}) + "\n" + RECORDS.rstrip("\n"))
+    table = pa.table({"text": [json.loads(line)["text"] for line in RECORDS.splitlines()]})
+    pq.write_table(table, tmp_path / "e.parquet", row_group_size=10)
+    for path in sorted(tmp_path.iterdir()):
+        parts = parts_of(path)
+        assert len(parts) > 2, path
+        assert sum(part.num_bytes for part in parts) <= path.stat().st_size
+        whole = documents(path)
+        assert [text for part in parts for text in documents(path, part)] == whole
+    assert "".join(documents(tmp_path / "b.txt")) == "é" * 5000
+
+
+def test_a_bad_record_in_a_later_part_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(RECORDS + "[1]\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:121: expected a JSON object, got list"):
+        documents(path, parts_of(path)[-1])
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def corpora(folder: Path) -> dict[str, tuple[list[Path], dict[str, Any]]]:
+    """Corpora whose split depends on what comes before and after a piece."""
+    held_out = next(f"text {i}" for i in range(10**4) if _is_held_out(f"text {i}"))
+    files = {
+        "a.txt": LINES, "b.jsonl": RECORDS, "c.jsonl": '{"text": ""}\n' * 100,
+        "d.jsonl": json.dumps({"text": held_out}) + "\n" + RECORDS, "e.txt": LINES[:500],
+    }  # fmt: skip
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "f.txt.gz").write_bytes(gzip.compress(LINES.encode()))
+    at = {name.split(".")[0]: folder / name for name in [*files, "f.txt.gz"]}
+    return {
+        "all kinds": ([at["a"], at["b"], at["f"], at["e"]], {"eval_fraction": 0.1}),
+        "nothing at the beginning": ([at["c"], at["d"]], {"eval_fraction": 0.1}),
+        "the end of the last is held out": ([at["a"], at["c"]], {"eval_fraction": 0.001}),
+        "own files": ([at["b"], at["a"]], {"eval_files": [str(at["d"]), str(at["f"])]}),
+        "all is held out but the first": ([at["b"]], {"eval_fraction": 0.999999}),
+        "nothing is held out": ([at["b"], at["a"]], {"eval_fraction": 0.0}),
+    }
+
+
+def _is_held_out(text: str) -> bool:
+    from forgather_cli.data.sources import _share
+
+    return _share(text) < 0.1
+
+
+def test_processes_write_what_one_writes(tmp_path: Path, bpe: str) -> None:
+    """And that is what the documents say, split as the rules say."""
+    for number, (name, (files, settings)) in enumerate(corpora(tmp_path).items()):
+        several = number < 2  # a start costs half a second
+        tokenizer = "bytes" if number else bpe
+        results = []
+        for processes in (1, 2) if several else (1,):
+            cache = tmp_path / f"{number}-{processes}"
+            chosen = option(cache, *files, tokenizer=tokenizer, tokenize_processes=processes, **settings)
+            data = load_data(chosen, seed=0)
+            results.append(written(cache))
+        assert results[0] == results[-1], name
+        found: dict[str, list[int]] = {"train": [], "eval": []}
+        for split, document in split_documents(find_corpus(chosen), Damage()):
+            found[split] += [*data.tokenizer.encode(document.text), data.tokenizer.eos_token_id or 0]
+        for split, ids in found.items():
+            assert results[0][f"{split}.bin"] == b"".join(each.to_bytes(2, "little") for each in ids), (name, split)
+
+
+def test_pieces_do_not_depend_on_who_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(LINES)
+    corpus = find_corpus(option(tmp_path, tmp_path / "a.txt"))
+    assert isinstance(corpus, Corpus)
+    assert len(corpus.pieces()) == 4
+    assert sum(piece.num_bytes for piece in corpus.pieces()) == corpus.num_bytes()
+
+
+def test_errors_of_processes_are_those_of_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(RECORDS + "[1]\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:121: expected a JSON object, got list"):
+        load_data(option(tmp_path / "cache", tmp_path / "a.jsonl", tokenize_processes=2), seed=0)
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+_BUILD = """
+import os, sys, time
+from pathlib import Path
+from forgather_cli.config.schema import TextSettings
+from forgather_cli.data import corpus, reading, tokenizing
+from forgather_cli.data.build import load_data
+
+reading.PIECE = 1000
+commit = tokenizing.TokenFiles.commit
+
+def told(self, made):
+    commit(self, made)
+    print("piece", self.journal.done, flush=True)
+    sys.stdin.readline()  # the next one when told so
+
+tokenizing.TokenFiles.commit = told
+option = TextSettings(files=[sys.argv[1]], cache_dir=sys.argv[2], seq_len=16, tokenize_processes=int(sys.argv[3]))
+load_data(option, seed=0)
+assert "torch" not in sys.modules or sys.argv[3] == "1"
+print("built", flush=True)
+"""
+
+
+class Build:
+    """A process that tokenizes a corpus piece by piece, as it is told."""
+
+    def __init__(self, path: Path, cache: Path, processes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _BUILD, str(path), str(cache), str(processes)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+
+    def hears(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+
+    def children(self) -> list[int]:
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in found]
+
+    def ends(self, signum: int | None) -> None:
+        if signum is not None:
+            self.process.send_signal(signum)
+        self.process.communicate(timeout=30)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds children in /proc")
+def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(RECORDS * 2)
+    load_data(option(tmp_path / "whole", path), seed=0)
+    done = 0
+    for signum, processes, pieces in ((signal.SIGINT, 2, 2), (signal.SIGKILL, 2, 3), (None, 1, 99)):
+        build = Build(path, tmp_path / "cache", processes)
+        heard = build.hears()
+        for number in range(pieces):
+            done += 1
+            assert heard == f"piece {done}", "those before are done"
+            if number < pieces - 1:
+                build.tell()
+                heard = build.hears()
+            if heard == "built":
+                break
+        children = build.children() if signum else []
+        assert len(children) == (processes if signum else 0)
+        build.ends(signum)
+        _wait_until_gone(children)  # a builder ends them; where it was killed, they see that nobody listens
+    assert done > 8
+    assert written(tmp_path / "cache") == written(tmp_path / "whole")
+
+
+def _wait_until_gone(processes: list[int]) -> None:
+    until = time.monotonic() + 20
+    while any(map(_is_alive, processes)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_process_that_is_killed_is_told_and_what_is_done_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(RECORDS * 2)
+    build = Build(path, tmp_path / "cache", 2)
+    assert build.hears() == "piece 1"
+    for pid in build.children():
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(30):
+        build.tell()
+    _, error = build.process.communicate(timeout=30)
+    assert "data.tokenize_processes: a process that tokenizes has ended (signal 9, perhaps for lack of memory)" in error
+    (left,) = (tmp_path / "cache" / "tokens").iterdir()
+    assert json.loads((left / "journal.json").read_text())["done"] >= 1
+    load_data(option(tmp_path / "cache", path), seed=0)
+    load_data(option(tmp_path / "whole", path), seed=0)
+    assert written(tmp_path / "cache") == written(tmp_path / "whole")
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    """In this process and in others, whose files are limited in size as a full disk would."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(RECORDS * 40)
+    code = """
+import resource, signal, sys
+from forgather_cli.config.schema import TextSettings
+from forgather_cli.data import reading
+from forgather_cli.data.build import load_data
+from forgather_cli.errors import DataError
+reading.PIECE = 40000
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+try:
+    files, cache, processes = [sys.argv[1]], sys.argv[2], int(sys.argv[3])
+    load_data(TextSettings(files=files, cache_dir=cache, tokenize_processes=processes), seed=0)
+except DataError as error:
+    print(error)
+"""
+    for processes in ("1", "2"):
+        command = [sys.executable, "-c", code, str(path), str(tmp_path / "cache"), processes]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "data.cache_dir: cannot write the data cache (File too large" in done.stdout, done.stderr
+        assert list((tmp_path / "cache" / "tokens").iterdir()) == []
