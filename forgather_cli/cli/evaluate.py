@@ -1,49 +1,109 @@
-"""``forgather eval``: loss and perplexity of a trained model."""
+"""``forgather eval``: loss, perplexity, bits per byte and accuracy of a trained model."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from forgather_cli.cli.common import (
     AsJson,
     Overrides,
     check_overrides,
     human_seconds,
+    interruptible,
     only_json,
     print_facts,
     print_json,
+    writable,
+    write_json,
 )
-from forgather_cli.cli.source import SourcePath, check_source, config_for
+from forgather_cli.cli.source import SourcePath, check_source, config_to_evaluate
+from forgather_cli.launch.place import joined
+
+if TYPE_CHECKING:
+    from forgather_cli.config.load import Loaded
 
 
-def evaluate(source: SourcePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    r"""Loss and perplexity of a run, a checkpoint or a model directory.
+def evaluate(
+    source: SourcePath,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there too, as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    r"""Loss, perplexity, bits per byte and accuracy of a run, a checkpoint or a model directory.
 
-    On the data it was trained with, or on another: [cyan]data=text data.files=\[mine.txt][/].
+    On the evaluation split it was trained with, or on other data: [cyan]data=text data.files=\[mine.txt][/]; in this
+    process, or on several ranks: [cyan]trainer=fsdp2 nproc_per_node=4[/]. Every example counts once.
+
+    Bits per byte: the loss of all targets in bits, over the bytes of text that they stand for.
+    Accuracy: the share of targets that are the likeliest token.
     """
     words = check_overrides(overrides)
     check_source(source)
-    loaded = config_for(source, words)
-    from forgather_cli.source import evaluate_source, load_source
+    place = joined(words)
+    loaded, own_tokenizer = config_to_evaluate(source, words)
+    if output is not None:
+        writable(output, "--output")
+    from forgather_cli.launch.evaluate import plan_evaluation
 
-    with only_json(as_json):
-        found = load_source(source, device=loaded.config.device)
-        metrics = evaluate_source(found, loaded.config)
-    document = {"source": str(source), "step": found.step, **metrics}
+    layout = plan_evaluation(loaded, place)
+    with interruptible():
+        if layout.in_process:
+            report = _here(source, loaded, own_tokenizer, as_json)
+        else:
+            from forgather_cli.launch.evaluate import evaluate_on_ranks
+
+            request = {"source": str(source), "own_tokenizer": own_tokenizer}
+            code, report = evaluate_on_ranks(loaded, layout, request)
+            if code:
+                raise typer.Exit(code)
+    document = {"source": str(source), **report}
+    if output is not None:
+        write_json(output, document)
     if as_json:
         print_json(document)
     else:
         _print(document)
 
 
+def _here(source: Path, loaded: Loaded, own_tokenizer: bool, as_json: bool) -> dict[str, Any]:
+    from forgather_cli.evaluation import evaluate_source
+
+    with only_json(as_json):
+        return evaluate_source(source, loaded.config, own_tokenizer=own_tokenizer)
+
+
+_SHOWN = {
+    "source": "source",
+    "step": "step",
+    "eval_loss": "loss",
+    "eval_perplexity": "perplexity",
+    "eval_bits_per_byte": "bits per byte",
+    "eval_accuracy": "accuracy",
+    "eval_tokens": "tokens",
+    "eval_bytes": "bytes",
+    "eval_samples": "samples",
+    "eval_runtime": "runtime",
+    "eval_samples_per_second": "samples per second",
+}
+
+
 def _print(document: dict[str, Any]) -> None:
-    shown = {key: value for key, value in document.items() if value is not None}
-    print_facts({key.removeprefix("eval_").replace("_", " "): _shown(key, value) for key, value in shown.items()})
+    shown = {label: (key, document[key]) for key, label in _SHOWN.items() if document.get(key) is not None}
+    facts = {label: _shown(key, value) for label, (key, value) in shown.items()}
+    in_all = document["data"].get("eval_samples")
+    if in_all and document["eval_samples"] < in_all:
+        facts["samples"] += f" of {in_all:,} (max_eval_samples, max_eval_steps)"
+    print_facts(facts)
 
 
 def _shown(key: str, value: Any) -> str:
     if key == "eval_runtime":
         return f"{value:.2f}s" if value < 10 else human_seconds(value)
+    if key == "eval_accuracy":
+        return f"{value:.2%}"
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,114 +1,191 @@
-"""``forgather generate``: text from a trained model."""
+"""``forgather generate``: text from a trained model, to one prompt, to a file of prompts, or in a conversation."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import AsJson, only_json, print_json
+from forgather_cli.cli.chat import converse
+from forgather_cli.cli.common import AsJson, interruptible, only_json, print_json, writable, write_json
+from forgather_cli.cli.prompts import Prompt, read_prompts, write_all
+from forgather_cli.cli.screen import on_screen, show, tell_of_limit
 from forgather_cli.cli.source import SourcePath, check_source
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forgather_cli.source import Source
+    from forgather_cli.generation import Generator, Sampling, Text
+
+_INPUT, _DRAW, _CHAT = "Input and output", "Choosing tokens", "Conversation"
 
 
 def generate(
+    ctx: typer.Context,
     source: SourcePath,
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Text to go on from; without it standard input is read.")
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Many: one a line of .txt; .jsonl with prompt or messages; .yaml with a list.",
+            rich_help_panel=_INPUT,
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts at a time.", rich_help_panel=_INPUT)] = 8,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write JSON there.", rich_help_panel=_INPUT)
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk to the model; lines of a pipe are turns.", rich_help_panel=_CHAT)
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the model is told first.", rich_help_panel=_CHAT)
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to make at most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.01, metavar="X", help="Below 1 likelier, above 1 wilder.")] = 0.7,
-    top_k: Annotated[int, typer.Option(min=0, metavar="N", help="Draw from the N likeliest tokens; 0: from all.")] = 20,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be given several times.")
+    ] = None,
+    num_samples: Annotated[int, typer.Option(min=1, metavar="N", help="Texts to each prompt.")] = 1,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="X", help="Below 1 likelier, above 1 wilder; 0: greedy.", rich_help_panel=_DRAW),
+    ] = 0.7,
+    top_k: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Draw from the N likeliest tokens; 0: from all.", rich_help_panel=_DRAW),
+    ] = 20,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, metavar="X", help="Draw from the likeliest tokens that sum up to X.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, metavar="X", help="Draw from the likeliest that sum up to X.", rich_help_panel=_DRAW
+        ),
     ] = 1.0,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.")] = 42,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(metavar="X", help="Above 1 makes tokens that were there less likely.", rich_help_panel=_DRAW),
+    ] = 1.0,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Always take the likeliest token.", rich_help_panel=_DRAW)
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.", rich_help_panel=_DRAW)] = 42,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Write text with a run, a checkpoint or a model directory."""
+    greedy = greedy or temperature == 0.0
+    _check(ctx, greedy)
     check_source(source)
-    text = _prompt(prompt)
-    from forgather_cli.source import load_source
+    if output is not None:
+        writable(output, "--output")
+    given = _given(prompt, prompts, chat)
+    with interruptible():
+        from forgather_cli.generation import Sampling, load_generator
 
-    with only_json(as_json):
-        found = load_source(source, device=device)
-        show = None if as_json else _Printer(found.tokenizer, text)
-        settings = {
-            "max_new_tokens": max_new_tokens,
-            "do_sample": not greedy,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-        }
-        tokens = _generate(found, text, seed, settings, show)
-    if as_json:
-        made = found.tokenizer.decode(tokens, skip_special_tokens=True)
-        print_json({"source": str(source), "step": found.step, "prompt": text, "text": made, "num_tokens": len(tokens)})
-
-
-def _prompt(given: str | None) -> str:
-    if given is not None:
-        return given
-    if sys.stdin.isatty():
-        raise ConfigError("--prompt: missing; give --prompt TEXT or pipe a text into the command")
-    return sys.stdin.read()
-
-
-def _generate(
-    source: Source, text: str, seed: int, settings: dict[str, Any], show: Callable[[int], None] | None
-) -> list[int]:
-    """The new tokens."""
-    import torch
-
-    from forgather_cli.loss import model_logits
-    from forgather_cli.models.generate import generate as sample
-
-    tokenizer, device = source.tokenizer, source.device
-    ids = tokenizer.encode(text) or [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0]
-    input_ids = torch.tensor([ids], device=device)  # (1, T)
-
-    def logits(batch: dict[str, Any], *, last_only: bool = True, cache: Any = None) -> torch.Tensor:
-        return model_logits(source.model, batch, last_only=last_only, cache=cache)
-
-    with torch.no_grad():
-        made = sample(
-            logits,
-            input_ids,
-            torch.ones_like(input_ids),
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            generator=torch.Generator(device).manual_seed(seed),
-            repetition_penalty=1.0,
-            on_token=None if show is None else lambda new: show(int(new.reshape(-1)[0])),
-            **settings,
+        sampling = Sampling(
+            max_new_tokens, not greedy, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ())
         )
-    if show is not None:
-        typer.echo()
-    return [int(token) for token in made[0, len(ids) :]]
+        with only_json(as_json):
+            model = load_generator(source, device=device)
+        if chat:
+            converse(model, sampling, system=system, prompt=prompt, as_json=as_json)
+        elif prompts is not None:
+            write_all(model, given, sampling, batch_size, num_samples, output, as_json)
+        else:
+            _one(source, model, given[0].text, sampling, num_samples, output, as_json)
 
 
-class _Printer:
-    """Writes the text as its tokens come; a character of several tokens appears when it is whole."""
+def _check(ctx: typer.Context, greedy: bool) -> None:
+    """Raise ConfigError for options that contradict each other, that nothing would read, or that are no numbers."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    typed = {name for name, origin in sources.items() if origin is not None and origin.name == "COMMANDLINE"}
+    unread = [each for each in _unread(ctx.params, greedy) if each[0] in typed]
+    problems = [f"--{name.replace('_', '-')}: nothing reads it {why}; {remedy}" for name, why, remedy in unread]
+    problems += _wrong(ctx.params, greedy)
+    if problems:
+        raise ConfigError(problems)
 
-    def __init__(self, tokenizer: Any, prompt: str) -> None:
-        from forgather_cli.callbacks.console import printable
 
-        self._printable = printable if sys.stdout.isatty() else str  # no bytes of a model's drive a terminal
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._written = 0
-        typer.echo(prompt, nl=False)
+def _unread(values: dict[str, Any], greedy: bool) -> Iterator[tuple[str, str, str]]:
+    """(option, why nothing reads it, what to do)."""
+    if greedy:
+        if values["greedy"]:
+            yield "temperature", "with --greedy", "give one of the two"
+        yield from ((name, "where nothing is drawn (greedy)", "leave it out") for name in ("top_k", "top_p"))
+    if values["chat"]:
+        unused = ("prompts", "num_samples", "output", "batch_size")
+        yield from ((name, "with --chat", "leave it out") for name in unused)
+    else:
+        yield "system", "without --chat", "add --chat"
+    if values["prompts"] is not None:
+        yield "prompt", "with --prompts", "give one of the two"
+    elif not values["chat"]:
+        yield "batch_size", "without --prompts", "leave it out"
 
-    def __call__(self, token: int) -> None:
-        self._tokens.append(token)
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        typer.echo(self._printable(whole[self._written :]), nl=False)
-        self._written = max(self._written, len(whole))
+
+def _wrong(values: dict[str, Any], greedy: bool) -> Iterator[str]:
+    """Values that cannot be."""
+    for name in ("temperature", "repetition_penalty"):
+        if not math.isfinite(values[name]):
+            yield f"--{name.replace('_', '-')}: must be a finite number, got {values[name]}"
+    if values["repetition_penalty"] <= 0:
+        yield f"--repetition-penalty: must be above 0, got {values['repetition_penalty']:g}; 1 changes nothing"
+    if greedy and values["num_samples"] > 1:
+        yield "--num-samples: all texts would be equal where nothing is drawn (greedy); leave it out"
+    if any(not text for text in values["stop"] or ()):
+        yield "--stop: is empty; give the text to stop before"
+
+
+def _given(prompt: str | None, prompts: Path | None, chat: bool) -> list[Prompt]:
+    """What to go on from; nothing for a conversation, which asks as it goes."""
+    if prompts is not None:
+        return read_prompts(prompts)
+    if chat:
+        return []
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ConfigError(
+                "--prompt: missing; give --prompt TEXT or --prompts FILE, or pipe a text into the command"
+            )
+        prompt = sys.stdin.read()
+    return [Prompt("--prompt", text=prompt)]
+
+
+def _one(
+    source: Path, model: Generator, prompt: str, sampling: Sampling, samples: int, output: Path | None, as_json: bool
+) -> None:
+    """One prompt: the text as it comes, or a document; several texts to it one after another."""
+    ids = model.encode(prompt, "--prompt")
+    if samples == 1 and not as_json:
+        texts = [_streamed(model, prompt, ids, sampling)]
+    else:
+        with only_json(as_json):
+            texts = model.write([ids] * samples, sampling)
+    document = _document(source, model, prompt, texts)
+    if output is not None:
+        write_json(output, document)
+    if as_json:
+        print_json(document)
+    elif samples > 1:
+        for number, each in enumerate(texts, 1):
+            typer.echo(f"--- {number} ---\n{on_screen(prompt + each.text)}")
+    tell_of_limit(model, texts)
+
+
+def _document(source: Path, model: Generator, prompt: str, texts: list[Text]) -> dict[str, Any]:
+    said = [{"text": t.text, "num_tokens": t.num_tokens, "finish_reason": t.finish_reason} for t in texts]
+    head: dict[str, Any] = {"source": str(source), "step": model.source.step, "prompt": prompt}
+    return {**head, **said[0]} if len(said) == 1 else {**head, "samples": said}
+
+
+def _streamed(model: Generator, prompt: str, ids: list[int], sampling: Sampling) -> Text:
+    typer.echo(on_screen(prompt), nl=False)
+    sys.stdout.flush()
+    [text] = model.write([ids], sampling, show=lambda row, new: show(new))
+    typer.echo()
+    return text

@@ -1,0 +1,108 @@
+"""``forgather generate --chat``: a conversation, on a terminal or with the lines of a pipe as turns."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from forgather_cli.cli.common import only_json, print_json
+from forgather_cli.cli.screen import show, tell_of_limit
+from forgather_cli.errors import SetupError
+
+if TYPE_CHECKING:
+    from forgather_cli.data.chat import Message
+    from forgather_cli.generation import Generator, Sampling, Text
+
+_ASK = "> "
+
+
+def converse(model: Generator, sampling: Sampling, *, system: str | None, prompt: str | None, as_json: bool) -> None:
+    """Answer ``prompt`` alone, or what comes line by line until it ends. Raises SetupError.
+
+    On a terminal Ctrl-C ends an answer, and at the prompt the conversation; Ctrl-D ends it too.
+    """
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    model.render([*messages, {"role": "user", "content": "?"}])  # a template that refuses is told before it is asked
+    on_terminal = prompt is None and sys.stdin.isatty() and not as_json
+    for words in [prompt] if prompt is not None else _lines(on_terminal):
+        asked: list[Message] = [*messages, {"role": "user", "content": words}]
+        try:
+            asked, ids = _fitting(model, asked, sampling.max_new_tokens, keep=0 if system is None else 1)
+        except SetupError as error:
+            if not on_terminal:
+                raise
+            typer.echo(f"error: {error}", err=True)
+            continue
+        answer = _answer(model, sampling, ids, streams=not as_json, interrupts=on_terminal)
+        messages = [*asked, {"role": "assistant", "content": answer}]
+    if as_json:
+        print_json({"messages": messages})
+    elif on_terminal:
+        typer.echo()
+
+
+def _lines(on_terminal: bool) -> Iterator[str]:
+    """What the user says; blank lines are nothing."""
+    if on_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - input() then edits lines and keeps a history
+    while True:
+        try:
+            line = input(_ASK) if on_terminal else _piped()
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _piped() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _fitting(model: Generator, messages: list[Message], answer: int, *, keep: int) -> tuple[list[Message], list[int]]:
+    """(messages, tokens) of a conversation that leaves room for ``answer`` tokens, or a quarter of all the model takes:
+    its oldest turns are forgotten, and that is said. The first ``keep`` messages stay. Raises SetupError where the last
+    message alone leaves no room at all.
+    """
+    forgotten = 0
+    while True:
+        ids = model.tokenizer.encode(model.render(messages))
+        turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        full = model.limit is not None and len(ids) + min(answer, model.limit // 4) > model.limit
+        if not full or len(turns) == 1:
+            break
+        messages = [*messages[:keep], *messages[turns[1] :]]
+        forgotten += 1
+    if forgotten:
+        what = "the oldest turn is" if forgotten == 1 else f"the oldest {forgotten} turns are"
+        typer.echo(f"note: the model takes {model.limit} tokens; {what} forgotten", err=True)
+    return messages, model.encode(model.render(messages), "the conversation")
+
+
+def _answer(model: Generator, sampling: Sampling, ids: list[int], *, streams: bool, interrupts: bool) -> str:
+    """What the assistant says; what it had said by then where Ctrl-C ends it."""
+    said: list[str] = []
+
+    def heard(row: int, text: str) -> None:
+        said.append(text)
+        if streams:
+            show(text)
+
+    try:
+        with only_json(not streams):
+            texts: list[Text] = model.write([ids], sampling, in_chat=True, show=heard)
+    except KeyboardInterrupt:
+        if not interrupts:
+            raise
+        texts = []
+    if streams:
+        typer.echo()
+    tell_of_limit(model, texts)
+    return "".join(said).strip()

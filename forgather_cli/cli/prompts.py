@@ -1,0 +1,181 @@
+"""Many prompts: read from a file, written to in batches, and told line by line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from forgather_cli.cli.common import json_text, only_json
+from forgather_cli.cli.screen import on_screen, tell_of_limit
+from forgather_cli.errors import ConfigError, SetupError
+
+if TYPE_CHECKING:
+    from forgather_cli.generation import Generator, Sampling, Text
+
+_KINDS = ".txt, .jsonl, .yaml or .yml"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to go on from, or a conversation to answer."""
+
+    where: str
+    """As a message names it: an option, or FILE:LINE."""
+    text: str = ""
+    messages: Sequence[Mapping[str, Any]] | None = None
+
+    def tokens(self, model: Generator) -> list[int]:
+        """Raises SetupError, with its place, for what the model cannot go on from."""
+        if self.messages is None:
+            return model.encode(self.text, self.where)
+        try:
+            rendered = model.render(self.messages)
+        except SetupError as error:
+            raise SetupError(f"{self.where}: {error}") from error
+        return model.encode(rendered, self.where)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {"prompt": self.text} if self.messages is None else {"messages": list(self.messages)}
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file, by the ending of its name. Raises ConfigError with every line that is none."""
+    readers = {".txt": _of_lines, ".jsonl": _of_json_lines, ".yaml": _of_yaml, ".yml": _of_yaml}
+    if path.suffix.lower() not in readers:
+        raise ConfigError(f"--prompts: must be a {_KINDS} file, got {path}")
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--prompts: {path} cannot be read: {error.strerror}; give a {_KINDS} file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts: {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    problems: list[str] = []
+    found = list(readers[path.suffix.lower()](path, content, problems))
+    if problems:
+        raise ConfigError(problems[:5] + ([f"--prompts: {path}: and {len(problems) - 5} more"] * (len(problems) > 5)))
+    if not found:
+        raise ConfigError(f"--prompts: {path} has no prompts; write one on each line")
+    return found
+
+
+def _of_lines(path: Path, content: str, problems: list[str]) -> Iterator[Prompt]:
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            yield Prompt(f"{path}:{number}", line.removesuffix("\r"))
+
+
+def _of_json_lines(path: Path, content: str, problems: list[str]) -> Iterator[Prompt]:
+    for number, line in enumerate(content.split("\n"), 1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            problems.append(f"--prompts: {where}: is not JSON ({error})")
+            continue
+        prompt = _of_value(where, value)
+        if prompt is None:
+            problems.append(f'--prompts: {where}: needs a text as "prompt" or a list as "messages", got {line:.60}')
+        else:
+            yield prompt
+
+
+def _of_value(where: str, value: Any) -> Prompt | None:
+    if not isinstance(value, dict):
+        return None
+    text, messages = value.get("prompt"), value.get("messages")
+    if isinstance(text, str) and messages is None:
+        return Prompt(where, text)
+    is_list = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
+    return Prompt(where, messages=messages) if is_list and text is None else None
+
+
+def _of_yaml(path: Path, content: str, problems: list[str]) -> Iterator[Prompt]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        problems.append(f"--prompts: {path} is not YAML: {' '.join(str(error).split())}")
+        return
+    if not isinstance(values, list):
+        problems.append(f"--prompts: {path} must hold a list of texts, got {type(values).__name__}")
+        return
+    for number, value in enumerate(values, 1):
+        if isinstance(value, str):
+            yield Prompt(f"{path}, prompt {number}", value)
+        else:
+            problems.append(f"--prompts: {path}, prompt {number}: must be a text, got {value!r:.60}; quote it")
+
+
+def write_all(
+    model: Generator,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    batch_size: int,
+    num_samples: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """``num_samples`` texts to each prompt, in batches; a JSON line each to ``output``, and to standard output for
+    ``as_json``, else the texts. What is done is written at once."""
+    with only_json(as_json):
+        work = [(number, prompt, prompt.tokens(model)) for number, prompt in enumerate(prompts)]
+    work = [each for each in work for _ in range(num_samples)]
+    with ExitStack() as stack:
+        file = None if output is None else stack.enter_context(_opened(output))
+        for start in range(0, len(work), batch_size):
+            batch = work[start : start + batch_size]
+            with only_json(as_json):
+                texts = _batch(model, batch, sampling)
+            for (number, prompt, _), text in zip(batch, texts, strict=True):
+                _tell(number, prompt, text, file, as_json)
+            tell_of_limit(model, texts)
+    if output is not None:
+        typer.echo(f"{len(work)} texts in {output}", err=True)
+
+
+def _batch(model: Generator, batch: Sequence[tuple[int, Prompt, list[int]]], sampling: Sampling) -> list[Text]:
+    """Conversations and plain prompts may stand in one file, but end differently."""
+    texts: dict[int, Text] = {}
+    for in_chat in (False, True):
+        rows = [row for row, (_, prompt, _) in enumerate(batch) if (prompt.messages is not None) == in_chat]
+        if rows:
+            made = model.write([batch[row][2] for row in rows], sampling, in_chat=in_chat)
+            texts.update(zip(rows, made, strict=True))
+    return [texts[row] for row in range(len(batch))]
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"--output: {path} cannot be written: {error.strerror}; name another file") from error
+
+
+def _tell(number: int, prompt: Prompt, text: Text, file: TextIO | None, as_json: bool) -> None:
+    record = {
+        "index": number,
+        **prompt.told,
+        "text": text.text,
+        "num_tokens": text.num_tokens,
+        "finish_reason": text.finish_reason,
+    }
+    line = json_text(record, indent=None)
+    if file is not None:
+        file.write(line + "\n")
+        file.flush()
+    if as_json:
+        print(line, flush=True)
+    elif file is None:
+        typer.echo(f"--- {number + 1} ---\n{on_screen(prompt.text + text.text)}")
+        sys.stdout.flush()

@@ -1,0 +1,202 @@
+"""``forgather eval``: what a trained model makes of an evaluation split, under any strategy.
+
+One call evaluates in one process, or is one rank's part in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from forgather_cli import worker
+from forgather_cli.callbacks.bars import CorpusBar, close_bar, open_bar
+from forgather_cli.checkpoint.gather import gather, on_rank_0
+from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
+from forgather_cli.data.build import DataSplits, load_data
+from forgather_cli.data.dispatch import Peers
+from forgather_cli.data.loader import EvalLoader
+from forgather_cli.distributed import World, all_sum, cpu_group, pick_device, world
+from forgather_cli.errors import DataError, ModelError
+from forgather_cli.finalize.quantize import is_quantized
+from forgather_cli.loss import build_loss
+from forgather_cli.models.build import directory_option
+from forgather_cli.source import Located, load_located, locate
+from forgather_cli.strategies.base import Strategy
+from forgather_cli.strategies.build import build_strategy
+from forgather_cli.tally import Tally
+from forgather_cli.trainer.evaluate import Uninterrupted, evaluate, in_rounds
+from forgather_cli.trainer.persistence import load_model
+from forgather_cli.trainer.setup import loader_settings, named_tensors, transformed
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False) -> dict[str, Any]:
+    """Collective. Evaluate a run's newest checkpoint, a checkpoint or a model directory on the data of ``config``.
+
+    ``own_tokenizer``: with the model's, whatever the config says. Returns what ``evaluate`` measures, and
+
+        eval_accuracy        targets that are the likeliest token / targets
+        eval_bits_per_byte   loss x targets / ln 2 / bytes of text that the targets stand for; special tokens stand for
+                             none, though their loss counts. None where the tokenizer cannot tell bytes, or the loss is
+                             more than the likelihood (label smoothing, z_loss, a loss of the user's)
+        eval_bytes           these bytes
+        eval_samples         sequences
+
+    Raises SetupError.
+    """
+    config = replace(config, gradient_checkpointing=False, torch_compile=False)  # one pass is not worth compiling for
+    device, group = pick_device(config.device), cpu_group()
+    found = on_rank_0(lambda: locate(source), group)
+    if own_tokenizer and not isinstance(config.data, Target):
+        config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
+    data = _data(config)
+    loss = build_loss(config.loss)
+    loss.tally = tally = Tally(device, _token_bytes(data) if loss.is_likelihood else None)
+    strategy = build_strategy(config, loss=loss)
+    _materialize(strategy, found, config, data, group)
+    _check_vocabulary(strategy, data, group)
+    metrics = _measure(strategy, tally, config, data, group)
+    return {**_told(found, config, data), **metrics}
+
+
+def _told(found: Located, config: Config, data: DataSplits) -> dict[str, Any]:
+    """What was evaluated, and how."""
+    return {
+        "step": None if found.reader is None else found.reader.step,
+        "model": str(found.path),
+        "trainer": getattr(config.trainer, "type", None) or getattr(config.trainer, "path", None),
+        "ranks": world().size,
+        "precision": config.precision.type,
+        "data": data.description,
+    }
+
+
+def _data(config: Config) -> DataSplits:
+    with contextlib.closing(CorpusBar()) as bar:
+        progress = bar if world().rank == 0 else None
+        data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
+    if data.eval is None:
+        raise DataError(
+            "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
+        )
+    return data
+
+
+def _token_bytes(data: DataSplits) -> torch.Tensor | None:
+    """(V,) int64; None where the tokenizer, which may be a user's, cannot tell."""
+    count = getattr(data.tokenizer, "bytes_of_tokens", None)
+    counts = None if count is None else count()
+    return None if counts is None else torch.from_numpy(counts)
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+def _materialize(strategy: Strategy, found: Located, config: Config, data: DataSplits, group: Any) -> None:
+    """Collective. Give the strategy the model: any kind on one device; of several ranks each reads what it holds."""
+    device, is_directory = strategy.device, (found.directory / "config.json").is_file()
+    if isinstance(config.trainer, SingleSettings):
+        dtype = torch.bfloat16 if isinstance(config.precision, BF16TrueSettings) else torch.float32
+        strategy.materialize(transformed(partial(_loaded, found, config, dtype), config, strategy, None), None)
+        return
+    if is_quantized(found.directory):
+        raise ModelError(f"{found.path}: is quantized, and runs on one device; set trainer=single")
+    if is_directory:
+        config = replace(config, model=directory_option(found.directory))
+    build = transformed(partial(worker.construct, config, data, device), config, strategy, None)
+    strategy.materialize(build, partial(worker.fill, config, device, seed=0) if is_directory else None)
+    if not is_directory:
+        assert found.reader is not None
+        load_model(found.reader, named_tensors(strategy.parts), group)
+
+
+def _loaded(found: Located, config: Config, dtype: torch.dtype) -> nn.Module:
+    return load_located(found, device=config.device, dtype=dtype).model
+
+
+def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:
+    """Collective. Raise DataError for tokens that the model does not know."""
+    modules = (module for part in strategy.parts for module in part.modules())
+    own = max((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), default=0)
+    known = max(gather(own, group))
+    if 0 < known < data.tokenizer.vocab_size:
+        raise DataError(
+            f"data.tokenizer: has {data.tokenizer.vocab_size} tokens, the model knows {known}; "
+            "evaluate with the tokenizer the model was trained with"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- the numbers
+
+
+def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits, group: Any) -> dict[str, Any]:
+    """Collective. One pass over the split."""
+    here = world()
+    loader = EvalLoader(
+        data.eval,
+        batch_size=config.per_device_eval_batch_size,
+        rank=strategy.data_rank,
+        size=strategy.data_size,
+        max_samples=config.max_eval_samples,
+        max_steps=config.max_eval_steps,
+        peers=None if here.size == 1 else Peers(cpu_group(), here.rank, strategy.data_rank),
+        dispatch=config.dispatch_batches if config.dispatch_eval_batches is None else config.dispatch_eval_batches,
+        **loader_settings(config, strategy.device),
+    )
+    rounds = in_rounds(loader, group, Uninterrupted())
+    with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar:
+        metrics: dict[str, Any] = evaluate(strategy, rounds, here, prefix="eval", on_batch=bar.advance)
+    loader.close()
+    return {**metrics, **_counted(tally, metrics, here)}
+
+
+def _counted(tally: Tally, metrics: dict[str, Any], here: World) -> dict[str, Any]:
+    """Collective. What the tallies of all ranks say."""
+    correct, num_bytes = all_sum(torch.stack([tally.correct, tally.num_bytes]), here.group).tolist()
+    targets = metrics["eval_tokens"]
+    return {
+        "eval_accuracy": correct / max(targets, 1),
+        "eval_bits_per_byte": metrics["eval_loss"] * targets / math.log(2) / num_bytes if num_bytes else None,
+        "eval_bytes": num_bytes or None,
+        "eval_samples": round(metrics["eval_samples_per_second"] * metrics["eval_runtime"]),
+    }
+
+
+class _Bar:
+    """A bar over this rank's batches on the terminal of standard error; nothing where there is none."""
+
+    def __init__(self, loader: EvalLoader, *, shown: bool) -> None:
+        self._bar: Progress | None = None
+        if not (shown and sys.stderr.isatty()):
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("", total=_length(loader))
+        open_bar(self._bar)
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            close_bar(self._bar)
+
+
+def _length(loader: EvalLoader) -> int | None:
+    with contextlib.suppress(TypeError):  # data without a length
+        return len(loader)
+    return None

@@ -1,0 +1,216 @@
+"""``forgather generate``: prompts to texts with a trained model, and conversations with one that has a chat template.
+
+Legend: B prompts, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forgather_cli.data.chat import ChatTemplate, Message
+from forgather_cli.data.detokenize import Detokenizer
+from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.errors import DataError, SetupError
+from forgather_cli.loss import model_logits
+from forgather_cli.models.generate import generate, left_padded
+from forgather_cli.source import Source, load_located, locate
+
+Finish = Literal["stop", "length", "limit"]
+"""An end token or a stop text; ``max_new_tokens``; the positions the model was trained for."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and when to stop."""
+
+    max_new_tokens: int
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    seed: int
+    stop: Sequence[str] = ()
+    """Texts that end the text before them."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a model has written to one prompt."""
+
+    text: str
+    num_tokens: int
+    finish_reason: Finish
+
+
+@dataclass
+class Generator:
+    """A model with its tokenizer, ready to write. ``limit``: positions it was trained for, None where nobody knows."""
+
+    source: Source
+    end_tokens: tuple[int, ...]
+    chat: ChatTemplate | None
+    limit: int | None
+    directory: Path
+    _draws: torch.Generator | None = field(default=None, repr=False)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.source.tokenizer
+
+    def encode(self, text: str, what: str) -> list[int]:
+        """Tokens of a prompt; an empty one begins with the token that separates documents.
+
+        Raises SetupError for one that leaves the model no position to write at; ``what`` names it.
+        """
+        start = self.tokenizer.bos_token_id
+        start = self.tokenizer.eos_token_id if start is None else start
+        ids = self.tokenizer.encode(text) or ([] if start is None else [start])
+        if not ids:
+            raise SetupError(f"{what}: is empty, and the tokenizer has no token to begin with; write some text")
+        if self.limit is not None and len(ids) >= self.limit:
+            raise SetupError(f"{what}: has {len(ids)} tokens, and the model takes {self.limit} in all; shorten it")
+        return ids
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """A conversation up to where the assistant is to speak. Raises DataError where there is no template."""
+        if self.chat is None:
+            raise DataError(
+                f"{self.directory}: has no chat template; give it one with "
+                "forgather finalize SOURCE DEST --chat-template FILE"
+            )
+        return self.chat.render(messages, add_generation_prompt=True)
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        in_chat: bool = False,
+        show: Callable[[int, str], None] = lambda row, text: None,
+    ) -> list[Text]:
+        """What the model writes to tokens of prompts, as one batch; ``show(row, text)`` gets the text as it comes.
+
+        ``in_chat``: the end of the assistant's turn is an end too.
+        """
+        ids, texts = self._ends_of_turn() if in_chat else ((), ())
+        ends, stops = {*self.end_tokens, *ids}, [*sampling.stop, *texts]
+        rows = [_Row(self, prompt, sampling.max_new_tokens, ends, stops) for prompt in prompts]
+        pad = self.tokenizer.pad_token_id
+        input_ids, mask = left_padded([list(prompt) for prompt in prompts], pad)
+        device = self.source.device
+        if self._draws is None:  # one for all that a command draws
+            self._draws = torch.Generator(device).manual_seed(sampling.seed)
+
+        def on_token(column: Tensor) -> Tensor:
+            for number, (row, token) in enumerate(zip(rows, column[:, 0].tolist(), strict=True)):
+                if row.finish is None and (new := row.add(token)):
+                    show(number, new)
+            return torch.tensor([[row.finish is not None] for row in rows])
+
+        generate(
+            self._logits,
+            input_ids.to(device),
+            mask.to(device),
+            max_new_tokens=max(row.room for row in rows),
+            do_sample=sampling.do_sample,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
+            pad_token_id=pad,
+            generator=self._draws,
+            on_token=on_token,
+        )
+        return [row.result() for row in rows]
+
+    def _logits(self, batch: dict[str, Any], *, last_only: bool = True, cache: Any = None) -> Tensor:
+        return model_logits(self.source.model, batch, last_only=last_only, cache=cache)
+
+    def _ends_of_turn(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """(tokens, texts) that end the assistant's turn besides the end tokens: what the template writes there."""
+        assert self.chat is not None
+        messages = [{"role": "user", "content": "y"}, {"role": "assistant", "content": "x"}]
+        try:
+            text, spans = self.chat.render_spans(messages)
+        except DataError:  # a template that does not tell; the end tokens must do
+            return (), ()
+        behind = text[slice(*spans[-1])].rpartition("x")[2] if spans else ""
+        mark = behind.strip() or behind  # of some templates a line break alone
+        ids = self.tokenizer.encode(mark) if mark else []
+        return (tuple(ids), ()) if len(ids) == 1 else ((), (mark,) if mark else ())
+
+
+class _Row:
+    """One prompt of a batch: its text so far, and whether it has ended."""
+
+    def __init__(
+        self, generator: Generator, prompt: Sequence[int], max_new_tokens: int, ends: set[int], stops: Sequence[str]
+    ) -> None:
+        self._ends = ends
+        self._text = Detokenizer(generator.tokenizer, prompt, stops)
+        self._shown: list[str] = []
+        self.num_tokens = 0
+        self.finish: Finish | None = None
+        positions = max_new_tokens if generator.limit is None else generator.limit - len(prompt)
+        self.room = min(max_new_tokens, positions)
+        self._last: Finish = "length" if self.room == max_new_tokens else "limit"
+
+    def add(self, token: int) -> str:
+        """Take the next token; returns what may be shown now."""
+        self.num_tokens += 1
+        new = "" if token in self._ends else self._text.add(token)
+        if token in self._ends or self._text.stopped:
+            self.finish = "stop"
+        elif self.num_tokens == self.room:
+            self.finish = self._last
+        if self.finish is not None:
+            new += self._text.rest()
+        self._shown.append(new)
+        return new
+
+    def result(self) -> Text:
+        return Text("".join(self._shown), self.num_tokens, self.finish or self._last)
+
+
+def load_generator(source: Path, *, device: str) -> Generator:
+    """The model that ``source`` stands for. Raises SetupError."""
+    found = locate(source)
+    loaded = load_located(found, device=device)
+    return Generator(
+        loaded,
+        _end_tokens(found.directory, loaded.tokenizer),
+        ChatTemplate.of(found.directory),
+        _limit(loaded.model),
+        found.directory,
+    )
+
+
+def _end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokenizer's end token, and those of generation_config.json: of chat models also the end of a turn."""
+    named: Any = []
+    path = directory / "generation_config.json"
+    if path.is_file():
+        try:
+            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or []
+        except (OSError, ValueError, AttributeError) as error:
+            raise SetupError(f"{path}: cannot be read ({error}); mend it or remove it") from error
+    ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
+
+
+def _limit(model: Any) -> int | None:
+    """Positions a model was trained for; None for rotary embeddings that stretch by themselves, and where unknown."""
+    config = getattr(model, "settings", None) or getattr(model, "config", None)
+    scaling = getattr(config, "rope_scaling", None)
+    if getattr(scaling, "rope_type", None) == "dynamic":
+        return None
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None

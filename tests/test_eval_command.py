@@ -1,0 +1,307 @@
+"""``forgather eval``: the numbers, under every strategy and against transformers, and how it is refused and ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program import Process, forgather
+from tiny import decoder
+
+from forgather_cli.data.tokenize import ByteTokenizer, FileTokenizer, train_bpe
+from forgather_cli.launch.job import is_running
+from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, UserFusedLoss, UserLoss
+from forgather_cli.tally import Tally
+
+SEQ_LEN = 32
+SMALL = ["model=nano", "hidden_size=32", f"seq_len={SEQ_LEN}", "global_batch_size=4", "warmup_steps=1", "device=cpu",
+         "per_device_eval_batch_size=4", "callbacks=minimal", "max_eval_samples=null"]  # fmt: skip
+STRATEGIES = {
+    "ddp": ["trainer=ddp", "nproc_per_node=2"],
+    "fsdp2": ["trainer=fsdp2", "nproc_per_node=2"],
+    "pipeline": ["trainer=pipeline", "nproc_per_node=2", "n_microbatches=3"],
+}
+TEXT = "def naïve(x):\n    return '日本' * x  # 🙂\n" * 40
+
+
+BLOCKING = """\
+import os, time
+from pathlib import Path
+
+class Blocking:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(600)
+
+def data():
+    return {"train": Blocking(), "eval": Blocking(), "seq_len": 32}
+"""
+"""Data whose first sample never comes."""
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("corpus")
+    (root / "train.txt").write_text("class A:\n    pass\n\n" * 200)
+    (root / "eval.txt").write_text(TEXT)
+    return root
+
+
+def data_of(corpus: Path) -> list[str]:
+    files = [f"data.files=[{corpus}/train.txt]", f"data.eval_files=[{corpus}/eval.txt]"]
+    return ["data=text", *files, f"data.cache_dir={corpus}/cache"]
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of training with an evaluation at the end."""
+    root = tmp_path_factory.mktemp("run") / "run"
+    assert forgather("train", *SMALL, *data_of(corpus), "max_steps=3", "eval_steps=3", f"output_dir={root}") == 0
+    return root
+
+
+@pytest.fixture(scope="module")
+def launched(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, Path]]:
+    """(exit code, output, directory) of an evaluation on two ranks of each strategy, and of one that is a mistake."""
+    jobs: dict[str, tuple[Process, Path]] = {}
+    for name, words in {**STRATEGIES, "mistake": [*STRATEGIES["ddp"], "max_eval_samples=1"]}.items():
+        root = tmp_path_factory.mktemp(name)
+        (root / "tmp").mkdir()
+        output = ["--output", "report.json"]
+        job = Process("eval", str(run), *words, *output, cwd=root, env={"TMPDIR": str(root / "tmp")})
+        jobs[name] = job, root
+    return {name: (job.finish(), job.output, root) for name, (job, root) in jobs.items()}
+
+
+@pytest.fixture
+def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    def call(*words: str) -> dict[str, Any]:
+        capsys.readouterr()
+        code = forgather("eval", *words, "--json")
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+        document: dict[str, Any] = json.loads(printed.out)
+        return document
+
+    return call
+
+
+# ---------------------------------------------------------------------------------------------------------- the numbers
+
+
+def by_transformers(directory: Path, text: str) -> dict[str, float]:
+    """Loss, accuracy and bits per byte of a text in windows of SEQ_LEN, each example once."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    ids = torch.tensor(AutoTokenizer.from_pretrained(directory).encode(text))
+    total = correct = targets = 0.0
+    with torch.no_grad():
+        for window in ids.split(SEQ_LEN):
+            scores = model(window[None]).logits[0, :-1].log_softmax(-1)
+            total -= scores.gather(1, window[1:, None]).sum().item()
+            correct += (scores.argmax(-1) == window[1:]).sum().item()
+            targets += len(window) - 1
+    bits = total / math.log(2) / targets  # every target is a byte
+    return {"eval_loss": total / targets, "eval_accuracy": correct / targets, "eval_bits_per_byte": bits}
+
+
+def data_of_run(run: Path) -> list[str]:
+    """The run's data, for a model directory that knows nothing of it."""
+    from forgather_cli.config.decode import load_saved
+
+    data = load_saved(run / "config.yaml").data
+    files = [f"data.files={data.files}", f"data.eval_files={data.eval_files}"]  # type: ignore[union-attr]
+    return ["data=text", *files, f"seq_len={SEQ_LEN}", f"cache_dir={data.cache_dir}", "max_eval_samples=null"]  # type: ignore[union-attr]
+
+
+def test_the_numbers_are_those_of_transformers_and_of_training(run: Path, evaluate: Callable[..., Any]) -> None:
+    found = evaluate(str(run))
+    model = run / "checkpoints/step-00000003/model"
+    expected = by_transformers(model, TEXT + "<|endoftext|>" * (found["data"]["eval_tokens"] - len(TEXT.encode())))
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    assert found["eval_accuracy"] == pytest.approx(expected["eval_accuracy"], rel=1e-12)
+    assert found["eval_bits_per_byte"] == pytest.approx(expected["eval_bits_per_byte"], rel=2e-3)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]), rel=1e-9)
+    assert found["eval_samples"] == -(-found["data"]["eval_tokens"] // SEQ_LEN)
+    assert found["eval_tokens"] == found["data"]["eval_tokens"] - found["eval_samples"]
+    trained = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert found["eval_loss"] == pytest.approx(next(r["eval_loss"] for r in trained if "eval_loss" in r), rel=1e-6)
+    assert (found["step"], found["ranks"], found["trainer"], found["precision"]) == (3, 1, "single", "fp32")
+    assert evaluate(str(model), *data_of_run(run))["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_finds_the_same(
+    strategy: str, run: Path, launched: dict[str, tuple[int, str, Path]], evaluate: Callable[..., Any]
+) -> None:
+    code, output, root = launched[strategy]
+    assert code == 0, output
+    found, alone = json.loads((root / "report.json").read_text()), evaluate(str(run))
+    assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+    for key in ("eval_accuracy", "eval_tokens", "eval_bytes", "eval_samples", "step"):
+        assert found[key] == alone[key], key
+    assert (found["trainer"], found["ranks"]) == (strategy, 2)
+    assert "bits per byte" in output
+    assert sorted(path.name for path in root.iterdir()) == ["report.json", "tmp"]
+    assert not list((root / "tmp").iterdir())
+
+
+def test_precision_and_a_fused_loss_are_settings_of_it(run: Path, evaluate: Callable[..., Any]) -> None:
+    plain, fused = evaluate(str(run)), evaluate(str(run), "loss=linear_cross_entropy", "loss.chunk_size=7")
+    assert fused["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+    assert fused["eval_accuracy"] == plain["eval_accuracy"]
+    rough = evaluate(str(run), "precision=bf16")
+    assert rough["precision"] == "bf16"
+    assert rough["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-2)
+    assert rough["eval_loss"] != plain["eval_loss"]
+    smooth = evaluate(str(run), "label_smoothing=0.1", "max_eval_samples=2")
+    assert (smooth["eval_bits_per_byte"], smooth["eval_bytes"]) == (None, None)
+
+
+def test_a_tally_counts_what_a_plain_comparison_counts() -> None:
+    """Of logits and of hidden states in chunks, with positions that do not count."""
+    model = decoder()
+    ids = torch.randint(0, 64, (3, 11), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        likeliest = model(ids).argmax(-1)
+    labels = ids.clone()
+    labels[:, 1:6] = likeliest[:, :5]  # five in a row are right
+    labels[1, 3:] = -100
+    counted = labels[:, 1:] != -100
+    expected = ((likeliest[:, :-1] == labels[:, 1:]) & counted).sum().item()
+    sizes = torch.arange(64)
+
+    def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        flat = logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(flat, labels[:, 1:].flatten())
+
+    losses = [CrossEntropy(), LinearCrossEntropy(chunk_size=4), UserLoss(mean)]
+    losses += [UserFusedLoss(lambda head: lambda hidden, labels: mean(head(hidden), labels))]
+    for loss in losses:
+        loss.tally = tally = Tally(torch.device("cpu"), sizes)
+        with torch.no_grad():
+            loss.total(model, {"input_ids": ids}, labels, None)
+        assert tally.correct.item() == expected
+        assert tally.num_bytes.item() == labels[:, 1:][counted].sum().item()
+
+
+# ------------------------------------------------------------------------------------------------- bytes and tokenizers
+
+
+def test_tokens_know_their_bytes(tmp_path: Path) -> None:
+    train_bpe([TEXT], 300, tmp_path / "bpe")
+    bpe = FileTokenizer(tmp_path / "bpe")
+    for tokenizer in (ByteTokenizer(), bpe):
+        sizes = tokenizer.bytes_of_tokens()
+        assert sizes is not None
+        assert len(sizes) == tokenizer.vocab_size
+        assert sizes[tokenizer.encode(TEXT)].sum() == len(TEXT.encode())
+        assert sizes[tokenizer.eos_token_id] == 0
+    assert bpe.bytes_of_tokens().max() > 1
+
+
+def test_other_tokenizers_cannot_tell(tmp_path: Path) -> None:
+    import tokenizers
+    from tokenizers import decoders, models
+
+    wordpiece = tokenizers.Tokenizer(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    wordpiece.decoder = decoders.WordPiece()
+    wordpiece.save(str(tmp_path / "tokenizer.json"))
+    assert FileTokenizer(tmp_path).bytes_of_tokens() is None
+
+
+def test_other_text_is_read_with_the_models_own_tokenizer(
+    corpus: Path, tmp_path: Path, evaluate: Callable[..., Any]
+) -> None:
+    words = [*SMALL, *data_of(corpus), "data.tokenizer=bpe", "bpe_vocab_size=270", "max_steps=1", "eval_strategy=no"]
+    assert forgather("train", *words, "output_dir=bpe") == 0
+    Path("other.txt").write_text("while True:\n    class A: pass\n" * 30)
+    other = ["data.files=[other.txt]", "data.eval_files=[other.txt]"]
+    tokens = len(FileTokenizer(Path("bpe/checkpoints/step-00000001/model")).encode(Path("other.txt").read_text()))
+    for way in (other, ["data=text", *other, f"seq_len={SEQ_LEN}", f"cache_dir={corpus}/cache"]):
+        found = evaluate("bpe", *way)
+        assert found["data"]["eval_tokens"] in (tokens, tokens + 1)  # an end token
+        assert found["data"]["tokenizer"].endswith("step-00000001/model")
+        assert 0 < found["eval_bits_per_byte"] < found["eval_loss"] / math.log(2)
+
+
+# ------------------------------------------------------------------------------------------------ mistakes and signals
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert forgather("eval", *words) == 2
+    return capsys.readouterr().err
+
+
+def test_settings_that_nothing_reads_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, str(run), "max_steps=3", "hidden_size=64", "optimizer=sgd", "eval_steps=3")
+    assert "4 config mistakes" in told
+    assert "max_steps: nothing reads it in eval, which trains nothing; leave it out" in told
+    assert "model.hidden_size: eval takes the model of SOURCE as it is; leave it out" in told
+    assert "max_stepz: unknown setting" in refused(capsys, str(run), "max_stepz=3")
+    model = str(run / "checkpoints/step-00000003/model")
+    assert "max_steps: nothing reads it" in refused(capsys, model, "max_steps=5")
+
+
+def test_other_mistakes_are_one_message(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = refused(capsys, str(run), "--output", "nowhere/report.json")
+    assert told.strip().endswith("name a file in a folder that exists and may be written")
+    assert "has no folder" in told
+    several = ["trainer=ddp", "nnodes=2", "rdzv_endpoint=localhost:29500"]
+    assert "nnodes: eval runs on one machine, got 2; set nnodes=1" in refused(capsys, str(run), *several)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "eval: starts its ranks itself" in refused(capsys, str(run))
+
+
+def test_a_mistake_found_by_ranks_is_told_once_and_leaves_nothing(launched: dict[str, tuple[int, str, Path]]) -> None:
+    code, output, root = launched["mistake"]
+    assert code == 2, output
+    assert output.count("error: ") == 1, output
+    assert "raise max_eval_samples to 2 or more" in output
+    assert "Traceback" not in output
+    assert [path.name for path in root.iterdir()] == ["tmp"]
+    assert not list((root / "tmp").iterdir())
+
+
+def test_ctrl_c_ends_all_ranks_at_once(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    Path("blocking.py").write_text(BLOCKING)
+    Path("conf/data").mkdir(parents=True)
+    Path("conf/data/blocking.yaml").write_text("# Never comes.\n_target_: blocking.data\n")
+    env = {"TMPDIR": str(tmp_path / "tmp")}
+    with Process("eval", str(run), *STRATEGIES["ddp"], "data=blocking", env=env) as job:
+        while len(pids := list(Path().glob("pid-*"))) < 2 or not all(path.read_text() for path in pids):
+            assert job.process.poll() is None, job.finish() or job.output
+            time.sleep(0.05)
+        job.process.send_signal(signal.SIGINT)
+        sent = time.monotonic()
+        assert job.finish() == 130, job.output
+    assert time.monotonic() - sent < 15
+    assert not any(is_running(int(path.read_text())) for path in pids)
+    assert job.lines[-1] == "ended by SIGINT"
+    assert "Traceback" not in job.output
+    assert not list((tmp_path / "tmp").iterdir())

@@ -1,0 +1,332 @@
+"""``forgather generate``: texts as they come, many prompts at a time, conversations, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program import forgather
+from safetensors.torch import save_file
+from terminal import Terminal
+from tiny import decoder
+
+from forgather_cli.data.detokenize import Detokenizer
+from forgather_cli.data.tokenize import ByteTokenizer, FileTokenizer, train_bpe
+from forgather_cli.models.pretrained import write_model_files
+
+TEXT = "def naïve(x):\n    return '日本語' * x  # 🙂👩‍👩‍👧\n"
+PROMPTS = ["def f(x", "日本", "import os", "a", "  \tclass"]
+CHAT = """\
+{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ 'MARK' if m.role == 'assistant' else '/' }}{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def write_model(directory: Path, tokenizer: Any, **changes: Any) -> Path:
+    """A model directory with weights so large that each prompt goes its own way, in printable ASCII without an end."""
+    directory.mkdir()
+    model = decoder(vocab_size=tokenizer.vocab_size, initializer_range=0.4, **changes)
+    with torch.no_grad():
+        model.head.weight[:32] = model.head.weight[127:] = 0
+    write_model_files(model, tokenizer, directory)
+    save_file({k: v for k, v in model.state_dict().items()}, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 positions, a token for each byte."""
+    return write_model(tmp_path_factory.mktemp("models") / "bytes", ByteTokenizer())
+
+
+@pytest.fixture
+def say(model: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run ``forgather generate MODEL WORDS``; returns (exit code, output, errors)."""
+
+    def call(*words: str, source: Path = model, stdin: str = "") -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO(stdin))
+            code = forgather("generate", str(source), "--device", "cpu", *words)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def document(result: tuple[int, str, str]) -> dict[str, Any]:
+    code, out, err = result
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def lines(result: tuple[int, str, str]) -> list[dict[str, Any]]:
+    code, out, err = result
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+# ----------------------------------------------------------------------------------------------------- text as it comes
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_characters_come_when_they_are_whole(kind: str, tmp_path: Path) -> None:
+    tokenizer: Any = ByteTokenizer()
+    if kind == "bpe":
+        train_bpe(["def return class"], 270, tmp_path)
+        tokenizer = FileTokenizer(tmp_path)
+    text = TEXT * 3  # longer than what is decoded at a time
+    following = Detokenizer(tokenizer, tokenizer.encode("日本"))
+    pieces = [following.add(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert sum(bool(piece) for piece in pieces) > 50, "and not all at the end"
+    assert following.rest() == ""
+
+
+def test_what_never_becomes_a_character_comes_at_last() -> None:
+    following = Detokenizer(ByteTokenizer())
+    assert [following.add(token) for token in (0xE6, 0x97, 0x41, 0xF0, 0x9F)] == [
+        "",
+        "",
+        "\N{REPLACEMENT CHARACTER}A",
+        "",
+        "",
+    ]
+    assert following.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_stop_text_is_found_across_tokens_and_left_out() -> None:
+    following = Detokenizer(ByteTokenizer(), stops=["\n\n", "END."])
+    pieces = [following.add(token) for token in b"one\nENDING END, END.more"]
+    assert "".join(pieces) == "one\nENDING END, "
+    assert following.stopped
+    assert following.rest() == ""
+    unfinished = Detokenizer(ByteTokenizer(), stops=["END."])
+    assert "".join(unfinished.add(token) for token in b"an EN") + unfinished.rest() == "an EN"
+
+
+def test_the_text_is_streamed_and_is_what_the_document_has(say: Callable[..., Any]) -> None:
+    words = ["--prompt", "def 日", "--max-new-tokens", "40", "--greedy"]
+    told = document(say(*words, "--json"))
+    assert (told["num_tokens"], told["finish_reason"]) == (40, "length")
+    assert say(*words)[1] == f"def 日{told['text']}\n"
+    stop = told["text"][20:22]
+    cut = document(say(*words, "--json", "--stop", stop, "--stop", "never there"))
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == told["text"][: told["text"].index(stop)]
+    assert cut["num_tokens"] < 40
+
+
+def test_the_end_of_the_positions_is_told(say: Callable[..., Any]) -> None:
+    code, out, err = say("--prompt", "12345", "--greedy", "--json")
+    told = json.loads(out)
+    assert (code, told["num_tokens"], told["finish_reason"]) == (0, 64 - 5, "limit")
+    assert err == "note: the text ends at token 64 (prompt and text), where the model's positions end\n"
+    code, _, err = say("--prompt", "x" * 70)
+    assert (code, err) == (2, "error: --prompt: has 70 tokens, and the model takes 64 in all; shorten it\n")
+
+
+def test_several_texts_to_one_prompt(say: Callable[..., Any]) -> None:
+    words = ["--prompt", "def ", "--max-new-tokens", "9", "--num-samples", "3", "--seed", "5"]
+    told = document(say(*words, "--json", "--output", "samples.json"))
+    texts = [each["text"] for each in told["samples"]]
+    assert len(set(texts)) == 3
+    assert json.loads(Path("samples.json").read_text()) == told
+    shown = say(*words)[1]
+    assert shown.startswith("--- 1 ---\ndef ")
+    assert "--- 3 ---\ndef " in shown
+
+
+def test_repeating_costs_what_the_penalty_says(say: Callable[..., Any]) -> None:
+    words = ["--prompt", "aaaa", "--max-new-tokens", "30", "--greedy", "--json"]
+    plain, penalized = (document(say(*words, *more)) for more in ([], ["--repetition-penalty", "5"]))
+    assert plain["text"] != penalized["text"]
+    assert len(set(penalized["text"])) > len(set(plain["text"]))
+
+
+# ---------------------------------------------------------------------------------------------------- many at a time
+
+
+def by_transformers(directory: Path, prompt: str, count: int) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer(prompt, return_tensors="pt")
+    made = model.generate(**ids, max_new_tokens=count, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    return str(tokenizer.decode(made, skip_special_tokens=True))
+
+
+def test_a_batch_says_what_each_prompt_says_alone_and_transformers_says(say: Callable[..., Any], model: Path) -> None:
+    Path("prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
+    options = ["--max-new-tokens", "20", "--greedy", "--json"]
+    together = lines(say("--prompts", "prompts.txt", "--batch-size", "3", *options))
+    assert [each["prompt"] for each in together] == PROMPTS
+    assert [each["index"] for each in together] == list(range(len(PROMPTS)))
+    alone = [document(say("--prompt", prompt, *options)) for prompt in PROMPTS]
+    assert [each["text"] for each in together] == [each["text"] for each in alone]
+    assert [each["finish_reason"] for each in together] == [each["finish_reason"] for each in alone]
+    assert [each["text"] for each in alone[:3]] == [by_transformers(model, prompt, 20) for prompt in PROMPTS[:3]]
+
+
+def test_rows_of_a_batch_end_for_themselves(say: Callable[..., Any]) -> None:
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    options = ["--prompts", "prompts.txt", "--greedy", "--json", "--max-new-tokens"]
+    free = lines(say(*options, "20"))
+    stop = free[1]["text"][5]
+    ended = lines(say(*options, "20", "--stop", stop))
+    for before, after in zip(free, ended, strict=True):
+        assert after["text"] == before["text"].partition(stop)[0]
+        assert after["finish_reason"] == ("stop" if stop in before["text"] else "length")
+    long = lines(say(*options, "100"))
+    assert {each["finish_reason"] for each in long} == {"limit"}
+    assert [each["num_tokens"] for each in long] == [64 - len(prompt.encode()) for prompt in PROMPTS]
+
+
+def test_prompts_in_yaml_and_json_lines(say: Callable[..., Any]) -> None:
+    Path("p.yaml").write_text("- def f(x\n- |\n  two\n  lines\n")
+    found = lines(say("--prompts", "p.yaml", "--max-new-tokens", "3", "--json", "--num-samples", "2"))
+    assert [(each["index"], each["prompt"]) for each in found] == [
+        (0, "def f(x"), (0, "def f(x"), (1, "two\nlines\n"), (1, "two\nlines\n"),
+    ]  # fmt: skip
+    Path("p.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b\\nc"}\n')
+    code, out, err = say("--prompts", "p.jsonl", "--max-new-tokens", "3", "--output", "out.jsonl")
+    assert (code, out, err) == (0, "", "2 texts in out.jsonl\n")
+    assert [json.loads(line)["prompt"] for line in Path("out.jsonl").read_text().splitlines()] == ["a", "b\nc"]
+    shown = say("--prompts", "p.jsonl", "--max-new-tokens", "3")[1]
+    assert shown.startswith("--- 1 ---\na")
+    assert "--- 2 ---\nb\nc" in shown
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 256 positions with a chat template whose turns end at a character that the model writes."""
+    directory = write_model(tmp_path_factory.mktemp("models") / "chat", ByteTokenizer(), max_position_embeddings=256)
+    (directory / "chat_template.jinja").write_text(CHAT)
+    return directory
+
+
+def test_a_conversation_goes_by_the_template(
+    say: Callable[..., Any], talker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rendered = "<system>be kind/<user>hi/<assistant>"
+    options = ["--greedy", "--max-new-tokens", "30"]
+    free = document(say("--prompt", rendered, *options, "--json", source=talker))["text"]
+    mark = next(c for c in free[4:] if c not in "'\"\\{}%# x")
+    (talker / "chat_template.jinja").write_text(CHAT.replace("MARK", mark))
+    first = free.partition(mark)[0].strip()
+    words = ["--chat", "--system", "be kind", *options]
+    assert say(*words, "--prompt", "hi", source=talker)[1].strip() == first
+    told = document(say(*words, "--json", source=talker, stdin="hi\n\nand now?\n"))["messages"]
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "user", "assistant"]
+    assert told[2]["content"] == first
+    again = f"{rendered}{first}{mark}<user>and now?/<assistant>"
+    second = document(say("--prompt", again, *options, "--json", source=talker))["text"]
+    assert told[4]["content"] == second.partition(mark)[0].strip()
+    Path("p.jsonl").write_text(json.dumps({"messages": told[:2]}) + '\n{"prompt": "hi"}\n')
+    answers = lines(say("--prompts", "p.jsonl", *options, "--json", source=talker))
+    assert answers[0]["text"].strip() == first
+    assert answers[0]["messages"] == told[:2]
+    assert "messages" not in answers[1]
+
+
+def test_the_oldest_turns_of_a_full_conversation_are_forgotten(say: Callable[..., Any], talker: Path) -> None:
+    words = ["--chat", "--system", "S", "--greedy", "--max-new-tokens", "20", "--json"]
+    code, out, err = say(*words, source=talker, stdin="".join(f"{letter * 90}\n" for letter in "abcd"))
+    assert code == 0, err
+    said = [message["content"][0] for message in json.loads(out)["messages"] if message["role"] != "assistant"]
+    assert said[0] == "S"
+    assert said[-1] == "d"
+    assert "a" not in said
+    assert "note: the model takes 256 tokens; the oldest turn is forgotten" in err
+    code, _, err = say(*words, source=talker, stdin="x" * 300)
+    assert code == 2
+    assert "the conversation: has 3" in err
+
+
+def test_without_a_template_the_way_to_one_is_told(say: Callable[..., Any], model: Path) -> None:
+    code, out, err = say("--chat", stdin="hi\n")
+    assert (code, out) == (2, "")
+    remedy = "give it one with forgather finalize SOURCE DEST --chat-template FILE"
+    assert err == f"error: {model}: has no chat template; {remedy}\n"
+    Path("p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    assert say("--prompts", "p.jsonl")[2].startswith(f"error: p.jsonl:1: {model}: has no chat template")
+
+
+def test_on_a_terminal_ctrl_c_ends_a_conversation(talker: Path) -> None:
+    terminal = Terminal("generate", str(talker), "--chat", "--greedy", "--max-new-tokens", "4", "--device", "cpu")
+    terminal.read_until(r"> $")
+    terminal.press("日本\n".encode())
+    terminal.read_until(r"日本\r\n(.|\r|\n)*\n> $")
+    terminal.press(b"\x03")
+    assert terminal.finish() == 130
+    assert "Traceback" not in terminal.output
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = {
+    "--greedy --top-k 3 --top-p 0.5": ["--top-k: nothing reads it where nothing is drawn", "--top-p: nothing reads it"],
+    "--greedy --temperature 0.5": ["--temperature: nothing reads it with --greedy; give one of the two"],
+    "--temperature 0 --num-samples 2": ["--num-samples: all texts would be equal where nothing is drawn"],
+    "--temperature inf": ["--temperature: must be a finite number, got inf"],
+    "--repetition-penalty 0": ["--repetition-penalty: must be above 0, got 0"],
+    "--system x": ["--system: nothing reads it without --chat; add --chat"],
+    "--chat --num-samples 2": ["--num-samples: nothing reads it with --chat; leave it out"],
+    "--batch-size 2": ["--batch-size: nothing reads it without --prompts; leave it out"],
+    "--prompts p.txt": ["--prompt: nothing reads it with --prompts; give one of the two"],
+    "--stop=": ["--stop: is empty"],
+    "--output nowhere/x": ["--output: nowhere/x has no folder"],
+    "--output .": ["--output: . is a directory"],
+}
+FILES = {
+    "p.csv": ("a", "--prompts: must be a .txt, .jsonl, .yaml or .yml file, got p.csv"),
+    "p.txt": (" \n", "--prompts: p.txt has no prompts; write one on each line"),
+    "p.jsonl": ('{"prompt": "a"}\n{"promt": "b"}\n', '--prompts: p.jsonl:2: needs a text as "prompt"'),
+    "q.jsonl": ("{\n", "--prompts: q.jsonl:1: is not JSON"),
+    "p.yaml": ("a: b\n", "--prompts: p.yaml must hold a list of texts, got dict"),
+    "q.yaml": ("- 3\n", "--prompts: q.yaml, prompt 1: must be a text, got 3; quote it"),
+    "r.yaml": ("[", "--prompts: r.yaml is not YAML"),
+    "r.txt": (b"\xff\xfe", "--prompts: r.txt is not UTF-8"),
+    "none.txt": (None, "--prompts: none.txt cannot be read: No such file"),
+    "long.txt": ("a\n" + "b" * 70, "long.txt:2: has 70 tokens, and the model takes 64 in all; shorten it"),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_options_that_contradict_each_other(words: str, say: Callable[..., Any]) -> None:
+    code, out, err = say("--prompt", "x", *words.split())
+    assert (code, out) == (2, "")
+    for problem in MISTAKES[words]:
+        assert problem in err
+    assert err.count("error") == 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_list_of_prompts(name: str, say: Callable[..., Any]) -> None:
+    content, problem = FILES[name]
+    if content is not None:
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, out, err = say("--prompts", name, "--output", "out.jsonl")
+    assert (code, out) == (2, "")
+    assert problem in err
+    assert err.count("error") == 1
+    assert not Path("out.jsonl").exists()
