@@ -79,12 +79,16 @@ def clip_grad_norm(
     max_norm: float | None,
     model_group: Any = None,
     duplicates: Collection[nn.Parameter] = (),
+    *,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Collective. Global L2 norm of the gradients before clipping, 0-dim; scales them in place to ``max_norm``.
 
-    None or 0 measures only. ``duplicates`` are clipped and not counted: another rank of ``model_group`` counts them.
-    Of a DTensor the local rows are used. The same numbers as ``torch.nn.utils.clip_grad_norm_``, whose CPU path loops
-    over parameters in Python (torch 2.13, ``clip_grad.py``): the foreach calls save about 2 us per parameter and step.
+    None or 0 measures only. Gradients that come ``loss_scale`` times too large are divided by it in the same pass, and
+    so is their norm. ``duplicates`` are clipped and not counted: another rank of ``model_group`` counts them. Norms of
+    half formats are fp32. Of a DTensor the local rows are used. The same numbers as ``torch.nn.utils.clip_grad_norm_``,
+    whose CPU path loops over parameters in Python (torch 2.13, ``clip_grad.py``): the foreach calls save about 2 us per
+    parameter and step.
     """
     grads = locals_of([p.grad for p in parameters if p.grad is not None])
     counted = grads
@@ -96,13 +100,18 @@ def clip_grad_norm(
         norm = torch.linalg.vector_norm(_norms(counted))
     if model_group is not None:
         norm = all_sum(norm.square(), model_group).sqrt()
+    if loss_scale != 1.0:
+        norm = norm / loss_scale
     if max_norm and grads:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_mul_(grads, scale / loss_scale if loss_scale != 1.0 else scale)
+    elif loss_scale != 1.0 and grads:
+        torch._foreach_div_(grads, loss_scale)
     return norm
 
 
 _LONG = 1 << 14  # numbers
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -112,11 +121,12 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
     4e-7 at 2^20 numbers and by less for each rank's rows of them. Clipping hands that on to all weights: fsdp2's
     drifted from one device's ten times as fast as ddp's. No slower.
     """
-    rows = [torch.linalg.vector_norm(t, dim=-1).flatten() for t in tensors if _is_long(t)]
+    wide = torch.float32 if any(t.dtype in _HALF for t in tensors) else None
+    rows = [torch.linalg.vector_norm(t, dim=-1, dtype=wide).flatten() for t in tensors if _is_long(t)]
     short = [t for t in tensors if not _is_long(t)]
-    return torch.cat([*rows, torch.stack(torch._foreach_norm(short))] if short else rows)
+    return torch.cat([*rows, torch.stack(torch._foreach_norm(short, 2, wide))] if short else rows)
 
 
 def _is_long(tensor: Tensor) -> bool:
-    on_cpu = tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    on_cpu = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, *_HALF)
     return on_cpu and tensor.ndim > 1 and tensor.numel() > _LONG

@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +54,17 @@ def model_logits(model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool
     """
     if not last_only and cache is None:
         return _logits_of(model(**inputs), model)
-    names = inspect.signature(model.forward).parameters
+    names, masks = _forward_of(getattr(model.forward, "__func__", model.forward))
     extra = {key: value for key, value in (("last_only", last_only), ("cache", cache)) if key in names}
-    known = {key: value for key, value in inputs.items() if key != "attention_mask" or accepts(model.forward, key)}
+    known = {key: value for key, value in inputs.items() if key != "attention_mask" or masks}
     logits = _logits_of(model(**known, **extra), model)
     return logits[:, -1:] if last_only else logits
+
+
+@lru_cache(maxsize=64)
+def _forward_of(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Names of the parameters, and whether it takes an attention_mask. Remembered: generation asks for each token."""
+    return frozenset(inspect.signature(function).parameters), accepts(function, "attention_mask")
 
 
 def _logits_of(output: Any, model: nn.Module) -> Tensor:
@@ -105,8 +111,7 @@ def linear_cross_entropy_sum(
     computed in the forward pass, chunk by chunk, so that logits are made once (Hsu et al. 2024, arXiv:2410.10989);
     without gradient mode only the loss is. Memory beside inputs and gradients: C x V numbers.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    kind, dtype = hidden.device.type, product_dtype(hidden)
     flat, targets = hidden.flatten(0, 1), shifted(labels)
     options = (z_loss, label_smoothing, chunk_size, dtype)
     inputs = [t for t in (hidden, weight, bias) if t is not None]
@@ -114,6 +119,12 @@ def linear_cross_entropy_sum(
         return _LinearCrossEntropy.apply(flat, weight, bias, targets, *options)  # type: ignore[no-any-return, no-untyped-call]
     with torch.autocast(kind, enabled=False):
         return _in_chunks(flat, weight, bias, targets, *options, grads=None)
+
+
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype in which ``hidden`` is multiplied: autocast's where that is on."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -241,8 +252,23 @@ def _chunk(logits: Tensor, targets: Tensor, z_loss: float, smoothing: float, *, 
     return torch.where(counted, loss, 0.0).sum()
 
 
+class Counter(Protocol):
+    """What looks at predictions in passing: see ``tally.py``."""
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Logits (B, T, V) of a batch with labels (B, T)."""
+
+    def add_hidden(self, head: Any, hidden: Tensor, labels: Tensor, *, chunk_size: int = 256) -> None:
+        """What ``head`` is applied to, (B, T, E); logits of only ``chunk_size`` tokens may be made at a time."""
+
+
 class Loss(ABC):
     """What is minimised: a sum over the targets of a batch."""
+
+    tally: Counter | None = None
+    """Set by an evaluation that counts more than the loss."""
+    is_likelihood: bool = False
+    """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:
@@ -258,12 +284,15 @@ class CrossEntropy(Loss):
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> None:
         self._z_loss, self._label_smoothing = z_loss, label_smoothing
+        self.is_likelihood = not (z_loss or label_smoothing)
 
     def check(self, model: nn.Module) -> None:
         """Any model will do."""
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
         logits = model_logits(model, inputs)
+        if self.tally is not None:
+            self.tally.add(logits, labels)
         return cross_entropy_sum(logits, labels, z_loss=self._z_loss, label_smoothing=self._label_smoothing)
 
 
@@ -285,6 +314,7 @@ class LinearCrossEntropy(Loss):
             "label_smoothing": label_smoothing,
             "chunk_size": chunk_size,
         }
+        self.is_likelihood = not (z_loss or label_smoothing)
 
     def check(self, model: nn.Module) -> None:
         _check_fusable(model, "loss=linear_cross_entropy")
@@ -293,6 +323,8 @@ class LinearCrossEntropy(Loss):
         fused: Any = model
         head = fused.head
         hidden = fused.hidden_states(**inputs)
+        if self.tally is not None:
+            self.tally.add_hidden(head, hidden, labels, chunk_size=self._options["chunk_size"])
         return linear_cross_entropy_sum(hidden, head.weight, labels, bias=head.bias, **self._options)
 
 
@@ -307,7 +339,10 @@ class UserLoss(Loss):
         """Any model will do."""
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
-        return _weighted(self._loss_fn, self._counted, model_logits(model, inputs), labels, num_items)
+        logits = model_logits(model, inputs)
+        if self.tally is not None:
+            self.tally.add(logits, labels)
+        return _weighted(self._loss_fn, self._counted, logits, labels, num_items)
 
 
 class UserFusedLoss(Loss):
@@ -323,7 +358,10 @@ class UserFusedLoss(Loss):
         fused: Any = model
         loss_fn = self._factory(fused.head)
         counted = "num_items_in_batch" in inspect.signature(loss_fn).parameters
-        return _weighted(loss_fn, counted, fused.hidden_states(**inputs), labels, num_items)
+        hidden = fused.hidden_states(**inputs)
+        if self.tally is not None:
+            self.tally.add_hidden(fused.head, hidden, labels)
+        return _weighted(loss_fn, counted, hidden, labels, num_items)
 
 
 def _weighted(loss_fn: LossFn, counted: bool, output: Tensor, labels: Tensor, num_items: Tensor | None) -> Tensor:

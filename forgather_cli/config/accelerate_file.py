@@ -155,9 +155,9 @@ def _precision(file: _File) -> dict[str, Any]:
     if value is None:
         return {}
     text = "no" if value is False else str(value)  # YAML 1.1 reads a bare no as false
-    if text in ("no", "bf16"):
+    if text in ("no", "bf16", "fp16"):
         return {"precision": "fp32" if text == "no" else text}
-    file.wrong("mixed_precision", f"must be 'no' or bf16 with trainer=fsdp2, got {text!r}; set bf16")
+    file.wrong("mixed_precision", f"must be 'no', bf16 or fp16 with trainer=fsdp2, got {text!r}; set bf16")
     return {}
 
 

@@ -44,6 +44,11 @@ def batch_plan(run: RunSettings, world: int, *, multiple_of: int = 1) -> BatchPl
     return _from_both(run, share, world, multiple_of)
 
 
+def smaller_micro_batch(plan: BatchPlan, multiple_of: int = 1) -> int | None:
+    """The largest micro-batch of at most half the sequences with which a rank takes as many per step; None below 1."""
+    return _largest(plan.micro_batch * plan.accumulation, plan.micro_batch // 2, multiple_of)
+
+
 def _from_micro_batch(run: RunSettings, world: int, multiple_of: int) -> BatchPlan:
     micro, accumulation = run.per_device_train_batch_size, run.gradient_accumulation_steps or 1
     if micro % multiple_of:

@@ -11,13 +11,17 @@ from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.control_limits import control_problems
 from forgather_cli.config.divergence_limits import divergence_problems
 from forgather_cli.config.fsdp2_limits import fsdp2_problems
+from forgather_cli.config.hf_limits import hf_problems, void_in_hf
+from forgather_cli.config.model_limits import model_problems
 from forgather_cli.config.options import did_you_mean
 from forgather_cli.config.pipeline_limits import pipeline_problems
+from forgather_cli.config.precision_limits import precision_problems
 from forgather_cli.config.schema import (
     TRACKERS,
     Config,
     DDPSettings,
     FSDP2Settings,
+    HfSettings,
     MuonSettings,
     PipelineSettings,
     SingleSettings,
@@ -44,12 +48,16 @@ def cross_check(config: Config, given: frozenset[str], command_line: frozenset[s
         *_length(config),
         *_batch(config),
         *_optimizer_in_backward(config),
+        *_smaller_batches(config),
         *_best_model(config),
         *_loading(config),
         *_memory(config),
         *_trainer(config),
         *_launch(config),
         *_trackers(config),
+        *hf_problems(config),
+        *model_problems(config),
+        *precision_problems(config),
         *control_problems(config, given),
         *divergence_problems(config, given),
         *_unread(config, given, command_line),
@@ -113,6 +121,16 @@ def _optimizer_in_backward(config: Config) -> Iterator[str]:
         yield f"{fused}: takes one optimizer, optimizer.groups.{own[0]}.optimizer is another; set it to null"
     if isinstance(config.trainer, DDPSettings | PipelineSettings):
         yield f"{fused}: not possible with trainer={config.trainer.type}; choose trainer=single or trainer=fsdp2"
+
+
+def _smaller_batches(config: Config) -> Iterator[str]:
+    if not config.auto_find_batch_size:
+        return
+    name = "auto_find_batch_size"
+    if config.fuse_optim_with_backward:
+        yield f"{name}: accumulates in short memory, which excludes fuse_optim_with_backward=true; set one to false"
+    if config.nnodes > 1:
+        yield f"{name}: starts the ranks of one node again, got nnodes={config.nnodes}; set {name}=false"
 
 
 def _accumulation(config: Config) -> str | None:
@@ -252,10 +270,14 @@ def _void(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _void_data(config: Config) -> Iterator[tuple[str, str, str]]:
-    if not isinstance(config.data, Target):
-        if config.data.tokenizer != "bpe":
-            yield "data.bpe_vocab_size", "data.tokenizer", "set tokenizer=bpe"
-        remedy = "ranks read its samples by number; give iterable data (data._target_)"
+    data = config.data
+    is_stream = isinstance(data, Target) or (isinstance(data, HfSettings) and data.streaming)
+    if not isinstance(data, Target) and data.tokenizer != "bpe":
+        yield "data.bpe_vocab_size", "data.tokenizer", "set tokenizer=bpe"
+    if isinstance(data, HfSettings):
+        yield from void_in_hf(data)
+    if not is_stream:
+        remedy = "ranks read its samples by number; give iterable data (data._target_, or data=hf with streaming=true)"
         yield from ((f"data.{name}", "data", remedy) for name in _DISPATCH)
     elif isinstance(config.trainer, SingleSettings):
         yield from ((f"data.{name}", "trainer", "choose trainer=ddp, fsdp2 or pipeline") for name in _DISPATCH)

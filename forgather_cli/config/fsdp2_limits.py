@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from forgather_cli.config.schema import AdafactorSettings, BF16Settings, Config, FSDP2Settings, Target
+from forgather_cli.config.schema import AdafactorSettings, Config, FSDP2Settings, Target
 
 
 def fsdp2_problems(config: Config, trainer: FSDP2Settings, ranks: int | None) -> Iterator[str]:
@@ -14,13 +14,19 @@ def fsdp2_problems(config: Config, trainer: FSDP2Settings, ranks: int | None) ->
             f"replicate: {ranks} ranks cannot be divided into {trainer.replicate} copies of the model; "
             f"set it to a divisor of {ranks}"
         )
-    if trainer.param_dtype == "fp16":
-        yield "param_dtype: fp16 needs loss scaling, which trainer=fsdp2 does not have; set param_dtype=bf16"
-    if trainer.param_dtype == "fp32" and isinstance(config.precision, BF16Settings):
-        yield "param_dtype: fp32 contradicts precision=bf16; set precision=fp32 or leave param_dtype out"
+    yield from _param_dtype(config, trainer)
     if trainer.block_classes == []:
         yield "block_classes: names no class, got []; set block_classes=null for the model's repeated blocks"
     yield from _adafactor(config)
+
+
+def _param_dtype(config: Config, trainer: FSDP2Settings) -> Iterator[str]:
+    chosen, precision = trainer.param_dtype, config.precision.type
+    fitting = {"bf16": "bf16", "bf16_true": "bf16", "fp16": "fp16", "fp8": "bf16", "qat": "fp32"}.get(precision)
+    if chosen == "fp16" and fitting != "fp16":
+        yield "param_dtype: fp16 needs the loss scaling of precision=fp16; set that, and leave param_dtype out"
+    elif chosen is not None and fitting is not None and chosen != fitting:
+        yield f"param_dtype: {chosen} contradicts precision={precision}; set precision={chosen} or leave it out"
 
 
 def _adafactor(config: Config) -> Iterator[str]:

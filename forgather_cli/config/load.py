@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,10 +61,16 @@ def load_config(
 
 
 def load_resumed(
-    saved: Path, overrides: Sequence[str], *, config_dir: Path | None = None, cwd: Path | None = None
+    saved: Path,
+    overrides: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    cwd: Path | None = None,
+    edited: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """A run's saved ``config.yaml`` with overrides, checked. A group override replaces the whole group by that option.
 
+    ``edited``: parts of the tree that stand in the place of the saved ones before the overrides are applied.
     ``recipe_path`` and ``recipe_text`` are those of the saved config. Raises ConfigError with every problem found.
     """
     from omegaconf import OmegaConf
@@ -75,7 +81,7 @@ def load_resumed(
     from forgather_cli.config.overrides import parse
 
     search = search_path(config_dir, (cwd or Path.cwd()).resolve())
-    tree = load_tree(saved)
+    tree = {**load_tree(saved), **(edited or {})}
     if isinstance(trainer := tree.get("trainer"), dict) and trainer.get("accelerate_config"):
         trainer["accelerate_config"] = None  # what the file said then stands in the tree
     parsed = parse(overrides, search)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,21 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir, step_of
 
 
-def reload_config(run_dir: Path, overrides: Sequence[str], *, config_dir: Path | None = None) -> Loaded:
+def reload_config(
+    run_dir: Path,
+    overrides: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    edited: Mapping[str, Any] | None = None,
+) -> Loaded:
     """The config of a run's newest start with overrides, set to go on from its newest valid checkpoint.
 
+    ``edited``: what that checkpoint was given by ``forgather checkpoint edit``; overrides win.
     Strict as ``load_config``; a group override replaces that group by the option. Raises ConfigError.
     """
     run = RunDir(run_dir)
     _check_run(run)
-    loaded = recompose(run, overrides, config_dir=config_dir)
+    loaded = load_resumed(run.newest_config(), overrides, config_dir=config_dir, edited=edited)
     if "output_dir" in loaded.given:
         raise ConfigError(
             f"output_dir: resume goes on in {run_dir}; for a new run from its weights use "

@@ -7,17 +7,28 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from forgather_cli.config.schema import BF16Settings, PrecisionOption
+from forgather_cli.config.schema import BF16Settings, BF16TrueSettings, FP8Settings, FP16Settings, PrecisionOption
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
 
 def autocast_for(option: PrecisionOption | None, device: torch.device) -> Autocast:
-    """A maker of contexts for forward and loss: bf16 autocast, or nothing for fp32 and None.
+    """A maker of contexts for forward and loss: bf16 or fp16 autocast, or nothing for the other options and None.
 
-    Enter it once per micro-batch: autocast keeps the bf16 copies of the weights until its outermost context ends, and
+    Enter it once per micro-batch: autocast keeps the half copies of the weights until its outermost context ends, and
     one that spanned an optimizer step would go on with the old ones.
     """
-    if isinstance(option, BF16Settings):
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext
+    dtype = half_dtype(option)
+    return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def half_dtype(option: PrecisionOption | None) -> torch.dtype | None:
+    """What fp32 weights are rounded to where they are multiplied; None: nothing."""
+    if isinstance(option, FP16Settings):
+        return torch.float16
+    return torch.bfloat16 if isinstance(option, BF16Settings | FP8Settings) else None
+
+
+def parameter_dtype(option: PrecisionOption | None) -> torch.dtype | None:
+    """What parameters, and with them gradients and moments, are made in; None: what their model says."""
+    return torch.bfloat16 if isinstance(option, BF16TrueSettings) else None

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from forgather_cli.precision.scaling import LossScaler
+
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, aligned (-100 = no target), and what else the model takes."""
 
@@ -72,6 +74,8 @@ class Strategy(ABC):
     """Set where weights of ranks drift apart between averages."""
     own_state: Stateful | None = None
     """What else of this rank belongs into checkpoints."""
+    scaler: LossScaler | None = None
+    """Set under fp16: the loss it was given leaves gradients that are ``scaler.scale`` times too large."""
 
     @abstractmethod
     def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:

@@ -23,11 +23,12 @@ from torch.distributed.fsdp import (
 )
 
 from forgather_cli.config.accelerate_file import ALWAYS_SO
-from forgather_cli.config.schema import BF16Settings, FSDP2Settings, PrecisionOption
+from forgather_cli.config.schema import FSDP2Settings, PrecisionOption
 from forgather_cli.distributed import all_sum, cpu_group, join_world, world
 from forgather_cli.errors import SetupError
 from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits
 from forgather_cli.models.init import allocate
+from forgather_cli.precision import half_dtype
 from forgather_cli.strategies.base import Batch, Strategy, Supports
 from forgather_cli.strategies.fsdp2_blocks import blocks_to_shard, enter_in, send_from_first_rank
 
@@ -45,7 +46,7 @@ class FullyShard(Strategy):
     """
 
     name = "fsdp2"
-    supports = Supports(optimizer_in_backward=True, fp16=False, torch_compile=True)
+    supports = Supports(optimizer_in_backward=True, fp16=True, torch_compile=True)
 
     def __init__(
         self,
@@ -263,11 +264,12 @@ def _mesh(device: torch.device, size: int, replicate: int) -> DeviceMesh:
 
 
 def _precision_policy(settings: FSDP2Settings, precision: PrecisionOption | None) -> MixedPrecisionPolicy:
-    """bf16 weights and activations and fp32 sums of gradients under ``precision=bf16``; what the settings say counts.
+    """Half weights and activations and fp32 sums of gradients under ``precision=bf16`` and ``fp16``; what the settings
+    say counts. Parameters that are bf16 themselves are gathered as they are, and their gradients summed in fp32 too.
 
     Inputs are not cast as a whole: rotary angles and the number of targets stay fp32.
     """
-    param = _DTYPES[settings.param_dtype or ("bf16" if isinstance(precision, BF16Settings) else "fp32")]
+    param = _DTYPES[settings.param_dtype] if settings.param_dtype else half_dtype(precision)
     reduce = _DTYPES[settings.reduce_dtype or "fp32"]
     return MixedPrecisionPolicy(
         param_dtype=None if param == torch.float32 else param, reduce_dtype=reduce, cast_forward_inputs=False

@@ -99,10 +99,11 @@ class Pipeline(Strategy):
     def _tell(self, lines: list[str]) -> None:
         for line in lines:
             log.info("%s", line)
-        if self._schedule.whole_backward:
+        if self._schedule.whole_backward is not None:
             log.info(
-                "gradient_checkpointing: schedule=%s does not split the backward, which would recompute blocks several "
-                "times over, so its bubble is nearer to that of Interleaved1F1B",
+                "%s: schedule=%s does not split the backward, which would compute the same several times over, so its "
+                "bubble is nearer to that of Interleaved1F1B",
+                self._schedule.whole_backward,
                 self._settings.schedule,
             )
 

@@ -21,6 +21,7 @@ from forgather_cli.errors import ForgatherError
 from forgather_cli.loss import Loss, model_kwargs
 from forgather_cli.models.stages import hidden_states
 from forgather_cli.models.transform import recomputes
+from forgather_cli.precision.convert import computes_in_float8
 from forgather_cli.strategies.base import Batch
 
 
@@ -73,9 +74,9 @@ class TrainingSchedule:
         self._settings, self._modules, self._num_stages, self._device = settings, modules, num_stages, device
         self._has_first = any(module.stage.has_embedding for module in modules)
         self._has_last = any(module.stage.has_head for module in modules)
-        self.whole_backward = settings.schedule in ZERO_BUBBLE and any(recomputes(m.model) for m in modules)
-        """The schedule's gradients of the weights come with those of the inputs: split, each of the two, and each group
-        of weights by itself, would recompute a checkpointed block, 13 times the forward instead of twice."""
+        self.whole_backward = _inseparable(modules) if settings.schedule in ZERO_BUBBLE else None
+        """The setting for which a schedule that splits the backward computes gradients of weights and inputs together,
+        since its layers do; None: there is none, or the schedule does not split it."""
         self._shape: torch.Size | None = None
         self._schedule: Any = None
         # at an error it logs a screen full of schedule, above the traceback
@@ -131,8 +132,16 @@ class TrainingSchedule:
             self._device,
             input_args=part.to(meta) if module.stage.has_embedding else hidden,
             output_args=torch.empty((), device=meta, requires_grad=True) if module.stage.has_head else hidden,
-            dw_builder=_nothing_left if self.whole_backward else None,
+            dw_builder=None if self.whole_backward is None else _nothing_left,
         )
+
+
+def _inseparable(modules: Sequence[StageModule]) -> str | None:
+    if any(recomputes(module.model) for module in modules):
+        # split, each of the two, and each group of weights by itself, would recompute a block: 13 times the forward
+        return "gradient_checkpointing"
+    # torchao 0.18 has one autograd.Function for both products of a layer's backward
+    return "precision=fp8" if any(computes_in_float8(module.model) for module in modules) else None
 
 
 def _nothing_left() -> Callable[..., None]:

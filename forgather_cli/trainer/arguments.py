@@ -15,6 +15,7 @@ from forgather_cli.config.schema import (
     ConstantSettings,
     CosineSettings,
     DDPSettings,
+    FP16Settings,
     FP32Settings,
     GroupSettings,
     InverseSqrtSettings,
@@ -51,7 +52,7 @@ _ACCEPTED = {
     "group_by_length", "save_only_model", "eval_do_concat_batches",
 }  # fmt: skip
 _RENAMED = {"evaluation_strategy": "eval_strategy", "include_tokens_per_second": None, "no_cuda": "use_cpu"}
-_FALSE_ONLY = {"fp16", "push_to_hub", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"}
+_FALSE_ONLY = {"push_to_hub", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"}
 
 
 @settings
@@ -65,6 +66,7 @@ class HFSettings(RunSettings):
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     bf16: bool = False
+    fp16: bool = False
     use_cpu: bool = False
     ddp_find_unused_parameters: bool | None = None
     ddp_bucket_cap_mb: int | None = None
@@ -77,8 +79,8 @@ class TrainingArguments(HFSettings):
     """``TrainingArguments("out", max_steps=100, ...)``; unknown names and wrong types raise ConfigError.
 
     Takes every run-level setting of a recipe besides the Hugging Face names ``optim``, ``lr_scheduler_type``,
-    ``warmup_steps``, ``warmup_ratio``, ``adam_beta1/2``, ``adam_epsilon``, ``bf16``, ``use_cpu`` and ``ddp_*``; in a
-    process that torchrun or the like has started beside others, ranks train data-parallel. Defaults are
+    ``warmup_steps``, ``warmup_ratio``, ``adam_beta1/2``, ``adam_epsilon``, ``bf16``, ``fp16``, ``use_cpu`` and
+    ``ddp_*``; in a process that torchrun or the like has started beside others, ranks train data-parallel. Defaults are
     Hugging Face's where a script would notice: learning rate 5e-5, 3 epochs, logging every 500 steps, no evaluation.
     """
 
@@ -87,6 +89,8 @@ class TrainingArguments(HFSettings):
         if output_dir is not None:
             values["output_dir"] = str(output_dir)
         checked = decode_settings(HFSettings, values)
+        if checked.bf16 and checked.fp16:
+            raise ConfigError("fp16: excludes bf16, got true for both; set one of them")
         for f in dataclasses.fields(checked):
             object.__setattr__(self, f.name, getattr(checked, f.name))
 
@@ -133,6 +137,8 @@ class TrainingArguments(HFSettings):
 
     @property
     def precision(self) -> PrecisionOption:
+        if self.fp16:
+            return FP16Settings()
         return BF16Settings() if self.bf16 else FP32Settings()
 
 

@@ -30,7 +30,7 @@ class BetweenSteps:
         self._discarded_step: int | None = None
         self._eval_metrics: dict[str, float] = {}
         self._saved_step: int | None = trainer.state.resumed_step or None
-        self._newest: tuple[Tensor, Tensor] | None = None  # loss and gradient norm of the last step
+        self._newest: tuple[Tensor, Tensor] | None = None  # loss and gradient norm of the last update
         self._started = time.perf_counter()
         self._before = self._counts()
 
@@ -41,9 +41,13 @@ class BetweenSteps:
             self._evaluate()
         self._trainer.metrics.restart_clock()
 
-    def after_step(self, loss: Tensor, norm: Tensor) -> None:
-        """Emit on_step_end with what is due already asked for, so that callbacks may add to it or take it back."""
-        self._newest = (loss, norm)
+    def after_step(self, loss: Tensor, norm: Tensor | None) -> None:
+        """Emit on_step_end with what is due already asked for, so that callbacks may add to it or take it back.
+
+        ``norm`` None: the step was skipped, and the weights are those of the one before.
+        """
+        if norm is not None:
+            self._newest = (loss, norm)
         args, control, step = self._args, self._control, self._state.global_step
         control.should_log |= schedule.log_due(args, step)
         control.should_evaluate |= schedule.eval_due(args, step) and self._can_evaluate
@@ -139,6 +143,8 @@ class BetweenSteps:
             return
         logs, interval = trainer.metrics.read()
         logs["learning_rate"] = trainer.lr_scheduler.get_last_lr()[0]
+        if (scaler := trainer.strategy.scaler) is not None:
+            logs["loss_scale"] = scaler.scale
         logs["epoch"] = self._state.epoch
         self._emit_log(logs, interval)
 

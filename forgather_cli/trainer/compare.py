@@ -7,9 +7,12 @@ from typing import Any
 # worth a line in the log; all else is free to change
 _LOGGED = (
     "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler", "optimizer", "seed", "global_batch_size", "loss",
-    "precision", "model.path",
+    "precision", "model.path", "model.attn_implementation",
 )  # fmt: skip
-_MAY_MOVE = ("model.path", "data.cache_dir", "data.dispatch_batches", "data.dispatch_eval_batches")
+_MAY_MOVE = (
+    "model.path", "model.attn_implementation", "data.cache_dir", "data.dispatch_batches", "data.dispatch_eval_batches",
+    "data.tokenize_processes",
+)  # fmt: skip
 """Paths of things that are compared by their content, or by names and shapes; who reads the samples, not which."""
 
 Differences = dict[str, tuple[Any, Any]]
@@ -21,8 +24,8 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any], wanted: set[str]
     ``saved`` and ``now`` hold the resolved config tree (``config``) and the description of the data (``data``, of which
     the ``fingerprint`` counts). Model shape and data are refused unless that component is left out of ``wanted``.
     """
-    changed = _differences(saved.get("config", {}), now.get("config", {}))
-    content = _differences(saved.get("data", {}), now.get("data", {})).get("fingerprint")
+    changed = differences(saved.get("config", {}), now.get("config", {}))
+    content = differences(saved.get("data", {}), now.get("data", {})).get("fingerprint")
     refused: list[str] = []
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
@@ -61,7 +64,7 @@ def _typed(path: str) -> str:
     return path.removesuffix(".type")
 
 
-def _differences(before: dict[str, Any], after: dict[str, Any]) -> Differences:
+def differences(before: dict[str, Any], after: dict[str, Any]) -> Differences:
     """Path -> (value before, value after), of the settings that both have."""
     old, new = _flatten(before), _flatten(after)
     return {path: (old[path], new[path]) for path in sorted(old.keys() & new.keys()) if old[path] != new[path]}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forgather_cli.models.pretrained import architecture
+
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
 
@@ -36,7 +38,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
 def _model(trainer: Trainer) -> str:
     total, trainable = trainer.num_parameters
     frozen = "" if trainable == total else f", {trainable:,} of them trained"
-    return f"{type(trainer.model).__name__}, {total:,} parameters{frozen}"
+    return f"{architecture(trainer.model)}, {total:,} parameters{frozen}"
 
 
 def _data(facts: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,23 @@ class WorldStep:
     counts: Counts
 
 
+class Microbatches:
+    """A step's batches on this rank, with the events around each: the strategy asks for the next when it is done."""
+
+    def __init__(self, batches: list[Batch], emit: Callable[[str], None]) -> None:
+        self._batches, self._emit = batches, emit
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            self._emit("on_forward_backward_begin")
+            yield batch
+            self._emit("on_forward_backward_end")
+            self._emit("on_substep_end")
+
+
 @dataclass
 class _Ahead:
     """A step that was fetched before its turn, with its ticket. ``step`` None: this rank has no more data."""

@@ -40,15 +40,27 @@ class TrainMetrics:
     times and speeds are of this process alone.
     """
 
-    def __init__(self, device: torch.device, world: World, skip_steps: int, *, norms_differ: bool = False) -> None:
-        """``norms_differ``: ranks have gradient norms of their own, of which the mean square is told."""
+    def __init__(
+        self,
+        device: torch.device,
+        world: World,
+        skip_steps: int,
+        *,
+        norms_differ: bool = False,
+        may_overflow: bool = False,
+    ) -> None:
+        """``norms_differ``: ranks have gradient norms of their own, of which the mean square is told. ``may_overflow``:
+        the number of ``skipped_steps`` is told.
+        """
         self._world, self._norms_differ = world, norms_differ
         self._skip_steps = skip_steps  # steps of this process whose times are not counted (compilation, warm-up)
         # float64: a sum of 1000 losses weighted by tokens keeps more digits than one fp32 loss has
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._norm_square_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._norm_max = torch.zeros((), device=device)
-        self._steps = self._targets = self._tokens = self._interval_tokens = 0
+        self._steps = self._targets = self._tokens = 0
+        self._skipped = 0  # of the interval's steps
+        self._total_skipped = 0 if may_overflow else None
         self.total_tokens = self.total_samples = 0
         self.total_flops = 0.0
         self._run_loss = 0.0
@@ -63,10 +75,24 @@ class TrainMetrics:
     def add(self, loss: Tensor, norm: Tensor, *, targets: int, tokens: int, samples: int, flops: float) -> None:
         """Count one optimizer step: this rank's share of its loss, its global gradient norm, and world-wide counts."""
         self._loss_sum.add_(loss, alpha=targets)
+        self._targets += targets
         self._norm_square_sum.addcmul_(norm, norm)
         torch.maximum(self._norm_max, norm, out=self._norm_max)
+        self._count(tokens, samples, flops)
+
+    def add_skipped(self, loss: Tensor, norm: Tensor, *, targets: int, tokens: int, samples: int, flops: float) -> None:
+        """Collective. Count a step whose gradients overflowed: its norm says nothing, and its loss counts only if it is
+        finite. Waits for the device.
+        """
+        if bool(distributed.all_sum(loss.clone(), self._world.group).isfinite()):
+            self._loss_sum.add_(loss, alpha=targets)
+            self._targets += targets
+        self._skipped += 1
+        self._total_skipped = (self._total_skipped or 0) + 1
+        self._count(tokens, samples, flops)
+
+    def _count(self, tokens: int, samples: int, flops: float) -> None:
         self._steps += 1
-        self._targets += targets
         self._tokens += tokens
         self.total_tokens += tokens
         self.total_samples += samples
@@ -111,9 +137,7 @@ class TrainMetrics:
         self._run_loss += loss_sum
         self._run_targets += self._targets
         logs = {
-            "loss": loss_sum / max(self._targets, 1),
-            "grad_norm": math.sqrt(norm_square_sum / max(self._steps, 1)),
-            "max_grad_norm": norm_max,
+            **self._of_losses_and_norms(loss_sum, norm_square_sum, norm_max),
             "tokens": self._tokens,
             "total_tokens": self.total_tokens,
             "total_flos": self.total_flops,
@@ -124,6 +148,18 @@ class TrainMetrics:
             logs["data_time"] = interval.data_seconds / interval.steps
         self._reset()
         return logs, interval
+
+    def _of_losses_and_norms(self, loss_sum: float, norm_square_sum: float, norm_max: float) -> dict[str, float]:
+        """Without what no step of the interval had, since all of them overflowed."""
+        logs: dict[str, float] = {}
+        if self._targets or not self._skipped:
+            logs["loss"] = loss_sum / max(self._targets, 1)
+        if self._steps > self._skipped or not self._steps:
+            logs["grad_norm"] = math.sqrt(norm_square_sum / max(self._steps - self._skipped, 1))
+            logs["max_grad_norm"] = norm_max
+        if self._total_skipped is not None:
+            logs["skipped_steps"] = self._total_skipped
+        return logs
 
     def _interval(self) -> Interval:
         seconds = max(time.perf_counter() - self._mark, 1e-9)
@@ -140,7 +176,7 @@ class TrainMetrics:
         self._loss_sum.zero_()
         self._norm_square_sum.zero_()
         self._norm_max.zero_()
-        self._steps = self._targets = self._tokens = 0
+        self._steps = self._targets = self._tokens = self._skipped = 0
         self.restart_clock()
 
     def mean_loss(self) -> float:
@@ -169,6 +205,7 @@ class TrainMetrics:
             "norm_max": self._norm_max.cpu(),
             "counts": [self._steps, self._targets, self._tokens],
             "totals": [self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets],
+            "skipped": [self._skipped, self._total_skipped],
         }
 
     @staticmethod
@@ -183,6 +220,8 @@ class TrainMetrics:
         self._norm_max.copy_(state["norm_max"])
         self._steps, self._targets, self._tokens = state["counts"]
         self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets = state["totals"]
+        self._skipped, total = state.get("skipped", (0, None))
+        self._total_skipped = self._total_skipped if total is None else total
 
 
 class LateReader:
@@ -236,7 +275,7 @@ class Flops:
         """Collective. Of the parts of one model on all ranks of ``group`` (CPU) together."""
         parts = list(parts)
         found = gather((_multiplied(parts), max((_attention(part) for part in parts), default=0.0)), group)
-        used: dict[str, int] = {}
+        used: dict[str, float] = {}
         for sizes, _ in found:
             used |= sizes
         return cls(6.0 * sum(used.values()), max(attention for _, attention in found))
@@ -258,10 +297,18 @@ def _attention(model: nn.Module) -> float:
     return 12.0 * layers * heads * head_dim
 
 
-def _multiplied(parts: list[nn.Module]) -> dict[str, int]:
-    """Name -> size of every parameter but embeddings that no linear layer shares, tied ones once per rank and name."""
+def _multiplied(parts: list[nn.Module]) -> dict[str, float]:
+    """Name -> numbers a token is multiplied with, of every parameter but embeddings that no linear layer shares.
+
+    Tied ones once per rank and name. A model may say of which it takes only a share (``active_share(name)``: experts).
+    """
     modules = [module for part in parts for module in part.modules()]
     linear = {id(m.weight) for m in modules if isinstance(m, nn.Linear)}
     looked_up = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} - linear
-    named = {id(p): (n, p) for part in reversed(parts) for n, p in reversed(list(part.named_parameters()))}
-    return {n: p.numel() for key, (n, p) in named.items() if key not in looked_up}
+    named = {id(p): (n, p, part) for part in reversed(parts) for n, p in reversed(list(part.named_parameters()))}
+    return {n: p.numel() * _share(part, n) for key, (n, p, part) in named.items() if key not in looked_up}
+
+
+def _share(part: nn.Module, name: str) -> float:
+    share: Any = getattr(part, "active_share", None)
+    return 1.0 if share is None else float(share(name))

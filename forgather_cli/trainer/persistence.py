@@ -161,6 +161,10 @@ class Persistence:
         own = self._trainer.strategy.own_state
         return [] if own is None else [Component("strategy", _StrategyState(own), Sharing.PER_RANK)]
 
+    def _of_scaling(self) -> list[Component]:
+        scaler = self._trainer.strategy.scaler
+        return [] if scaler is None else [Component("loss_scale", scaler, Sharing.REPLICATED)]
+
     def _components(self) -> list[Component]:
         """Collective."""
         t = self._trainer
@@ -171,6 +175,7 @@ class Persistence:
         return [
             *self._restorable(),
             *self._of_strategy(),
+            *self._of_scaling(),
             *own,
             Component("optimizer", groups, Sharing.GLOBAL),
             Component("identity", identity, Sharing.GLOBAL),
@@ -281,6 +286,7 @@ class Persistence:
             load_model(reader, named_tensors(t.strategy.parts), t.cpu_group)
         if "optimizer" in wanted:
             self._restore_optimizer(reader)
+            restore_components(reader, self._of_scaling())
         restore_components(reader, self._restorable(), rank=t.world.rank, world_size=t.world.size, only=wanted)
         if "optimizer" in wanted and "strategy" in reader.components():
             # how gradients come about belongs to how they are used; another number of ranks goes on with rank 0's
@@ -312,7 +318,7 @@ class Persistence:
         groups = reader.state("optimizer")
         parameters = dict(trainable_parameters(t.strategy.parts))
         tensors = self._own_moments(reader) or {
-            f"{name}.{key}": self._read_moment(reader, f"{name}.{key}", parameter)
+            f"{name}.{key}": self._read_moment(reader, name, key, parameter)
             for name, parameter in parameters.items()
             for key in groups["tensors"].get(name, ())
         }
@@ -335,11 +341,15 @@ class Persistence:
         own: dict[str, Tensor] = reader.state(OWN_MOMENTS, t.world.rank)
         return own
 
-    def _read_moment(self, reader: Reader, name: str, parameter: Tensor) -> Tensor:
-        """The parameter's rows of a moment of its shape; others, like step counters, whole."""
-        if reader.shape(name, "optimizer") != tuple(parameter.shape) or not parameter.ndim:
-            return reader.read(name, "optimizer")
-        return reader.read(name, "optimizer", *held_rows(parameter))
+    def _read_moment(self, reader: Reader, name: str, key: str, parameter: Tensor) -> Tensor:
+        """The parameter's rows of a moment of its shape; others, like step counters, whole. Moments in the dtype of
+        their weights follow these into another one (``precision`` has been changed).
+        """
+        moment = f"{name}.{key}"
+        whole = reader.shape(moment, "optimizer") != tuple(parameter.shape) or not parameter.ndim
+        read = reader.read(moment, "optimizer", *(() if whole else held_rows(parameter)))
+        follows = key != "step" and reader.dtype(moment, "optimizer") == reader.dtype(name)
+        return read.to(parameter.dtype) if follows else read
 
     def load_best(self) -> None:
         """Put the kept checkpoint with the best metric into the model and say which it is."""

@@ -21,6 +21,7 @@ from forgather_cli.checkpoint.load import Reader, healthy_ones
 from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
 from forgather_cli.errors import CheckpointError, DivergenceError
+from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import step_of
 from forgather_cli.trainer.metrics import LateReader
 from forgather_cli.trainer.persistence import COMPONENTS
@@ -99,16 +100,35 @@ class Recovery:
         for norm in self._norms.drain():
             self._check(norm)
 
+    def overflowed(self, scaler: LossScaler) -> None:
+        """A step has been skipped under fp16. Raises DivergenceError where the scale of the loss cannot be made smaller
+        and nobody asks for a rollback.
+        """
+        t = self._trainer
+        if t.world.rank == 0:
+            log.info("step %d overflowed in fp16 and is skipped; loss scale %g", t.state.global_step, scaler.scale)
+        if scaler.is_stuck and t.control.divergence is None:
+            self._diverged(
+                f"precision=fp16: the gradients of {scaler.skipped} steps in a row overflowed, by step "
+                f"{t.state.global_step}, with a loss scale down to {scaler.scale:g}",
+                "precision=bf16 has the range of fp32",
+            )
+
     def _check(self, norm: float | None) -> None:
         t = self._trainer
         if norm is None or norm < float("inf") or t.control.divergence is not None:
             return
         reason = f"the gradient norm became {norm} by step {t.state.global_step}"
+        self._diverged(reason, "the weights are void and were not saved")
+
+    def _diverged(self, reason: str, note: str) -> None:
+        """Raises DivergenceError where nobody asks for a rollback."""
+        t = self._trainer
         t.emit("on_divergence", reason=reason)
         asked = t.control.divergence
         if asked is None or asked.action != "rollback" or self._is_over(asked):
             limit = "" if asked is None or not self._is_over(asked) else _used_up(asked)
-            raise DivergenceError(f"{reason}{limit}; the weights are void and were not saved; {self._remedy()}")
+            raise DivergenceError(f"{reason}{limit}; {note}; {self._remedy()}")
         if t.strategy.averaging is not None:  # a norm of this rank alone: the logged loss tells all of them
             t.control.divergence = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -16,18 +17,23 @@ from torch import nn
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.checkpoint.components import Rows
 from forgather_cli.checkpoint.gather import gather
-from forgather_cli.config.schema import Config, GroupSettings, RunSettings, Target
+from forgather_cli.config.schema import Config, FP16Settings, GroupSettings, RunSettings, Target
 from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.optim.schedules import Schedule, build_schedule
+from forgather_cli.precision import parameter_dtype
+from forgather_cli.precision.convert import Conversion, converted, converts
 from forgather_cli.sharding import held_rows, local
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.trainer.arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 def prepare_process(args: RunSettings, seed: int) -> None:
@@ -43,24 +49,32 @@ def prepare_process(args: RunSettings, seed: int) -> None:
 
 def transformed(
     build: Callable[[], nn.Module],
-    args: RunSettings,
+    args: Config | TrainingArguments,
     strategy: Strategy,
     enable_checkpointing: Callable[[nn.Module], Any] | None,
 ) -> Callable[[], nn.Module]:
-    """``build`` with ``gradient_checkpointing`` (by the user's function where one is given) and ``torch_compile``.
+    """``build`` with dtype and layers of ``precision``, ``gradient_checkpointing`` (by the user's function where one is
+    given) and ``torch_compile``.
 
     Block by block and in this order, before the strategy cuts or shards the model: compiled code must hold the
     recomputation, and not the strategy's hooks.
     """
     if args.torch_compile and not strategy.supports.torch_compile:
         raise ConfigError(f"torch_compile: the strategy {strategy.name} cannot compile; set torch_compile=false")
-    if not (args.gradient_checkpointing or args.torch_compile):
+    _check_scaling(args, strategy)
+    dtype = parameter_dtype(args.precision)
+    if not (args.gradient_checkpointing or args.torch_compile or converts(args.precision) or dtype):
         return build
+    told: list[Conversion] = []
 
     def built() -> nn.Module:
-        from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
+        from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
 
         model = build()
+        if dtype is not None:
+            cast_parameters(model, dtype)
+        if done := converted(model, args.precision, strategy.device):
+            _tell_once(done, told)
         if args.gradient_checkpointing:
             (enable_checkpointing or apply_activation_checkpointing)(model)
         if args.torch_compile:
@@ -68,6 +82,31 @@ def transformed(
         return model
 
     return built
+
+
+def _check_scaling(args: Config | TrainingArguments, strategy: Strategy) -> None:
+    """Raise ConfigError where gradients would come unscaled, or be used before anyone can see that they overflowed."""
+    if not isinstance(args.precision, FP16Settings):
+        return
+    if not strategy.supports.fp16:
+        raise ConfigError(f"precision: the strategy {strategy.name} cannot scale the loss of fp16; set precision=bf16")
+    if strategy.scaler is None:
+        raise ConfigError(
+            "precision: fp16 scales the loss, which the given strategy does not; make it by "
+            "forgather_cli.strategies.build.build_strategy, or leave strategy out"
+        )
+    if args.fuse_optim_with_backward:
+        raise ConfigError(
+            "fuse_optim_with_backward: steps before anyone knows whether gradients of fp16 overflowed; set it to false"
+        )
+
+
+def _tell_once(done: Conversion, told: list[Conversion]) -> None:
+    """A pipeline builds the model once per stage, and every rank builds it."""
+    if not told and world().rank == 0:
+        for line in done.lines():
+            _log.info("%s", line)
+    told.append(done)
 
 
 def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:
@@ -98,7 +137,7 @@ def train_loader(trainer: Trainer) -> TrainLoader:
         collate_fn=trainer.data_collator,
         peers=trainer.peers,
         dispatch=args.dispatch_batches,
-        **_loader_settings(args, strategy.device),
+        **loader_settings(args, strategy.device),
     )
 
 
@@ -114,11 +153,12 @@ def eval_loader(trainer: Trainer, dataset: Any) -> EvalLoader:
         collate_fn=trainer.data_collator,
         peers=trainer.peers,
         dispatch=args.dispatch_batches if args.dispatch_eval_batches is None else args.dispatch_eval_batches,
-        **_loader_settings(args, strategy.device),
+        **loader_settings(args, strategy.device),
     )
 
 
-def _loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
+def loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
+    """How a loader reads, beside what."""
     return {
         "num_workers": args.dataloader_num_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from forgather_cli.trainer import setup
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments
 from forgather_cli.trainer.between_steps import BetweenSteps
 from forgather_cli.trainer.describe import describe
-from forgather_cli.trainer.epochs import Epochs, WorldStep
+from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
 from forgather_cli.trainer.evaluate import PredictionOutput, Uninterrupted, evaluate, in_rounds, predict
 from forgather_cli.trainer.host import garbage_collection, out_of_memory_explained, seed_step
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
@@ -238,6 +238,7 @@ class Trainer:
             self.world,
             args.speed_metrics_start_step,
             norms_differ=strategy.averaging is not None,
+            may_overflow=strategy.scaler is not None,
         )
         if reader is not None:
             self.persistence.restore(reader)
@@ -286,40 +287,59 @@ class Trainer:
         self._between_steps.after_epoch()
 
     @out_of_memory_explained
-    def step(self, step: WorldStep) -> tuple[Tensor, Tensor]:
-        """One optimizer step: gradients of the whole step, clip, optimizer, scheduler. Never waits for the device.
+    def step(self, step: WorldStep) -> tuple[Tensor, Tensor | None]:
+        """One optimizer step: gradients of the whole step, clip, optimizer, scheduler. Waits for the device under fp16
+        alone: a step whose gradients overflowed is counted, but leaves weights, moments and schedule as they are.
 
-        Returns this rank's share of the loss and the global gradient norm before clipping, both 0-dim on the device.
+        Returns this rank's share of the loss and the global gradient norm before clipping, both 0-dim on the device; no
+        norm of a step that was skipped.
         """
         strategy, state = self.strategy, self.state
         self.emit("on_step_begin")
         seed_step(self.seed, state.global_step, self.world.rank, strategy.device)
         targets = torch.full((), max(step.counts.targets, 1), dtype=torch.float32, device=strategy.device)
         loss = strategy.forward_backward(Microbatches(step.microbatches, self.emit), targets)
-        if self.args.fuse_optim_with_backward:
-            norm = self.optimizer.grad_norm(strategy.model_group, strategy.duplicates)
-        else:
-            norm = clip_grad_norm(self._parameters, self.args.max_grad_norm, strategy.model_group, strategy.duplicates)
-        norm = norm.to(strategy.device)  # of gradients that are kept in host memory (fsdp2 with cpu_offload)
-        self.emit("on_pre_optimizer_step")
-        self.optimizer.step()
-        if strategy.averaging is not None:
-            strategy.averaging.after_optimizer_step()
-        self.emit("on_optimizer_step")
-        self.lr_scheduler.step()
+        norm, scaler = self._clipped(), strategy.scaler
+        skipped = scaler is not None and scaler.overflowed(norm)
+        if not skipped:
+            self._apply_gradients()
         for parameter in self._parameters:
             parameter.grad = None
-        self._count(step, loss, norm)
+        self._count(step, loss, norm, skipped=skipped)
         state.global_step += 1
         state.num_input_tokens_seen = self.metrics.total_tokens
-        self.recovery.watch(norm)
-        return loss, norm
+        if not skipped:
+            self.recovery.watch(norm)
+            return loss, norm
+        assert scaler is not None
+        self.recovery.overflowed(scaler)
+        return loss, None
 
-    def _count(self, step: WorldStep, loss: Tensor, norm: Tensor) -> None:
+    def _clipped(self) -> Tensor:
+        """Collective. The global gradient norm, of gradients that are ready for the optimizer afterwards."""
+        args, strategy = self.args, self.strategy
+        if args.fuse_optim_with_backward:
+            norm: Tensor = self.optimizer.grad_norm(strategy.model_group, strategy.duplicates)
+        else:
+            scale = 1.0 if strategy.scaler is None else strategy.scaler.scale
+            group, duplicates = strategy.model_group, strategy.duplicates
+            norm = clip_grad_norm(self._parameters, args.max_grad_norm, group, duplicates, loss_scale=scale)
+        return norm.to(strategy.device)  # of gradients that are kept in host memory (fsdp2 with cpu_offload)
+
+    def _apply_gradients(self) -> None:
+        self.emit("on_pre_optimizer_step")
+        self.optimizer.step()
+        if self.strategy.averaging is not None:
+            self.strategy.averaging.after_optimizer_step()
+        self.emit("on_optimizer_step")
+        self.lr_scheduler.step()
+
+    def _count(self, step: WorldStep, loss: Tensor, norm: Tensor, *, skipped: bool) -> None:
         """Add a step to the metrics; sums stay on the device."""
         targets, tokens, samples = step.counts.targets, step.counts.tokens, step.counts.samples
         flops = self._flops.of_tokens(tokens, step.counts.square_lengths)
-        self.metrics.add(loss, norm, targets=targets, tokens=tokens, samples=samples, flops=flops)
+        add = self.metrics.add_skipped if skipped else self.metrics.add
+        add(loss, norm, targets=targets, tokens=tokens, samples=samples, flops=flops)
         if self.callbacks.handles("on_train_metrics"):
             self.emit("on_train_metrics", loss=loss, grad_norm=norm, tokens=tokens)
         if targets == 0 and not self._warned_no_targets:
@@ -373,23 +393,6 @@ class Trainer:
             trainer=self,
             **kwargs,
         )
-
-
-class Microbatches:
-    """A step's batches on this rank, with the events around each: the strategy asks for the next when it is done."""
-
-    def __init__(self, batches: list[Batch], emit: Callable[[str], None]) -> None:
-        self._batches, self._emit = batches, emit
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
-            self._emit("on_forward_backward_begin")
-            yield batch
-            self._emit("on_forward_backward_end")
-            self._emit("on_substep_end")
 
 
 def _itself(model: nn.Module | None) -> nn.Module:

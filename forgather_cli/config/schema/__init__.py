@@ -42,12 +42,20 @@ from forgather_cli.config.schema.callbacks import (
 from forgather_cli.config.schema.data import (
     DataOption,
     DataTarget,
+    HfSettings,
+    InstructSettings,
     PythonStdlibSettings,
     SyntheticSettings,
     TextSettings,
     TokensSettings,
 )
-from forgather_cli.config.schema.model import DecoderSettings, ModelOption, PretrainedSettings, RopeScaling
+from forgather_cli.config.schema.model import (
+    DecoderSettings,
+    ModelOption,
+    PretrainedSettings,
+    RopeScaling,
+    TransformersSettings,
+)
 from forgather_cli.config.schema.optimization import (
     AdafactorSettings,
     AdamWSettings,
@@ -68,6 +76,7 @@ from forgather_cli.config.schema.optimization import (
     WSDSettings,
 )
 from forgather_cli.config.schema.precision import (
+    GROUP_SIZES,
     BF16Settings,
     BF16TrueSettings,
     FP8Settings,
@@ -89,17 +98,18 @@ from forgather_cli.config.schema.trainer import (
 )
 
 __all__ = [
-    "TRACKERS", "AdafactorSettings", "AdamWSettings", "BF16Settings", "BF16TrueSettings", "Betas",
+    "GROUP_SIZES", "TRACKERS", "AdafactorSettings", "AdamWSettings", "BF16Settings", "BF16TrueSettings", "Betas",
     "CallbackOption", "CallbackSettings", "Config", "ConstantSettings", "ControlSettings", "CosineSettings",
     "Count", "CrossEntropySettings", "DDPSettings", "DataOption", "DataTarget", "DecoderSettings",
     "DivergenceSettings", "EarlyStoppingSettings", "FP8Settings", "FP16Settings", "FP32Settings", "FSDP2Settings",
-    "Fraction", "GradNormSettings", "GroupSettings", "InfiniteSettings", "InfoSettings", "Interval",
-    "InverseSqrtSettings", "JsonSettings", "LinearCrossEntropySettings", "LinearSettings", "LossOption",
+    "Fraction", "GradNormSettings", "GroupSettings", "HfSettings", "InfiniteSettings", "InfoSettings",
+    "InstructSettings", "Interval", "InverseSqrtSettings", "JsonSettings", "LinearCrossEntropySettings",
+    "LinearSettings", "LossOption",
     "MetricsSettings", "ModelOption", "MuonSettings", "NonNegative", "OptimizerOption", "ParameterNormSettings",
     "PeakMemorySettings", "PipelineSettings", "PositiveFloat", "PositiveInt", "PostLocalSGD", "PrecisionOption",
     "PretrainedSettings", "Probability", "ProfilerSettings", "ProgressSettings", "PythonStdlibSettings",
     "QATSettings", "QuantizeRecipe", "RopeScaling", "RunSettings", "SGDSettings", "Schedule", "SchedulerOption",
     "SingleSettings", "SyntheticSettings", "Target", "TargetOption", "TensorboardSettings", "TextSettings",
-    "TextgenSettings", "TokensSettings", "TrackersSettings", "TrainerOption", "WSDSettings", "WeightNormSettings",
-    "settings",
+    "TextgenSettings", "TokensSettings", "TrackersSettings", "TrainerOption", "TransformersSettings",
+    "WSDSettings", "WeightNormSettings", "settings",
 ]  # fmt: skip

@@ -30,7 +30,7 @@ class GroupSettings:
 
 
 def _no_decay() -> dict[str, GroupSettings]:
-    pattern = r"(norm|embed_tokens)\w*\.weight$|\.bias$|(^|\.)norm\.weight$"
+    pattern = r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$"
     return {"no_decay": GroupSettings(regex=pattern, settings={"weight_decay": 0.0})}
 
 

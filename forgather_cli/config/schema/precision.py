@@ -18,6 +18,9 @@ QuantizeRecipe = Literal[
 ]
 """What ``finalize --quantize`` takes; those that ``precision=qat`` can train for have a fake-quantized form."""
 
+GROUP_SIZES: dict[str, int] = {"int8-dynamic-act-int4-weight": 32, "int4-weight-only": 128}
+"""Recipe -> how many weights of a row share a scale, where that is a setting; others have one scale per row."""
+
 
 @settings
 class FP32Settings:
@@ -33,17 +36,20 @@ class BF16Settings:
 
 @settings
 class BF16TrueSettings:
-    """Parameters, gradients and moments in bf16; norms of gradients and the loss are summed in fp32."""
+    """Parameters, gradients and moments in bf16; norms of gradients and the loss are summed in fp32.
+
+    An update or a change of a moment below 1/512 of the number is lost to rounding.
+    """
 
     type: Literal["bf16_true"] = "bf16_true"
 
 
 @settings
 class FP16Settings:
-    """fp16 autocast with loss scaling; parameters and moments stay fp32."""
+    """fp16 autocast with loss scaling; parameters and moments stay fp32. Steps that overflow are skipped."""
 
     type: Literal["fp16"] = "fp16"
-    init_scale: PositiveFloat = 65536.0  # first factor of the loss
+    init_scale: PositiveFloat = 65536.0  # first factor of the loss; halved by each step that overflows
     growth_interval: PositiveInt = 2000  # steps without overflow after which the factor doubles
 
 
@@ -65,7 +71,7 @@ class QATSettings:
     qat_recipe: Literal[
         "int8-weight-only", "int8-dynamic-act-int4-weight", "int4-weight-only", "int8-dynamic-act-int8-weight"
     ] = "int8-dynamic-act-int4-weight"
-    group_size: PositiveInt | None = None  # weights that share a scale; null: the recipe's
+    group_size: PositiveInt | None = None  # weights of a row that share a scale; null: GROUP_SIZES
     exclude: list[str] = field(default_factory=lambda: ["lm_head"])  # regular expressions of layers left as they are
 
 

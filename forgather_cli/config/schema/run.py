@@ -39,6 +39,7 @@ class RunSettings:
     per_device_train_batch_size: PositiveInt = 8
     per_device_eval_batch_size: PositiveInt = 8
     gradient_accumulation_steps: PositiveInt | None = None  # null: 1, or what global_batch_size asks for
+    auto_find_batch_size: bool = False
 
     learning_rate: NonNegative = 1e-3
     weight_decay: NonNegative = 0.1
