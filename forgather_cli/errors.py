@@ -8,6 +8,7 @@
     │   └── CheckpointError        damaged, foreign, newer or not matching
     ├── CallbackError              a user's callback raised; names callback and event
     ├── ControlError               no such job, or it does not do what it was told, exit code 1
+    ├── ProofError                 a finalized model is not the one it was made from, exit code 1
     └── TrainingError              the run failed after it had started, exit code 1
         ├── DivergenceError        a loss or gradient norm that is not finite, or a loss that rose for good
         ├── ReplicationError       ranks hold different values of what must be equal
@@ -66,6 +67,10 @@ class ControlError(ForgatherError):
     """No such job, one that does not answer, or one that did not do what it was told."""
 
 
+class ProofError(ForgatherError):
+    """A finalized model does not compute what its source computes."""
+
+
 class TrainingError(ForgatherError):
     """The run failed after it had started."""
 
@@ -79,4 +84,11 @@ class ReplicationError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """The device ran out of memory during a step."""
+    """The device ran out of memory during a step, with ``batch`` sequences at a time.
+
+    ``smaller_batch`` is set where the job is to start again with that many (auto_find_batch_size).
+    """
+
+    def __init__(self, message: str, batch: int | None = None, smaller_batch: int | None = None) -> None:
+        self.batch, self.smaller_batch = batch, smaller_batch
+        super().__init__(message)

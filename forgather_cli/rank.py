@@ -6,6 +6,9 @@ launcher starts are ``python -m forgather_cli.rank [--config RUN/config.yaml]``,
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import signal
 import sys
@@ -21,7 +24,7 @@ from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch import failures, outcome, process_group, signals, watch
 from forgather_cli.launch.claim import begin_training
-from forgather_cli.launch.ending import Ending
+from forgather_cli.launch.ending import Ending, done
 from forgather_cli.launch.exits import leave, leave_now
 from forgather_cli.launch.finish import finish
 from forgather_cli.launch.job import Job
@@ -124,6 +127,8 @@ class Rank:
         if going_on:
             config = replace(config, resume_from_checkpoint=True, resume_components="all")
         with process_group.initialised(config, place, meeting), watch.progress(self, config.hang_timeout):
+            if start.run.evaluation.exists():
+                return self._evaluate(config, start.run)
             from forgather_cli import worker
 
             trainer = worker.run(
@@ -134,6 +139,18 @@ class Rank:
                 on_begin=self._begin,
             )
             return finish(config, start.run, trainer)
+
+    def _evaluate(self, config: Config, run: RunDir) -> Ending:
+        """Of ``forgather eval``. Signals end it at once, since nobody asks ``stop`` for them."""
+        from forgather_cli.evaluation import evaluate_source
+
+        logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
+        request = json.loads(run.evaluation.read_text(encoding="utf-8"))
+        with contextlib.redirect_stdout(sys.stderr):  # what the launcher prints is one document
+            report = evaluate_source(Path(request.pop("source")), config, **request)
+        if self.place.rank == 0:
+            run.report.write_text(json.dumps(report), encoding="utf-8")
+        return done(self.place.rank)
 
     def _begin(self) -> None:
         """The first step is done: settings, data and model were found sound."""

@@ -124,6 +124,16 @@ class RunDir:
         return sorted(step for step in found if step is not None)
 
     @property
+    def evaluation(self) -> Path:
+        """What is to be evaluated, in a directory made for ranks that do nothing else."""
+        return self.root / "evaluation.json"
+
+    @property
+    def report(self) -> Path:
+        """What these ranks have found."""
+        return self.root / "report.json"
+
+    @property
     def control(self) -> Path:
         """Commands that jobs in this directory were given, with their answers."""
         return self.root / "control"
@@ -142,6 +152,17 @@ def step_of(path: Path) -> int | None:
     """The step a checkpoint directory is named after, or None if it is not one."""
     match = _STEP.match(path.name)
     return int(match.group(1)) if match else None
+
+
+def run_of(source: Path) -> RunDir | None:
+    """The run that a run directory, a checkpoint, or a checkpoint's model directory belongs to. Reads the disk."""
+    source = source.resolve()
+    candidates = [source]
+    if step_of(source) is not None:
+        candidates.append(source.parent.parent)
+    elif step_of(source.parent) is not None:
+        candidates.append(source.parent.parent.parent)
+    return next((RunDir(root) for root in candidates if (root / "config.yaml").is_file()), None)
 
 
 def is_name(text: str) -> bool:

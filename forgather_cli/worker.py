@@ -15,11 +15,10 @@ import torch
 from forgather_cli.callbacks.bars import CorpusBar
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.decode import to_tree
-from forgather_cli.config.schema import Config, PretrainedSettings, Target
+from forgather_cli.config.schema import Config, DecoderSettings, Target
 from forgather_cli.data.build import DataSplits, load_data
 from forgather_cli.distributed import pick_device, world
-from forgather_cli.models.build import build_model, load_pretrained
-from forgather_cli.models.init import init_parameters
+from forgather_cli.models.build import build_model, initialize
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -81,13 +80,11 @@ def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: in
 
     A model of the user's keeps those of its constructor.
     """
-    if isinstance(config.model, PretrainedSettings):
-        load_pretrained(module, Path(config.model.path))
-        return
-    on_device = config.construct_model_on == "device" and device.type != "cpu"
-    if on_device:
+    draws_on_device = config.construct_model_on == "device" and device.type != "cpu"
+    draws_on_device = draws_on_device and isinstance(config.model, DecoderSettings)
+    if draws_on_device:
         log.info("construct_model_on=device draws other numbers than meta and cpu do")
-    init_parameters(module, seed, device_generator=on_device)
+    initialize(config.model, module, seed, device_generator=draws_on_device)
 
 
 class _Begins(TrainerCallback):

@@ -219,7 +219,7 @@ def merged(shares: list[Share], path: Path) -> Result:
     """Losses are sums over ranks; what all ranks must know alike is compared."""
     first = shares[0]
     for share in shares[1:]:
-        assert share.norms == first.norms
+        assert repr(share.norms) == repr(first.norms)  # to the last bit; NaN, of a step skipped under fp16, is NaN
         assert share.eval_losses == first.eval_losses
         assert first.tokens is not None
         assert share.tokens is not None

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from forgather_cli.cli import app
-from forgather_cli.cli.summary import summarize
+from forgather_cli.runs.summary import summarize
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.start import launch
 from forgather_cli.plan import make_plan

@@ -325,6 +325,7 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
              "num_key_value_heads=1", *(["bpe_vocab_size=300"] if recipe.startswith("pretrain") else [])]  # fmt: skip
     own = {
         "finetune": [f"model.path={model_dir(trained)}"],
+        "chat_finetune": [f"model.path={model_dir(trained)}", "data.chat_template=chatml"],
         "qat": [f"model.path={model_dir(trained)}"],
         "pretrain_1b_pipeline": [*shape, "nproc_per_node=2", "n_microbatches=2", "per_device_eval_batch_size=2"],
         "pretrain_1b_nodes": [*shape, "nnodes=1", "nproc_per_node=2"],
@@ -334,9 +335,17 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
     steps = ["max_steps=2", "seq_len=32", "global_batch_size=2", f"per_device_train_batch_size={batch}",
              "warmup_steps=1", "max_eval_samples=2", "eval_steps=2", "callbacks.textgen.max_new_tokens=4",
              "device=cpu"]  # fmt: skip
-    assert forgather("train", recipe, *corpus, *own.get(recipe, shape), *steps, "output_dir=run") == 0
+    data = chats() if recipe == "chat_finetune" else corpus
+    assert forgather("train", recipe, *data, *own.get(recipe, shape), *steps, "output_dir=run") == 0
     assert RunDir(Path("run")).checkpoint_steps() == [2]
     assert all(np.isfinite(loss) for _, loss, _ in curve(Path("run")))
+
+
+def chats() -> list[str]:
+    """Overrides for chat data: an answer that begins within 32 bytes."""
+    answer = json.dumps({"messages": [{"role": "assistant", "content": "Hello"}]})
+    Path("chats.jsonl").write_text(f"{answer}\n" * 40)
+    return ["data.files=[chats.jsonl]", "data.eval_files=[chats.jsonl]", "cache_dir=cache"]
 
 
 CHOICES = [

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from forgather_cli.config.load import Loaded, load_config, load_resumed
-from forgather_cli.config.schema import BF16Settings, FP32Settings, FSDP2Settings
+from forgather_cli.config.schema import BF16Settings, FP16Settings, FP32Settings, FSDP2Settings
 from forgather_cli.errors import ConfigError
 
 
@@ -27,10 +27,9 @@ MISTAKES = {
         "replicate=3",
         "nproc_per_node=4",
     ): "replicate: 4 ranks cannot be divided into 3 copies of the model; set it to a divisor of 4",
-    (
-        "param_dtype=fp16",
-    ): "param_dtype: fp16 needs loss scaling, which trainer=fsdp2 does not have; set param_dtype=bf16",
-    ("param_dtype=fp32", "precision=bf16"): "param_dtype: fp32 contradicts precision=bf16;",
+    ("param_dtype=fp16",): "param_dtype: fp16 needs the loss scaling of precision=fp16; set that",
+    ("param_dtype=fp16", "precision=bf16"): "param_dtype: fp16 needs the loss scaling of precision=fp16; set that",
+    ("param_dtype=fp32", "precision=bf16"): "param_dtype: fp32 contradicts precision=bf16; set precision=fp32",
     ("optimizer=adafactor",): "optimizer: adafactor cannot train parameters of which each rank holds some rows",
     (
         "+optimizer.groups.embed={regex: embed, optimizer: {type: adafactor}}",
@@ -104,6 +103,10 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert (config.nnodes, config.nproc_per_node, config.node_rank) == (2, 4, 1)
     assert config.rdzv_endpoint == "10.0.0.1:29501"
     assert config.device == "auto"
+
+
+def test_a_file_may_say_fp16(tmp_path: Path) -> None:
+    assert loaded(written(tmp_path / "half.yaml", mixed_precision="fp16")).config.precision == FP16Settings()
 
 
 def test_what_a_file_does_not_say_stays(tmp_path: Path) -> None:
@@ -180,10 +183,10 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "distributed_type in {}: must be FSDP, got 'MULTI_GPU'; set trainer=ddp",
     ),
     "sagemaker": ({}, {"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment in {}: must be LOCAL_MACHINE"),
-    "fp16": (
+    "fp8": (
         {},
-        {"mixed_precision": "fp16"},
-        "mixed_precision in {}: must be 'no' or bf16 with trainer=fsdp2, got 'fp16'",
+        {"mixed_precision": "fp8"},
+        "mixed_precision in {}: must be 'no', bf16 or fp16 with trainer=fsdp2, got 'fp8'; set bf16",
     ),
     "no shard": (
         {"fsdp_sharding_strategy": "NO_SHARD"},

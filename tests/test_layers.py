@@ -32,11 +32,16 @@ ALLOWED = {
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
     "launch": {"checkpoint.retention", "config", "rank", "trainer.trainer"},
-    "rank": {"config.decode", "launch", "worker"},
+    "rank": {"config.decode", "evaluation", "launch", "worker"},
     "plan": {
-        "config.batch", "config.pipeline_layout", "data", "launch.layout", "models", "optim.groups", "trainer.metrics",
+        "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.layout", "launch.outcome", "models",
+        "optim.groups", "precision", "trainer.metrics",
     },
+    "plots": {"config.options", "runs"},
+    "runs": {"config.options", "launch.job", "launch.outcome"},
     "worker": {"*"},
+    "evaluation": {"*"},
+    "generation": {"data", "loss", "models.generate", "source"},
     "source": {"*"},
     "trainer": {
         "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.dispatch",
@@ -58,12 +63,25 @@ ALLOWED = {
     "data": set(),
     "optim": set(),
     "loss": set(),
-    "precision": set(),
+    "tally": {"loss"},
+    "precision": {"loss"},
 }  # fmt: skip
 
 # third-party package -> the only layer that may import it
-ONLY_IN = {"typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config"}
-NO_TORCH_AT_MODULE_LEVEL = ("cli", "config", "run_dir", "errors", "launch", "plan", "targets", "rank", "")
+ONLY_IN = {"typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "plots"}
+NO_TORCH_AT_MODULE_LEVEL = (
+    "cli",
+    "config",
+    "run_dir",
+    "errors",
+    "launch",
+    "plan",
+    "targets",
+    "rank",
+    "runs",
+    "plots",
+    "",
+)
 MAY_IMPORT_TORCH = {"launch.agent"}
 TORCH_TOO = {"torch", "transformers", "accelerate", "torchdata", "numpy", "tensorboard", "datasets"}
 CONCRETE_STRATEGIES = {"strategies.single", "strategies.ddp", "strategies.fsdp2", "strategies.pipeline"}

@@ -20,11 +20,20 @@ CONF = options.shipped("conf")
 RECIPES = options.shipped("recipes")
 NEEDS = {
     "finetune": ["model.path=/nowhere"],
+    "chat_finetune": ["model.path=/nowhere", "data.files=[a]"],
     "qat": ["model.path=/nowhere"],
     "pretrain_1b_nodes": ["rdzv_endpoint=node0:29500"],
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
-MANDATORY = {"data=text": ["files=[a]"], "data=tokens": ["files=[a]"], "model=pretrained": ["model.path=/nowhere"]}
+MANDATORY = {
+    "data=text": ["files=[a]"],
+    "data=tokens": ["files=[a]"],
+    "data=hf": ["dataset=a"],
+    "data=instruct": ["files=[a]"],
+    "model=pretrained": ["model.path=/nowhere"],
+    "model=transformers": ["model.path=/nowhere"],
+}
+SIZES = [f"model={name}" for name in ("nano", "tiny", "60m", "160m", "1b")]
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
 
 
@@ -42,7 +51,7 @@ def test_option_composes_and_is_of_its_type(choice: str, tmp_path: Path) -> None
     group, name = choice.split("=")
     config = load_config(None, [choice, *MANDATORY.get(choice, [])], cwd=tmp_path).config
     if group != "callbacks":
-        assert getattr(config, group).type == ("decoder" if group == "model" and name != "pretrained" else name)
+        assert getattr(config, group).type == ("decoder" if choice in SIZES else name)
 
 
 def test_run_level_settings_are_those_of_the_schema() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
-from forgather_cli.data import sources
-from forgather_cli.data.sources import Corpus, Damage, find_corpus, split_documents
+from forgather_cli.data import reading, sources
+from forgather_cli.data.reading import Damage
+from forgather_cli.data.sources import Corpus, find_corpus, split_documents
 from forgather_cli.errors import DataError
 
 
@@ -94,7 +95,7 @@ def test_own_eval_files(tmp_path: Path) -> None:
 
 
 def test_long_text_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_PIECE", 100)
+    monkeypatch.setattr(reading, "PIECE", 100)
     text = "".join(f"line {i} é\n" for i in range(100))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.0)))["train"]

@@ -418,7 +418,7 @@ def test_running_out_of_memory_is_explained(tmp_path: Path) -> None:
         trainer.train()
     text = str(caught.value)
     assert text.startswith("out of memory in step 1, micro-batches of 4 x 16 tokens: weights 0 MiB")
-    assert "a smaller per_device_train_batch_size (now 4), gradient_checkpointing=true" in text
+    assert "a smaller per_device_train_batch_size (now 4; auto_find_batch_size=true finds one), gradient_c" in text
     assert caught.value.exit_code == 1
 
 

@@ -44,8 +44,17 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 )
 
 
+_FLOAT8 = re.compile(r"\b(GB200|B200|GH200|H200|H100|L40S?|L4|RTX 6000 Ada|RTX [45]0\d0)\b")
+"""Devices that multiply in float8, by the same sheets at twice bf16's rate; L40S and L4 at 1 % more."""
+
+
 def peak_flops(device_name: str, kind: str) -> float | None:
-    """Dense peak in FLOP/s of a device by its CUDA name for ``kind`` bf16, tf32 or fp32; None where it is not known."""
+    """Dense peak in FLOP/s of a device by its CUDA name for ``kind`` fp8, bf16, tf32 or fp32; None where it is not
+    known.
+    """
+    if kind == "fp8":
+        bf16 = peak_flops(device_name, "bf16")
+        return 2 * bf16 if bf16 is not None and _FLOAT8.search(device_name) else None
     column = {"bf16": 1, "tf32": 2, "fp32": 3}[kind]
     for row in _PEAKS:
         if re.search(row[0], device_name):
@@ -87,7 +96,10 @@ def _known_peak(device: torch.device, args: Any) -> float | None:
 
 def _matmul_kind(args: Any) -> str:
     """What the run's matrices are multiplied in; ``args`` are a recipe's settings or Hugging Face's arguments."""
-    precision = getattr(getattr(args, "precision", None), "type", None)
+    option = getattr(args, "precision", None)
+    precision = getattr(option, "type", None)
+    if precision == "fp8" and not getattr(option, "emulate", None):
+        return "fp8"
     sharded = getattr(getattr(args, "trainer", None), "param_dtype", None)  # fsdp2's, which goes before precision
     if sharded is not None and sharded != "fp32":
         return "bf16"

@@ -71,7 +71,7 @@ class TextgenCallback(TrainerCallback):
             self._write([printable(text) for text in completions], state.global_step)
 
     def _generate(self, trainer: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
-        from forgather_cli.models.generate import generate
+        from forgather_cli.models.generate import generate, left_padded
 
         settings, eos, strategy = self.settings, tokenizer.eos_token_id, trainer.strategy
         pad = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
@@ -140,14 +140,6 @@ def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:
             f"{_PATH}: an empty prompt needs a tokenizer with a bos or eos token; write at least one character"
         )
     return encoded
-
-
-def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """(input_ids, attention_mask), both (B, T) int64; rows end together, so that all go on at the same position."""
-    length = max(map(len, rows))
-    ids = [[pad_token_id] * (length - len(row)) + row for row in rows]
-    mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids), torch.tensor(mask)
 
 
 def _generator(device: torch.device, seed: int, step: int) -> torch.Generator:

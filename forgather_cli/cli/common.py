@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forgather_cli.cli.completion import complete_override, complete_words
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, SetupError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,8 +152,12 @@ def print_facts(facts: dict[str, str]) -> None:
 
 def print_json(value: Any) -> None:
     """Print the one document of ``--json``; not-a-number becomes null, since JSON has none."""
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False, default=str)
-    print(text, flush=True)
+    print(json_text(value), flush=True)
+
+
+def json_text(value: Any, indent: int | None = 2) -> str:
+    """JSON of a value; not-a-number becomes null."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
 
 
 def _finite(value: Any) -> Any:
@@ -168,6 +173,35 @@ def only_json(as_json: bool) -> Iterator[None]:
     """While work is done for ``--json``, what it prints goes to standard error."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C inside ends the command with 130 and no traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(err=True)
+        raise typer.Exit(130) from None
+
+
+def writable(path: Path, option: str) -> None:
+    """Raise ConfigError unless a file can be written at ``path``, which ``option`` names."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        reason = "is a directory" if path.is_dir() else "cannot be written" if folder.is_dir() else "has no folder"
+        raise ConfigError(f"{option}: {path} {reason}; name a file in a folder that exists and may be written")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON document, whole or not at all. Raises SetupError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json_text(value) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise SetupError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
 
 
 def human(number: float | None, letters: str = "KMBT") -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forgather_cli.cli.common import ConfigDir, Overrides, check_overrides
 from forgather_cli.cli.train import start
 from forgather_cli.launch.place import joined
+from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -29,6 +30,18 @@ def resume(
     def compose() -> Loaded:
         from forgather_cli.config.resume import reload_config
 
-        return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir)
+        return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
 
     raise typer.Exit(start(joined(overrides or []), compose))
+
+
+def _edited(run_dir: Path) -> dict[str, Any]:
+    """What the checkpoint to go on from was given by ``forgather checkpoint edit``."""
+    from forgather_cli.checkpoint.edited import pending
+
+    found = pending(RunDir(run_dir))
+    if found is None:
+        return {}
+    path, settings = found
+    typer.echo(f"{', '.join(settings)}: as edited in {path}", err=True)
+    return settings

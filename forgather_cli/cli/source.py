@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forgather_cli.cli.common import quoted
-from forgather_cli.errors import SetupError
-from forgather_cli.run_dir import RunDir, step_of
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.run_dir import run_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -35,17 +35,6 @@ def check_source(source: Path) -> None:
         )
 
 
-def run_of(source: Path) -> RunDir | None:
-    """The run that a run directory, a checkpoint, or a checkpoint's model directory belongs to."""
-    source = source.resolve()
-    candidates = [source]
-    if step_of(source) is not None:
-        candidates.append(source.parent.parent)
-    elif step_of(source.parent) is not None:
-        candidates.append(source.parent.parent.parent)
-    return next((RunDir(root) for root in candidates if (root / "config.yaml").is_file()), None)
-
-
 def config_for(source: Path, overrides: list[str]) -> Loaded:
     """The run's config with overrides; for a model directory the default recipe with that model and its tokenizer."""
     run = run_of(source)
@@ -58,3 +47,61 @@ def config_for(source: Path, overrides: list[str]) -> Loaded:
     where = quoted(source.resolve())
     model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}"]
     return load_config("default", [*model, *overrides])
+
+
+# ------------------------------------------------------------------------------------------------------------ for eval
+
+_READ = {
+    "per_device_eval_batch_size", "max_eval_samples", "max_eval_steps", "dataloader_num_workers",
+    "dataloader_prefetch_factor", "dataloader_pin_memory", "dataloader_persistent_workers", "seed", "device",
+    "nproc_per_node", "nnodes", "rdzv_endpoint", "hang_timeout", "data", "trainer", "loss", "precision",
+}  # fmt: skip
+"""Settings and groups that an evaluation reads."""
+_RANKS = {"trainer", "nproc_per_node", "nnodes", "rdzv_endpoint"}
+_SAME_TEXT = {"data.seq_len", "data.packing", "data.isolate_documents", "data.cache_dir", "data.tokenize_processes"}
+"""Settings of data that leave the corpus as it was, and with it a tokenizer that was trained on it."""
+_OF_TRAINING = (
+    "global_batch_size=null",
+    "gradient_accumulation_steps=null",
+    "per_device_train_batch_size=720720",  # divisible by any n_microbatches up to 16
+    "fuse_optim_with_backward=false",
+    "gradient_checkpointing=false",
+    "auto_find_batch_size=false",
+)
+"""What a run was trained with must not keep its model from being evaluated in another layout."""
+
+
+def config_to_evaluate(source: Path, overrides: list[str]) -> tuple[Loaded, bool]:
+    """The config of an evaluation, and whether to use the model's own tokenizer in place of the config's.
+
+    In this process unless the overrides say otherwise, however the run was trained. Raises ConfigError.
+    """
+    neutral = [*_OF_TRAINING, *([] if run_of(source) else ["max_eval_samples=null"])]  # no run: the whole split
+    base = config_for(source, neutral)
+    loaded = config_for(source, [*neutral, *overrides])
+    typed = {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides}
+    given = (loaded.given - base.given) | typed
+    unread = [path for path in sorted(given & loaded.given) if path.partition(".")[0] not in _READ]
+    if unread:
+        raise ConfigError([f"{path}: {_unread(path)}; leave it out" for path in unread])
+    if not any(path.partition(".")[0] in _RANKS for path in given) and not _is_single(base):
+        loaded = config_for(source, [*neutral, *overrides, "trainer=single"])
+    return loaded, _needs_own_tokenizer(base, loaded, given)
+
+
+def _is_single(loaded: Loaded) -> bool:
+    return getattr(loaded.config.trainer, "type", None) == "single"
+
+
+def _unread(path: str) -> str:
+    of_model = path.partition(".")[0] == "model"
+    return "eval takes the model of SOURCE as it is" if of_model else "nothing reads it in eval, which trains nothing"
+
+
+def _needs_own_tokenizer(base: Loaded, loaded: Loaded, given: frozenset[str]) -> bool:
+    """True where the text is not the run's: a tokenizer chosen or trained for that would make other tokens of it."""
+    of_data = {path for path in given if path.partition(".")[0] == "data"}
+    if "data.tokenizer" in given or not of_data - _SAME_TEXT:
+        return False
+    names = {getattr(each.config.data, "tokenizer", None) for each in (base, loaded)}
+    return names != {"bytes"}

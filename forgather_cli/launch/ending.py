@@ -41,6 +41,10 @@ class Ending:
     traceback: str = ""
     repeats: bool = False
     """From the same checkpoint a restart would come to the same end."""
+    batch: int | None = None
+    """Sequences at a time for which there was no memory, where that can be mended by itself."""
+    smaller_batch: int | None = None
+    """Sequences at a time with which the job is to start again (auto_find_batch_size)."""
     origin: str = ""
     """Of ``told``: the other rank's ending, as JSON."""
     time: float = field(default_factory=time.time)
@@ -64,7 +68,8 @@ class Ending:
     def worth_a_restart(self) -> bool:
         """True for failures that may not happen again; mistakes and signals are answered by ending."""
         cause = self.cause
-        return cause.failed and cause.code == FAILED and cause.kind != UNHEEDED and not cause.repeats
+        otherwise = cause.repeats or cause.smaller_batch is not None
+        return cause.failed and cause.code == FAILED and cause.kind != UNHEEDED and not otherwise
 
     def as_error(self) -> ForgatherError:
         """The error that told the user's mistake, to be reported like it."""
@@ -93,6 +98,8 @@ def done(rank: int, stopped_by: int | None = None, reason: str = "done") -> Endi
 
 def cut(rank: int, run: RunDir | None, signum: int, early: bool) -> Ending:
     """Ended at once, by a second signal or by one before the first step, when a run with a checkpoint can go on."""
+    if run is not None and run.evaluation.exists():
+        return Ending(rank, CUT, 128 + signum, f"ended by {signal.Signals(signum).name}")
     kept = run.checkpoint_steps() if run is not None else []
     reason = f"ended at once by {signal.Signals(signum).name}{' before the first step' if early else ''}"
     left = f"the newest checkpoint is step {kept[-1]}" if kept else "there is no checkpoint"

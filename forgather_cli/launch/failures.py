@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, cast
 
-from forgather_cli.errors import CallbackError, ConfigError, DivergenceError, ForgatherError
+from forgather_cli.errors import CallbackError, ConfigError, DivergenceError, ForgatherError, OutOfMemoryError
 from forgather_cli.launch.ending import ERROR, LOST, MISTAKE, STUCK, WAITED, Ending, first_cause, killed, told
 from forgather_cli.launch.meeting import within
 from forgather_cli.launch.outcome import FAILED
@@ -36,7 +36,9 @@ def ending_of(rank: Rank, error: BaseException) -> Ending:
         problems = tuple(error.problems) if isinstance(error, ConfigError) else ()
         users = error.__cause__ if isinstance(error, CallbackError) else None  # who will want to mend it
         repeats = isinstance(error, DivergenceError)
-        return Ending(number, MISTAKE, error.exit_code, str(error), problems, _text(users) if users else "", repeats)
+        batch, smaller = (error.batch, error.smaller_batch) if isinstance(error, OutOfMemoryError) else (None, None)
+        return Ending(number, MISTAKE, error.exit_code, str(error), problems, _text(users) if users else "", repeats,
+                      batch, smaller)  # fmt: skip
     return Ending(number, ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=_text(error))
 
 
@@ -134,7 +136,8 @@ def tell(rank: Rank, ending: Ending) -> None:
 def _streams(rank: Rank, ending: Ending, first: bool) -> list[IO[str]]:
     """The launcher shows what its ranks tell; of ranks that others started, the first to fail speaks for all."""
     log = cast("IO[str] | None", rank.log)
-    if rank.job is not None or not (first or ending.kind == STUCK):
+    tried_again = ending.cause.smaller_batch is not None
+    if rank.job is not None or tried_again or not (first or ending.kind == STUCK):
         return [] if log is None else [log]
     if rank.place.rank == 0 or log is None:
         return [sys.stderr]

@@ -92,6 +92,11 @@ def _joined(config: Config, given: frozenset[str], place: Place) -> Layout:
         )
     if "max_restarts" in given and config.max_restarts:
         problems.append(f"max_restarts: the ranks were started by {place.by}, which would restart them; leave it out")
+    if config.auto_find_batch_size:
+        problems.append(
+            f"auto_find_batch_size: the ranks were started by {place.by}, and cannot be started again from here; "
+            "set auto_find_batch_size=false"
+        )
     if problems:
         raise ConfigError(problems)
     return Layout(ranks_per_node=place.size, joined=place.by)

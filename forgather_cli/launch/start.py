@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,11 @@ from forgather_cli.launch.exits import leave_now
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.meeting import Meeting
+from forgather_cli.launch.packages import check_packages
 from forgather_cli.launch.place import Place, enter
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.report import report_ending
+from forgather_cli.launch.smaller_batch import until_it_fits
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.rank import Rank, Start, shared
 from forgather_cli.run_dir import RunDir
@@ -48,20 +51,26 @@ def launch(loaded: Loaded) -> int:
     Raises ConfigError and SetupError for what is found before the run directory is taken; later ones are shown and
     logged here.
     """
+    check_packages(loaded.config)
     layout = plan_layout(loaded.config, loaded.given)
     if layout.node > 0:
-        return _supervised(layout, None, None).code
-    _check_port(layout)
+        return supervised(layout, None, None).code
+    check_port(layout)
     root = output_dir(loaded)
     with claim(root) as held:
         config, path = _begin(held, loaded, layout)
-        if layout.in_process:
-            ending = Rank(Place(), settle=lambda ending: _settle(held, ending)).train(lambda rank: _start(config, held))
-        else:
-            ending = _supervised(layout, held, path)
+        ending = until_it_fits(held, config, path, partial(_train, layout, held, path))
         _settle(held, ending)
     _tell_how_to_go_on(held.run, ending)
     return ending.code
+
+
+def _train(layout: Layout, held: Claim, path: Path, config: Config) -> Ending:
+    """Train once; ``path`` holds the config."""
+    settle = partial(_settle, held)
+    if layout.in_process:
+        return Rank(Place(), settle=settle).train(lambda rank: _start(config, held))
+    return supervised(layout, held.run, path, settle)
 
 
 @lasting_output()
@@ -79,6 +88,7 @@ def join(place: Place, compose: Callable[[], Loaded]) -> int:
     meeting: Meeting | None = None
     try:
         loaded = compose()
+        check_packages(loaded.config)
         layout = plan_layout(loaded.config, loaded.given, place)
         meeting = Meeting(place) if place.size > 1 else None
         again = meeting.earlier_root() if meeting is not None and place.attempt else None
@@ -178,20 +188,19 @@ def _settle(held: Claim, ending: Ending) -> None:
 # ----------------------------------------------------------------------------------------------------------- our ranks
 
 
-def _supervised(layout: Layout, held: Claim | None, path: Path | None) -> Ending:
-    """Run ranks of this node under torchrun's agent. Why they failed is shown here, once."""
-    run = None if held is None else held.run
+def supervised(
+    layout: Layout, run: RunDir | None, path: Path | None, settle: Callable[[Ending], None] = lambda ending: None
+) -> Ending:
+    """Run ranks of this node under torchrun's agent, on the config at ``path``. Why they failed is shown here, once.
+
+    ``run`` and ``settle`` are the Supervisor's.
+    """
     _quiet_elastic()
-
-    def settle(ending: Ending) -> None:
-        if held is not None:
-            _settle(held, ending)
-
     with Job.made(node=layout.node, nodes=layout.nodes, restarts=layout.restarts) as job:
         ending = Supervisor(layout, job, run, settle).train(path)
-    if ending.failed:
-        if sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid
+    if ending.failed and sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid
+    if ending.failed and ending.smaller_batch is None:
         report_ending(ending, rank_named=layout.world > 1)
     if ending.kind == ERROR and run is not None:
         print(f"the log of rank {ending.rank} is {run.rank_log(ending.rank)}", file=sys.stderr, flush=True)
@@ -205,7 +214,7 @@ def _quiet_elastic() -> None:
     logger.propagate = False
 
 
-def _check_port(layout: Layout) -> None:
+def check_port(layout: Layout) -> None:
     """Raise SetupError if the port where the ranks are to meet is taken.
 
     torch takes whoever listens there for the store, and waits (2.13, ``_create_tcp_store``).

@@ -32,6 +32,9 @@ DEFAULT_GROUP = "default"
 _NOT_HIDDEN = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|(lm_)?head|score|classifier)(\.|$)")
 _EVERYWHERE = {"lr": 0.0, "lr_scale": 0.0, "weight_decay": 0.0}
 _ADJUST_LR = ("original", "match_rms_adamw")
+_ADAFACTOR_EPS = (2.0**-23, 1e-3)
+"""Adafactor's defaults for fp32 parameters. For bf16 ones torch 2.13 takes 2^-7, more than most gradients, which it
+then does not normalise any more (``torch/optim/_adafactor.py: eps1 = torch.finfo(param.dtype).eps``)."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def _torch_settings(
         return _target_settings(option, common, own, where)
     merged = dataclasses.replace(option, **own)
     if isinstance(merged, AdafactorSettings):
-        return {**common, "beta2_decay": merged.beta2_decay, "d": merged.clipping_threshold}
+        return {**common, "beta2_decay": merged.beta2_decay, "d": merged.clipping_threshold, "eps": _ADAFACTOR_EPS}
     if kind == "adamw":
         assert isinstance(merged, (AdamWSettings, MuonSettings))
         return {**common, "betas": tuple(merged.betas), "eps": merged.eps}
