@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from forgather_cli.cli import app
-from forgather_cli.runs.summary import summarize
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.start import launch
 from forgather_cli.plan import make_plan
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import summarize
 
 SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
