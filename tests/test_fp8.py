@@ -221,7 +221,7 @@ def test_transformers_loads_the_checkpoint(runs: dict[str, Result]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+@pytest.mark.filterwarnings("default")  # dynamo has warnings of its own
 def test_compiled_blocks_compute_the_same(tmp_path: Path, runs: dict[str, Result]) -> None:
     compiled = ("torch_compile=true", "torch_compile_backend=aot_eager", "gradient_checkpointing=true")
     found = train(LAYOUTS["single"], (*SMALL, "precision=fp8", *compiled), tmp_path)

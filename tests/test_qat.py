@@ -206,7 +206,7 @@ def test_a_checkpoint_is_a_plain_model_whose_quantized_form_is_what_was_trained(
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+@pytest.mark.filterwarnings("default")  # dynamo has warnings of its own
 def test_compiled_blocks_compute_the_same(tmp_path: Path, runs: dict[str, Result]) -> None:
     compiled = ("torch_compile=true", "torch_compile_backend=aot_eager", "gradient_checkpointing=true")
     found = train(LAYOUTS["single"], (*SMALL, "precision=qat", "group_size=16", *compiled), tmp_path)
