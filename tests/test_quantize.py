@@ -85,6 +85,7 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     names = sorted(path.name for path in parts.glob("*.safetensors"))
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     assert len(names) > 2
+    assert {path.stat().st_mode for path in parts.iterdir()} == {(parts / "config.json").stat().st_mode}
     index = json.loads((parts / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(names)
     with torch.no_grad():

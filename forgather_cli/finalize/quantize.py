@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,6 +200,7 @@ def _write_file(
         tensors |= _flattened(name, _become(name, weights.read(name), plan))[0]
     # all files tell of all tensors: transformers 5.23 takes the last one's list for the whole
     save_file(tensors, directory / _part(number), {"format": "pt", **metadata})
+    shutil.copymode(directory / _CONFIG, directory / _part(number))  # safetensors 0.8 lets the owner alone read it
     return list(tensors), sum(t.numel() * t.element_size() for t in tensors.values())
 
 
