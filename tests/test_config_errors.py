@@ -49,7 +49,7 @@ TYPED_WRONG = {
         "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected; "
         "choose trainer=pipeline or leave n_microbatches out"
     ),
-    "files=[x]": "files: only data=text|tokens has this setting, but data=python_stdlib is selected;",
+    "files=[x]": "files: only data=instruct|text|tokens has this setting, but data=python_stdlib is selected;",
     "momentum=0.1": "momentum: only optimizer=muon|sgd has this setting, but optimizer=adamw is selected;",
     "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",
     "recipe=x": "recipe: is named by the first word",

@@ -114,7 +114,7 @@ class TestCompletion:
         return [text for text, _ in complete(incomplete, list(words))]
 
     def test_groups_settings_and_bare_keys(self) -> None:
-        assert self.texts("tra") == ["trainer="]
+        assert self.texts("traine") == ["trainer="]
         assert self.texts("max_st") == ["max_steps="]
         assert self.texts("n_micro") == ["n_microbatches="]
         assert self.texts("model.hidden") == ["model.hidden_size="]
@@ -128,7 +128,10 @@ class TestCompletion:
         assert self.texts("schedule=G") == ["schedule=GPipe"]
 
     def test_recipes_until_one_is_named(self) -> None:
-        assert self.texts("pretrain_") == ["pretrain_60m", "pretrain_160m"]
+        assert self.texts("pretrain_1") == [
+            "pretrain_160m",
+            *(f"pretrain_1b_{n}" for n in ("accelerate", "nodes", "pipeline")),
+        ]
         assert self.texts("pretrain_", "default") == []
 
     def test_settings_of_options_that_are_not_selected_are_left_out(self) -> None:
