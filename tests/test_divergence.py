@@ -29,7 +29,6 @@ from forgather_cli.checkpoint.load import newest_valid
 from forgather_cli.checkpoint.manifest import read_manifest
 from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
-from forgather_cli.runs.summary import summarize
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import DivergenceSettings
@@ -38,6 +37,7 @@ from forgather_cli.data.order import Order
 from forgather_cli.errors import CheckpointError, ConfigError, DivergenceError
 from forgather_cli.launch.outcome import newest_step, read_outcome
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import summarize
 from forgather_cli.trainer import Trainer, TrainingArguments
 from tests import tiny
 from tests.ranks import run_ranks
