@@ -334,9 +334,9 @@ def test_one_that_raises_in_on_exception_hides_nothing(tmp_path: Path, caplog: p
     ("strategy", "event", "rank"),
     [
         ("single", "on_pre_optimizer_step", 0),
-        ("ddp", "on_log", 1),
+        pytest.param("ddp", "on_log", 1, marks=pytest.mark.full),
         ("pipeline", "on_evaluate", 1),
-        ("fsdp2", "on_save", 0),
+        pytest.param("fsdp2", "on_save", 0, marks=pytest.mark.full),
     ],
 )
 def test_a_job_whose_callback_raises_ends_with_the_traceback_and_leaves_nobody(
