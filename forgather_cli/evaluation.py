@@ -34,7 +34,7 @@ from forgather_cli.strategies.build import build_strategy
 from forgather_cli.tally import Tally
 from forgather_cli.trainer.evaluate import Uninterrupted, evaluate, in_rounds
 from forgather_cli.trainer.persistence import load_model
-from forgather_cli.trainer.setup import loader_settings, named_tensors, transformed
+from forgather_cli.trainer.setup import eval_loader, named_tensors, transformed
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -142,17 +142,8 @@ def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:
 def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits, group: Any) -> dict[str, Any]:
     """Collective. One pass over the split."""
     here = world()
-    loader = EvalLoader(
-        data.eval,
-        batch_size=config.per_device_eval_batch_size,
-        rank=strategy.data_rank,
-        size=strategy.data_size,
-        max_samples=config.max_eval_samples,
-        max_steps=config.max_eval_steps,
-        peers=None if here.size == 1 else Peers(cpu_group(), here.rank, strategy.data_rank),
-        dispatch=config.dispatch_batches if config.dispatch_eval_batches is None else config.dispatch_eval_batches,
-        **loader_settings(config, strategy.device),
-    )
+    peers = None if here.size == 1 else Peers(cpu_group(), here.rank, strategy.data_rank)
+    loader = eval_loader(config, strategy, data.eval, peers)
     rounds = in_rounds(loader, group, Uninterrupted())
     with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar:
         metrics: dict[str, Any] = evaluate(strategy, rounds, here, prefix="eval", on_batch=bar.advance)

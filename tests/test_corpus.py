@@ -188,9 +188,9 @@ def corpora(folder: Path) -> dict[str, tuple[list[Path], dict[str, Any]]]:
 
 
 def _is_held_out(text: str) -> bool:
-    from forgather_cli.data.sources import _share
+    from forgather_cli.data.sources import held_out_share
 
-    return _share(text) < 0.1
+    return held_out_share(text) < 0.1
 
 
 def test_processes_write_what_one_writes(tmp_path: Path, bpe: str) -> None:

@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,8 @@ from tiny import training_curve as curve
 from forgather_cli.config import options
 from forgather_cli.launch.outcome import read_outcome
 from forgather_cli.run_dir import RunDir
+
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 RECIPES = sorted(path.stem for path in options.shipped("recipes").glob("*.yaml"))
 TINY = ["model=nano", "hidden_size=32", "seq_len=32", "global_batch_size=4", "logging_steps=1", "warmup_steps=1",
@@ -40,17 +41,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             (root / split / name).with_suffix(".txt").write_text((library / name).read_text())
     files = [f"data.files=[{root}/train/*.txt]", f"data.eval_files=[{root}/eval/*.txt]"]
     return ["data=text", *files, f"cache_dir={root}/cache"]
-
-
-@pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty working directory, one thread, and torch's switches as they were."""
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

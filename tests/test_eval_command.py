@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from forgather_cli.data.tokenize import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.launch.job import is_running
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, UserFusedLoss, UserLoss
 from forgather_cli.tally import Tally
+
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 SEQ_LEN = 32
 SMALL = ["model=nano", "hidden_size=32", f"seq_len={SEQ_LEN}", "global_batch_size=4", "warmup_steps=1", "device=cpu",
@@ -47,15 +49,6 @@ def data():
     return {"train": Blocking(), "eval": Blocking(), "seq_len": 32}
 """
 """Data whose first sample never comes."""
-
-
-@pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from forgather_cli.data.chat import CHATML
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import load_source
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 40}),
@@ -29,15 +30,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 STEPS = ("seq_len=128", "global_batch_size=4", "per_device_train_batch_size=4", "logging_steps=1", "warmup_steps=1",
          "learning_rate=1e-2", "max_eval_samples=8", "eval_steps=8", "save_steps=2", "async_save=false",
          "deterministic=true", "device=cpu", "callbacks=minimal")  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,13 @@ from forgather_cli.data.detokenize import Detokenizer
 from forgather_cli.data.tokenize import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.models.pretrained import write_model_files
 
+pytestmark = pytest.mark.usefixtures("own_directory")
+
 TEXT = "def naïve(x):\n    return '日本語' * x  # 🙂👩‍👩‍👧\n"
 PROMPTS = ["def f(x", "日本", "import os", "a", "  \tclass"]
 CHAT = """\
 {% for m in messages %}<{{ m.role }}>{{ m.content }}{{ 'MARK' if m.role == 'assistant' else '/' }}{% endfor %}
 {% if add_generation_prompt %}<assistant>{% endif %}"""
-
-
-@pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def write_model(directory: Path, tokenizer: Any, **changes: Any) -> Path:

@@ -198,6 +198,6 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
 def test_the_first_document_always_trains(tmp_path: Path) -> None:
     """Two texts that would both be held out still leave something to train on."""
     names = [f"text {i}" for i in range(300)]
-    low = [name for name in names if sources._share(name) < 0.05][:2]
+    low = [name for name in names if sources.held_out_share(name) < 0.05][:2]
     found = texts(find_corpus(option(write_jsonl(tmp_path / "a.jsonl", [{"text": name} for name in low]))))
     assert found == {"train": low[:1], "eval": low[1:]}

@@ -7,10 +7,9 @@ many of its tokens come before the first target.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,15 +22,14 @@ from forgather_cli.data.cache import Meta, build_once, digest
 from forgather_cli.data.chat import ChatTemplate
 from forgather_cli.data.conversations import Conversation, read_conversations
 from forgather_cli.data.corpus import Progress
-from forgather_cli.data.reading import Damage, SourceFile, encodable
-from forgather_cli.data.sources import Split, content_hash
+from forgather_cli.data.reading import Damage, SourceFile, chunks, encodable
+from forgather_cli.data.sources import Split, content_hash, held_out_share
 from forgather_cli.data.tokenize import Span, Tokenizer
 from forgather_cli.data.tokens import ArrayFile, Tokenized, Tokens, TokenSplit
 from forgather_cli.errors import DataError
 
 SPLITS: tuple[Split, ...] = ("train", "eval")
 _VERSION = 1  # of the files and of the rules that make tokens of a record
-_CHUNK = 1 << 20  # characters encoded at once
 _SPECIAL = re.compile(r"<\|[^|<>\s'\"{}]+\|>|<(?:start|end)_of_turn>")  # what templates write that looks like a token
 _log = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     damage, unknown = Damage(), set()
     with contextlib.ExitStack() as files:
         writers = {split: _Writer(directory / split, dtype, files) for split in SPLITS}
-        for chunk in _reported(_chunks(_rendered(chats, damage)), chats, progress):
+        for chunk in chunks(_rendered(chats, damage), _reports(chats, progress)):
             texts = [each.text for each in chunk]
             unknown |= {mark for mark in chats.special_marks() if any(mark in text for text in texts)}
             encoded = chats.tokenizer.encode_marked(texts, [each.spans for each in chunk])
@@ -211,7 +209,7 @@ def _split(chats: Chats, damage: Damage) -> Iterator[tuple[Split, Conversation]]
             yield "train", last
         key = each.key()
         first = key if first is None else first
-        held_out = _share(key) < chats.eval_fraction and key != first
+        held_out = held_out_share(key) < chats.eval_fraction and key != first
         last = None if held_out else each
         if held_out:
             any_held_out = True
@@ -220,34 +218,19 @@ def _split(chats: Chats, damage: Damage) -> Iterator[tuple[Split, Conversation]]
         yield "eval" if any_trained and not any_held_out else "train", last
 
 
-def _share(key: str) -> float:
-    """A number in [0, 1) that depends on nothing but ``key``."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
-
-
 def _read_all(chats: Chats, files: Iterable[SourceFile], damage: Damage) -> Iterator[Conversation]:
     for source in files:
         yield from read_conversations(source.path, chats.option.messages_key, damage)
 
 
-def _chunks(rendered: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
-    """Lists of about a million characters: enough for the tokenizer's threads, little memory."""
-    chunk: list[_Rendered] = []
-    size = 0
-    for each in rendered:
-        chunk.append(each)
-        size += len(each.text)
-        if size >= _CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _reported(chunks: Iterable[list[_Rendered]], chats: Chats, progress: Progress | None) -> Iterator[list[_Rendered]]:
+def _reports(chats: Chats, progress: Progress | None) -> Callable[[int], None]:
+    """Adds up the bytes that it is told of for ``progress``."""
     total, done = sum(source.path.stat().st_size for source in chats.all_files), 0
-    for chunk in chunks:
-        yield chunk
-        done += sum(each.num_bytes for each in chunk)
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
         if progress is not None:
             progress(min(done, total), total)
+
+    return report

@@ -10,14 +10,15 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from forgather_cli.data.compressed import CODECS, Opened, opened
 from forgather_cli.errors import DataError
 
+_CHUNK = 1 << 20  # characters that are encoded at once
 PIECE = 16 << 20  # bytes; a longer plain text becomes several documents, cut at line borders: memory is bounded
 _MARK = b"\xef\xbf\xbd"  # U+FFFD, what an undecodable byte sequence becomes
 
@@ -27,6 +28,20 @@ class Document(NamedTuple):
     text: str
     num_bytes: int
     """Bytes of the source that it stands for, for progress."""
+
+
+class Text(Protocol):
+    """A document, or what else is encoded by itself."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the source that it stands for, for progress."""
+
+
+_Text = TypeVar("_Text", bound=Text)
 
 
 class Record(NamedTuple):
@@ -295,3 +310,22 @@ def read_rows(path: Path) -> Iterator[Record]:
                 row += 1
                 begin, done = done, int(row * share)
                 yield Record(row, value, done - begin)
+
+
+def chunks(texts: Iterable[_Text], report: Callable[[int], None]) -> Iterator[list[_Text]]:
+    """Texts in lists of about a million characters: enough for the tokenizer's threads, little memory.
+
+    ``report`` hears of a list's bytes when the next one is asked for.
+    """
+    chunk: list[_Text] = []
+    size = 0
+    for each in texts:
+        chunk.append(each)
+        size += len(each.text)
+        if size >= _CHUNK:
+            yield chunk
+            report(sum(each.num_bytes for each in chunk))
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+        report(sum(each.num_bytes for each in chunk))

@@ -261,7 +261,7 @@ def is_held_out(corpus: Documents, document: Document, *, is_first: bool) -> boo
     """``is_first``: it is the first document of all."""
     if is_first and corpus.eval_fraction < 1:
         return False
-    return _share(document.name if corpus.by_name else document.text) < corpus.eval_fraction
+    return held_out_share(document.name if corpus.by_name else document.text) < corpus.eval_fraction
 
 
 def cut_last(corpus: Documents, last: Document, num_chars: int, *, any_held_out: bool) -> list[tuple[Split, Document]]:
@@ -270,8 +270,8 @@ def cut_last(corpus: Documents, last: Document, num_chars: int, *, any_held_out:
     return _cut(last, max(1, round(corpus.eval_fraction * num_chars)) if is_split else 0)
 
 
-def _share(key: str) -> float:
-    """A number in [0, 1) that depends on nothing but ``key``."""
+def held_out_share(key: str) -> float:
+    """A number in [0, 1) that depends on nothing but ``key``: below ``eval_fraction`` what has it is held out."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
 
 

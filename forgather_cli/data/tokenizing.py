@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,12 +15,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.data.reading import Damage, Document
+from forgather_cli.data.reading import Damage, chunks
 from forgather_cli.data.sources import Documents, Piece, Split, is_held_out
 from forgather_cli.data.tokenize import Tokenizer
 
 SPLITS: tuple[Split, Split] = ("train", "eval")
-_CHUNK = 1 << 20  # characters encoded at once
 _CANNOT_COPY = (None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # None: not on this system
 Outputs = Mapping[Split, BinaryIO]
 Ints = NDArray[np.int64]
@@ -63,7 +62,7 @@ class Encoder:
     ) -> Encoded:
         """Write the tokens of a piece; ``report`` hears of bytes of the source. ``is_first``: no document is before."""
         made = Encoded()
-        for chunk in _chunks(self.corpus.read(piece, made.damage), report):
+        for chunk in chunks(self.corpus.read(piece, made.damage), report):
             arrays = self.tokenizer.encode_arrays([document.text for document in chunk])
             taken: dict[Split, list[NDArray[Any]]] = {"train": [], "eval": []}
             for document, ids in zip(chunk, arrays, strict=True):
@@ -87,22 +86,6 @@ class Encoder:
             out[start - 1] = self.end
         output.write(out.data)
         return lengths
-
-
-def _chunks(documents: Iterable[Document], report: Callable[[int], None]) -> Iterator[list[Document]]:
-    """Documents in lists of about a million characters: enough for the tokenizer's threads, little memory."""
-    chunk: list[Document] = []
-    size = 0
-    for document in documents:
-        chunk.append(document)
-        size += len(document.text)
-        if size >= _CHUNK:
-            yield chunk
-            report(sum(each.num_bytes for each in chunk))
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-        report(sum(each.num_bytes for each in chunk))
 
 
 @dataclass

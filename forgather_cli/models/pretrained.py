@@ -67,18 +67,25 @@ def read_settings(directory: str | Path) -> DecoderSettings:
     path = Path(directory)
     if not path.is_dir():
         raise ModelError(f"model.path: no such directory: {path}")
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"model.path: {path} has no config.json; expected a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: cannot read {path / 'config.json'}: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"model.path: {path / 'config.json'} must hold a JSON object, got {type(config).__name__}")
+    config = read_config(path, "model.path")
     try:
         return decoder_settings_from_hf(config)
     except ModelError as error:
         raise ModelError(f"model.path: {path / 'config.json'}: {error}") from error
+
+
+def read_config(path: Path, setting: str) -> dict[str, Any]:
+    """A parsed config.json, given by itself or by its directory. Raises ModelError, which begins with ``setting``."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{setting}: {path} has no config.json; expected a Hugging Face model directory") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{setting}: cannot read {file}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{setting}: {file} must hold a JSON object, got {type(config).__name__}")
+    return config
 
 
 def decoder_settings_from_hf(config: dict[str, Any]) -> DecoderSettings:

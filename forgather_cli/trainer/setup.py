@@ -18,6 +18,7 @@ from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.checkpoint.components import Rows
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.schema import Config, FP16Settings, GroupSettings, RunSettings, Target
+from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
@@ -137,12 +138,13 @@ def train_loader(trainer: Trainer) -> TrainLoader:
         collate_fn=trainer.data_collator,
         peers=trainer.peers,
         dispatch=args.dispatch_batches,
-        **loader_settings(args, strategy.device),
+        **_loader_settings(args, strategy.device),
     )
 
 
-def eval_loader(trainer: Trainer, dataset: Any) -> EvalLoader:
-    args, strategy = trainer.args, trainer.strategy
+def eval_loader(
+    args: Config | TrainingArguments, strategy: Strategy, dataset: Any, peers: Peers | None, collate_fn: Any = None
+) -> EvalLoader:
     return EvalLoader(
         dataset,
         batch_size=args.per_device_eval_batch_size,
@@ -150,14 +152,14 @@ def eval_loader(trainer: Trainer, dataset: Any) -> EvalLoader:
         size=strategy.data_size,
         max_samples=args.max_eval_samples,
         max_steps=args.max_eval_steps,
-        collate_fn=trainer.data_collator,
-        peers=trainer.peers,
+        collate_fn=collate_fn,
+        peers=peers,
         dispatch=args.dispatch_batches if args.dispatch_eval_batches is None else args.dispatch_eval_batches,
-        **loader_settings(args, strategy.device),
+        **_loader_settings(args, strategy.device),
     )
 
 
-def loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
+def _loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
     """How a loader reads, beside what."""
     return {
         "num_workers": args.dataloader_num_workers,

@@ -255,7 +255,7 @@ class Trainer:
         dataset = self.eval_dataset if dataset is None else dataset
         if dataset is None:
             raise DataError("eval_dataset: missing; evaluation needs one (or set eval_strategy=no)")
-        return setup.eval_loader(self, dataset)
+        return setup.eval_loader(self.args, self.strategy, dataset, self.peers, self.data_collator)
 
     # ------------------------------------------------------------------------------------------------------ the loop
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import logging
 import warnings
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from typing import Any
 
 from forgather_cli.config.schema import TransformersSettings
 from forgather_cli.errors import ModelError
+from forgather_cli.models.pretrained import read_config
 
 _log = logging.getLogger(__name__)
 
@@ -74,18 +74,9 @@ def _setting(option: TransformersSettings) -> str:
 
 def _read(path: Path, setting: str) -> dict[str, Any]:
     """A parsed config.json, given by itself or by its directory."""
-    file = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ModelError(f"{setting}: no such directory: {path}; names on the hub are not downloaded, give a local one")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{setting}: {path} has no config.json; expected a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{setting}: cannot read {file}: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{setting}: {file} must hold a JSON object, got {type(found).__name__}")
-    return found
+    return read_config(path, setting)
 
 
 def _config_class(values: dict[str, Any], setting: str) -> Any:
