@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.loss import CrossEntropy, Loss
 from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.ddp import DataParallel
-from tests import tiny
 
 CPU = torch.device("cpu")
 Slices = list[list[slice]]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import tiny
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
 from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.fsdp2 import FullyShard
-from tests import tiny
 
 CPU = torch.device("cpu")
 ROWS = 16

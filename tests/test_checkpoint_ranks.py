@@ -21,6 +21,7 @@ import pytest
 import saving
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from safetensors.torch import load_file
 from saving import Box
 from torch import Tensor
@@ -32,7 +33,6 @@ from forgather_cli.checkpoint.load import Reader, named, newest_valid, restore_c
 from forgather_cli.distributed import cpu_group
 from forgather_cli.errors import CheckpointError, ReplicationError, SetupError
 from forgather_cli.run_dir import RunDir
-from tests.ranks import run_ranks
 
 Layout = dict[str, tuple[int, int]]
 """Tensor name -> the rows [start, stop) that a rank holds."""

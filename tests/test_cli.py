@@ -97,6 +97,22 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
     assert codes == [0] * len(helps) + [2] * len(mistakes) + [0] * (len(looks) - 1) + [2]
 
 
+WITHOUT_COMPILER = WITHOUT_TORCH.replace("codes.append(ended.code)", "codes.append(ended.code or 0)").replace(
+    '{"torch", "transformers", "accelerate", "numpy"}', '{"torch", "torch._dynamo", "transformers"}'
+)
+
+
+def test_one_device_trains_and_reads_models_without_the_compiler(tmp_path: Path) -> None:
+    """Its import takes as long as torch's own."""
+    run = str(tmp_path / "run")
+    commands = [["train", *SMALL, "max_steps=2", "save_steps=1", f"output_dir={run}"], ["resume", run, "max_steps=3"],
+                ["eval", run], ["generate", run, "--prompt", "a", "--max-new-tokens", "2"], ["plan", *SMALL],
+                ["checkpoint", "verify", run]]  # fmt: skip
+    words = [sys.executable, "-c", WITHOUT_COMPILER, json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert json.loads(done.stderr.splitlines()[-1]) == [[0] * len(commands), ["torch"]]
+
+
 def test_completion_offers_settings_options_and_recipes() -> None:
     def complete(line: str) -> list[str]:
         words = line.split(" ")

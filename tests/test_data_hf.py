@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import HfSettings, TextSettings
@@ -21,7 +22,6 @@ from forgather_cli.data.build import DataSplits, cached_token_counts, load_data
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.errors import ConfigError, DataError
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
 SEQ_LEN = 32
@@ -327,9 +327,10 @@ def test_training_goes_on_to_the_last_bit_in_the_middle_of_a_stream(folder: Path
 
 def train_in_parts(folder: Path, out: Path, trainer: str) -> tuple[list[Any], list[Any]]:
     """On a rank: (losses and norms of 6 steps, and of a run that goes on from the checkpoint of step 3)."""
+    from tiny import training_curve
+
     from forgather_cli import worker
     from forgather_cli.run_dir import RunDir
-    from tests.tiny import training_curve
 
     files = ",".join(str(folder / name) for name in ("a.jsonl", "b.jsonl"))
     overrides = [

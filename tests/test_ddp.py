@@ -14,21 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-from forgather_cli.config.schema import BF16Settings, DDPSettings, PostLocalSGD, RunSettings, SingleSettings
-from forgather_cli.errors import ConfigError
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
-from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
-from forgather_cli.strategies import ddp
-from forgather_cli.strategies.base import Batch
-from forgather_cli.strategies.ddp import DataParallel
-from forgather_cli.trainer import Trainer, TrainingArguments
-from tests import tiny
-from tests.ddp import (
+from ddp import (
     CPU,
     Run,
     Slices,
@@ -46,7 +35,18 @@ from tests.ddp import (
     trained,
     weights_of,
 )
-from tests.ranks import run_ranks
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from forgather_cli.config.schema import BF16Settings, DDPSettings, PostLocalSGD, RunSettings, SingleSettings
+from forgather_cli.errors import ConfigError
+from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
+from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
+from forgather_cli.strategies import ddp
+from forgather_cli.strategies.base import Batch
+from forgather_cli.strategies.ddp import DataParallel
+from forgather_cli.trainer import Trainer, TrainingArguments
 
 # ------------------------------------------------------------------------------------------------------- one result
 
@@ -357,7 +357,7 @@ def test_hugging_face_names_reach_the_wrapper(monkeypatch: pytest.MonkeyPatch) -
 
 JOINING = """
 import sys, torch.distributed as dist
-from tests.test_ddp import script
+from test_ddp import script
 result = script(sys.argv[1])
 print(result["strategy"], dist.get_rank(), dist.get_world_size())
 dist.destroy_process_group()
@@ -372,6 +372,7 @@ def test_a_script_joins_the_world_that_its_launcher_describes(tmp_path: Path) ->
         subprocess.Popen(
             [sys.executable, "-c", JOINING, str(tmp_path)],
             env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=Path(__file__).parent,
             stdout=subprocess.PIPE,
             text=True,
         )

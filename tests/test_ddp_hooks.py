@@ -8,15 +8,10 @@ import json
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from forgather_cli.checkpoint.encoding import Encoded, decode
-from forgather_cli.config.schema import PostLocalSGD
-from forgather_cli.errors import ConfigError
-from tests import tiny
-from tests.ddp import (
+from ddp import (
     Run,
     Slices,
     close,
@@ -30,7 +25,12 @@ from tests.ddp import (
     trained,
     weights_of,
 )
-from tests.ranks import run_ranks
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from forgather_cli.checkpoint.encoding import Encoded, decode
+from forgather_cli.config.schema import PostLocalSGD
+from forgather_cli.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------------ compressed gradients
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from test_loader import Count, Numbers, StatefulCount, flat, sample
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -26,7 +27,6 @@ from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.errors import ConfigError, DataError, TrainingError
 from forgather_cli.trainer.evaluate import Uninterrupted, in_rounds
 from forgather_cli.trainer.ticket import Sum
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import saving
+import tiny
 import torch
 from parity import LAYOUTS, LOSS, Share, composed_of, corpus, go_on, run_rank, scratch, train
 from program import Process, forgather
+from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from two_ranks import SMALL
@@ -39,8 +41,6 @@ from forgather_cli.launch.outcome import newest_step, read_outcome
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import summarize
 from forgather_cli.trainer import Trainer, TrainingArguments
-from tests import tiny
-from tests.ranks import run_ranks
 
 RUN = RunDir(Path("run"))
 

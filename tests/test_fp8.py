@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from parity import LAYOUTS, Layout, Result, assert_near, go_on, train
 from program import Process
@@ -26,7 +27,6 @@ from forgather_cli.precision import autocast_for
 from forgather_cli.precision.convert import Conversion, converted, emulated
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.single import SingleDevice
-from tests import tiny
 
 CPU = torch.device("cpu")
 SPREAD = 0.02

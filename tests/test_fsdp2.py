@@ -10,8 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
+from fsdp2 import (
+    CPU,
+    Case,
+    Slices,
+    agree,
+    close,
+    cut,
+    even,
+    global_batch,
+    mean_loss,
+    named,
+    on_meta,
+    reference,
+    targets,
+    trained,
+    whole,
+)
+from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -33,25 +52,6 @@ from forgather_cli.sharding import local
 from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.fsdp2 import FullyShard
 from forgather_cli.trainer import Trainer, TrainingArguments
-from tests import tiny
-from tests.fsdp2 import (
-    CPU,
-    Case,
-    Slices,
-    agree,
-    close,
-    cut,
-    even,
-    global_batch,
-    mean_loss,
-    named,
-    on_meta,
-    reference,
-    targets,
-    trained,
-    whole,
-)
-from tests.ranks import run_ranks
 
 # ------------------------------------------------------------------------------------------------------- one result
 

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-
-from tests import tiny
-from tests.program import Process
+import tiny
+from program import Process
 
 SETTINGS = (
     "model=nano", "data.seq_len=64", "max_steps=60", "save_steps=6", "logging_steps=1", "eval_steps=30",

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from forgather_cli import worker
@@ -20,8 +22,6 @@ from forgather_cli.config.schema import ParameterNormSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer
-from tests import tiny
-from tests.ranks import run_ranks
 
 Norms = dict[str, float]
 
@@ -40,7 +40,7 @@ MODEL = (
     "logging_steps=1", "eval_steps=2", "save_steps=2",
 )  # fmt: skip
 LOGGERS = ("+callbacks.grad_norms={every: 1}", "+callbacks.parameter_norms={}", "+callbacks.weight_norm={}")
-REFERENCE = "+callbacks.reference._target_=tests.test_norm_loggers.Reference"
+REFERENCE = "+callbacks.reference._target_=test_norm_loggers.Reference"
 
 
 class Reference(TrainerCallback):

@@ -6,7 +6,10 @@ import copy
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError
 from forgather_cli.optim.build import Optimizers, build_optimizer
+from forgather_cli.optim.eager import unguard_step
 from forgather_cli.optim.groups import check_groups, describe
 from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.optim.state import ParameterOptimizer
@@ -308,6 +312,55 @@ def test_equals_plain_torch(option: OptimizerOption):
             optimizer.zero_grad()
     assert same(weights(model), weights(other))
     assert all(p.grad is None for p in model.parameters())
+
+
+UNCOMPILED = """
+import sys
+import torch
+from test_optimizers import *
+
+def steps(model, optimizer):
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+        model.zero_grad()  # an optimizer's would import it
+    return weights(model)
+
+def trained(option):
+    model, calls = TinyModel(), []
+    optimizers = build(option, model)
+    for optimizer in optimizers.optimizers:
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    torch.optim.lr_scheduler.LambdaLR(optimizers.optimizers[0], lambda step: 1.0)
+    result = steps(model, optimizers)
+    assert calls == ["before", "after"] * (4 * len(optimizers.optimizers)), calls
+    return result
+
+def trained_in_backward():
+    model = TinyModel()
+    return steps(model, FusedBackward(AdamWSettings(), model.named_parameters(), lr=LR, weight_decay=DECAY))
+
+eager, profiled = [*map(trained, OPTIONS), trained_in_backward()], build(AdamWSettings(), TinyModel())
+imported = "torch._dynamo" in sys.modules
+with torch.profiler.profile() as profiler:  # imports it
+    profiled.step()
+ranges = {event.name for event in profiler.events()}
+guarded = [*map(trained, OPTIONS), trained_in_backward()]
+print(imported, "Optimizer.step#AdamW.step" in ranges, all(map(same, eager, guarded)))
+"""
+
+
+def test_a_step_imports_no_compiler_and_is_otherwise_torchs():
+    words = [sys.executable, "-c", UNCOMPILED]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    assert done.stdout.split() == ["False", "True", "True"]
+
+
+def test_a_differentiable_optimizer_keeps_its_step():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], differentiable=True)
+    unguard_step(optimizer)
+    assert "step" not in vars(optimizer)
 
 
 def test_fused_adamw_where_it_exists():

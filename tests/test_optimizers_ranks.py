@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -15,7 +16,6 @@ from forgather_cli.errors import CheckpointError
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.state import merge_group_states
 from forgather_cli.sharding import held_rows, local
-from tests.ranks import run_ranks
 
 SHAPES = {
     "embed_tokens.weight": (7, 6),

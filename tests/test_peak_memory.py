@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
+from ranks import run_ranks
 
 from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
-from tests import tiny
-from tests.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "single": (),
@@ -88,7 +88,7 @@ class Fails(TrainerCallback):
 
 def test_a_run_that_fails_tells_its_peak_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(CallbackError):
-        trained(str(tmp_path), "+callbacks.peak_memory={}", "+callbacks.fails._target_=tests.test_peak_memory.Fails")
+        trained(str(tmp_path), "+callbacks.peak_memory={}", "+callbacks.fails._target_=test_peak_memory.Fails")
     assert re.search(r"peak memory of rank 0 \(cpu of .+\): .+ resident", caplog.text)
 
 

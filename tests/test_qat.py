@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from parity import LAYOUTS, Layout, Result, train
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from forgather_cli.precision.convert import converted
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import load_source
 from forgather_cli.strategies.single import SingleDevice
-from tests import tiny
 
 CPU = torch.device("cpu")
 RECIPES = (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import tiny
 import torch
 from torch import nn
 
@@ -18,7 +19,6 @@ from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import write_config
 from forgather_cli.source import load_source
-from tests import tiny
 
 CPU = torch.device("cpu")
 EVERYWHERE: tuple[QuantizeRecipe, ...] = (

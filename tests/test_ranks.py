@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-
-from tests.ranks import RankError, run_ranks
+from ranks import RankError, run_ranks
 
 
 def summed(value: int) -> tuple[int, int]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
+from ranks import RankError, run_ranks
 
 from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
@@ -16,8 +18,6 @@ from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
 from forgather_cli.trainer.commands import Asked
 from forgather_cli.trainer.ticket import Counts, Sum, Ticket, stop_numbers, stop_of
-from tests import tiny
-from tests.ranks import RankError, run_ranks
 
 LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("trainer=pipeline", "n_microbatches=2")}
 

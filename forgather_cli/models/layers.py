@@ -23,8 +23,9 @@ class Linear(nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters(recurse=False):
-            self.fill(name, parameter)
+        if not self.weight.is_meta:  # where torch 2.13 imports its compiler to draw nothing, 1.0 s
+            for name, parameter in self.named_parameters(recurse=False):
+                self.fill(name, parameter)
 
 
 class Embedding(nn.Embedding):
@@ -40,7 +41,8 @@ class Embedding(nn.Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.fill("weight", self.weight)
+        if not self.weight.is_meta:  # as in Linear
+            self.fill("weight", self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from forgather_cli.config.schema import AdamWSettings, MuonSettings, OptimizerOption, Target
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.optim.eager import unguard_step, unguarded_construction
 from forgather_cli.optim.groups import Assignment, assign, empty_groups, groups_of, label
 from forgather_cli.optim.state import ParameterOptimizer
 from forgather_cli.sharding import is_sharded
@@ -88,7 +89,8 @@ def build_optimizer(
     if not assignments:
         raise SetupError("optimizer: the model has no trainable parameter; unfreeze some")
     _report_empty(option, assignments)
-    optimizers = [_build(members) for members in _by_optimizer(assignments)]
+    with unguarded_construction():
+        optimizers = [_build(members) for members in _by_optimizer(assignments)]
     return Optimizers(optimizers, {p: name for a in assignments for name, p in a.parameters})
 
 
@@ -128,6 +130,7 @@ def _build(assignments: list[Assignment]) -> Optimizer:
         raise ConfigError(
             f"optimizer._target_: made a {type(optimizer).__name__}; it must make a torch.optim.Optimizer"
         )
+    unguard_step(optimizer)
     return optimizer
 
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from forgather_cli.config.schema import OptimizerOption
 from forgather_cli.errors import SetupError
 from forgather_cli.optim.build import NamedParameters, build_optimizer
+from forgather_cli.optim.eager import unguard_step
 from forgather_cli.optim.state import ParameterOptimizer
 from forgather_cli.sharding import local
 
@@ -127,4 +128,5 @@ def _sharing_state(optimizer: Optimizer) -> Optimizer:
     """
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    unguard_step(twin)
     return twin
