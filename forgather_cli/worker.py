@@ -16,7 +16,8 @@ from forgather_cli.callbacks.bars import CorpusBar
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.decode import to_tree
 from forgather_cli.config.schema import Config, DecoderSettings, Target
-from forgather_cli.data.build import DataSplits, load_data
+from forgather_cli.data.build import load_data
+from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import pick_device, world
 from forgather_cli.models.build import build_model, initialize
 from forgather_cli.run_dir import RunDir

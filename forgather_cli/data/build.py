@@ -1,15 +1,13 @@
-"""A data option to datasets: the one entry for training, and the counts that a plan may know without reading text."""
+"""A data option to datasets: the one entry for training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import (
     DataOption,
-    DataTarget,
     HfSettings,
     InstructSettings,
     PythonStdlibSettings,
@@ -18,43 +16,22 @@ from forgather_cli.config.schema import (
     TextSettings,
     TokensSettings,
 )
-from forgather_cli.data.cache import cache_root, digest, find
-from forgather_cli.data.corpus import (
-    Progress,
-    bpe_directory,
-    cached_corpus,
-    end_of,
-    tokenize_corpus,
-    trained_bpe,
-)
+from forgather_cli.data.cache import cache_root, digest
+from forgather_cli.data.corpus import Progress, end_of, tokenize_corpus, trained_bpe
+from forgather_cli.data.own import own_data
 from forgather_cli.data.sources import Documents, find_corpus
-from forgather_cli.data.tables import packed_tables, packing_key
-from forgather_cli.data.token_files import cached_token_files, open_token_files
+from forgather_cli.data.splits import DataSplits
+from forgather_cli.data.tables import packed_tables
+from forgather_cli.data.token_files import open_token_files
 from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
-from forgather_cli.targets import import_target
 
 if TYPE_CHECKING:
     from forgather_cli.data.packing import Batched
 
 Text = PythonStdlibSettings | TextSettings | HfSettings
 Packed = Text | TokensSettings
-
-
-@dataclass(frozen=True)
-class DataSplits:
-    """What training reads. ``train`` and ``eval`` are what ``TrainLoader`` takes; the shipped ones are map-style."""
-
-    train: Any
-    eval: Any | None
-    tokenizer: Tokenizer
-    fingerprint: str
-    """Of content, tokenizer, split, seq_len, packing and isolation: equal fingerprints give equal samples."""
-    seq_len: int
-    """Tokens per sample."""
-    description: dict[str, Any] = field(default_factory=dict)
-    """Plain values for logs: type, documents, tokens and samples of each split, origin, what was replaced."""
 
 
 def load_data(option: DataOption, *, seed: int, progress: Progress | None = None) -> DataSplits:
@@ -64,7 +41,7 @@ def load_data(option: DataOption, *, seed: int, progress: Progress | None = None
     DataError for data or a tokenizer that cannot be used.
     """
     if isinstance(option, Target):
-        return _target(option)
+        return own_data(option)
     if isinstance(option, SyntheticSettings):
         return _synthetic(option, seed)
     root = cache_root(option.cache_dir)
@@ -209,141 +186,3 @@ def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:
     return DataSplits(
         splits[0], splits[1] if option.num_eval_samples else None, tokenizer, fingerprint, option.seq_len, description
     )
-
-
-# -------------------------------------------------------------------------------------------------- a user's own data
-
-
-def _target(option: Target) -> DataSplits:
-    """Data of the user's: a DataSplits, a mapping with ``train`` and, if any, ``eval``, ``tokenizer`` (a name or an
-    object; bytes) and ``seq_len``, a (train, eval) pair, or a training dataset alone."""
-    made = _splits(option, import_target(option.path, "data")(**option.kwargs))
-    if isinstance(option, DataTarget):
-        _check_dispatch(option, made)
-    return made
-
-
-def _splits(option: Target, made: Any) -> DataSplits:
-    if isinstance(made, DataSplits):
-        return made
-    parts: dict[str, Any] = {"train": made}
-    if isinstance(made, Mapping):
-        parts = dict(made)
-    elif isinstance(made, tuple) and len(made) == 2:
-        parts = {"train": made[0], "eval": made[1]}
-    if "train" not in parts:
-        raise DataError(
-            f"data._target_: {option.path} returned a mapping without 'train' (its keys: {', '.join(parts)})"
-        )
-    tokenizer = parts.get("tokenizer", "bytes")
-    fingerprint = digest([option.path, repr(sorted(option.kwargs.items()))])
-    return DataSplits(
-        parts["train"],
-        parts.get("eval"),
-        load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer,
-        fingerprint,
-        _seq_len(parts, option.path),
-        {"type": option.path},
-    )
-
-
-def _check_dispatch(option: DataTarget, made: DataSplits) -> None:
-    """Raise DataError for settings that only data without numbers has, given for data with numbers."""
-    from forgather_cli.data.stream import is_map_style
-
-    splits = {"train": made.train, "eval": made.eval}
-    streams = {name: data is not None and not is_map_style(data) for name, data in splits.items()}
-    follows = option.dispatch_eval_batches is None
-    reads = {
-        "dispatch_batches": streams["train"] or (follows and streams["eval"]),
-        "dispatch_eval_batches": streams["eval"],
-    }
-    for name, is_read in reads.items():
-        if getattr(option, name) is not None and not is_read:
-            raise DataError(
-                f"data.{name}: nothing reads it, since what {option.path} returned has numbers, by which each rank "
-                "reads its own samples; leave it out"
-            )
-
-
-def _seq_len(parts: dict[str, Any], path: str) -> int:
-    if "seq_len" in parts:
-        return int(parts["seq_len"])
-    try:
-        return len(parts["train"][0]["input_ids"])
-    except (TypeError, KeyError, IndexError, NotImplementedError) as error:
-        raise DataError(
-            f"data._target_: cannot tell the sequence length of what {path} returned; "
-            f"return a mapping with 'train' and 'seq_len'"
-        ) from error
-
-
-# ------------------------------------------------------------------------------------------------- without reading text
-
-
-def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
-    """What is known of the data without building anything; None if it is not in the cache. Imports no torch.
-
-    Keys: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...); samples are None
-    where the packing has not been computed. Raises DataError when files do not exist.
-    """
-    if isinstance(option, Target | HfSettings):  # it takes the datasets library to know which data that is
-        return None
-    if isinstance(option, SyntheticSettings):
-        counts = {"train": option.num_samples, "eval": option.num_eval_samples}
-        vocab_size = load_tokenizer(option.tokenizer).vocab_size
-        tokens = {f"{name}_tokens": n * option.seq_len for name, n in counts.items()}
-        return {"vocab_size": vocab_size, **tokens, **{f"{name}_samples": n for name, n in counts.items()}}
-    root = cache_root(option.cache_dir)
-    if isinstance(option, InstructSettings):
-        return _cached_chats(option, root)
-    found = _cached(option, root)
-    if found is None:
-        return None
-    key, meta, vocab_size = found
-    known: dict[str, int | None] = {"vocab_size": vocab_size}
-    packed = _cached_rows(option, key, root)
-    for name in ("train", "eval"):
-        tokens_of = int(meta[name]["tokens"])
-        known[f"{name}_tokens"] = tokens_of
-        concat = tokens_of // option.seq_len if name == "train" else -(-tokens_of // option.seq_len)
-        known[f"{name}_samples"] = concat if option.packing == "concat" else packed.get(name)
-    return known
-
-
-def _cached_chats(option: InstructSettings, root: Path) -> dict[str, int | None] | None:
-    from forgather_cli.data.instruct import cached_chats
-
-    found = cached_chats(option, root)
-    if found is None:
-        return None
-    meta, rows, vocab_size = found
-    known: dict[str, int | None] = {"vocab_size": vocab_size}
-    for name in ("train", "eval"):
-        known |= {f"{name}_tokens": meta[name]["tokens"], f"{name}_samples": rows.get(name)}
-    return known
-
-
-def _cached(
-    option: PythonStdlibSettings | TextSettings | TokensSettings, root: Path
-) -> tuple[str, dict[str, Any], int] | None:
-    if isinstance(option, TokensSettings):
-        indexed = cached_token_files(option, root)
-        return (*indexed, load_tokenizer(option.tokenizer).vocab_size) if indexed else None
-    corpus = find_corpus(option)
-    name = option.tokenizer
-    if name == "bpe":
-        directory = bpe_directory(corpus, option.bpe_vocab_size, root, read=False)
-        if directory is None or find(root, "tokenizers", directory.name) is None:
-            return None
-        name = str(directory)
-    tokenizer = load_tokenizer(name)
-    known = cached_corpus(corpus, tokenizer.fingerprint, root)
-    return (*known, tokenizer.vocab_size) if known else None
-
-
-def _cached_rows(option: Packed, key: str, root: Path) -> dict[str, int]:
-    if option.packing == "concat":
-        return {}
-    meta = find(root, "packings", packing_key(key, option.seq_len, option.packing))
-    return {name: meta[name]["rows"] for name in ("train", "eval") if name in meta} if meta else {}

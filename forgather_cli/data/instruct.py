@@ -15,7 +15,8 @@ from forgather_cli.data.chat_tokens import SPLITS, Chats
 from forgather_cli.data.reading import SourceFile, kind_of
 from forgather_cli.data.sources import find_files
 from forgather_cli.data.tables import PackingTable, packed_tables, packing_key
-from forgather_cli.data.tokenize import END, load_tokenizer
+from forgather_cli.data.tokenize import load_tokenizer
+from forgather_cli.data.tokenizer_files import END
 from forgather_cli.data.tokens import Tokenized, TokenSplit
 from forgather_cli.errors import DataError
 

@@ -223,7 +223,7 @@ def _literal(pattern: str) -> list[str]:
 
 
 def _no_match(pattern: str) -> str:
-    return f"no file matches {pattern!r} (looked in {os.getcwd()})"
+    return f"no file matches {pattern!r} (looked in {os.getcwd()}); give files that are there, or their full paths"
 
 
 def _typed(paths: Sequence[Path]) -> tuple[SourceFile, ...]:

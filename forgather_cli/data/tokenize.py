@@ -1,37 +1,18 @@
-"""Text to token ids and back: bytes, or a ``tokenizer.json``.
+"""What a tokenizer is here, and the one of a name: bytes, or a directory with ``tokenizer.json``.
 
 ``import tokenizers`` happens where it is used: training on bytes with a warm cache never needs it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forgather_cli.errors import DataError
-
-if TYPE_CHECKING:
-    import tokenizers
-
-END = "<|endoftext|>"
-_NUM_BYTES = 256
-# what a Hugging Face tokenizer directory may hold (transformers 5.23, tokenization_utils_base.py)
-_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
-_PIECE = 1_000_000  # characters
-_AT_ONCE = 4_000_000  # characters; the library keeps some 100 bytes per token in memory
-
 
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
@@ -89,265 +70,11 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Tokenizer:
 
     ``chat_template``: the source that ``save`` writes in place of the directory's own.
     """
+    from forgather_cli.data.byte_tokenizer import ByteTokenizer
+    from forgather_cli.data.file_tokenizer import FileTokenizer
+
     if name == "bytes":
         return ByteTokenizer(chat_template)
     if name == "bpe":
         raise DataError("data.tokenizer: bpe is trained on text; use it with data=python_stdlib or data=text")
     return FileTokenizer(Path(name).expanduser(), chat_template)
-
-
-class ByteTokenizer:
-    """Ids 0-255 are UTF-8 bytes, 256 is ``<|endoftext|>``, which is also the begin and pad token."""
-
-    vocab_size = _NUM_BYTES + 1
-    eos_token_id = bos_token_id = pad_token_id = _NUM_BYTES
-    fingerprint = hashlib.sha256(b"forgather bytes 1").hexdigest()[:32]
-
-    def __init__(self, chat_template: str | None = None) -> None:
-        self._chat_template = chat_template
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self._encode(text).tolist()
-        return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [self._encode(text) for text in texts]
-
-    def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
-        return [self._marked(text, marks) for text, marks in zip(texts, spans, strict=True)]
-
-    def _marked(self, text: str, spans: Sequence[Span]) -> Marked:
-        borders = [0, *(border for span in spans for border in span), len(text)]  # outside and inside by turns
-        pieces = [self._encode(text[start:stop]) for start, stop in itertools.pairwise(borders)]
-        inside = np.repeat(np.arange(len(pieces)) % 2 == 1, list(map(len, pieces)))
-        return np.concatenate(pieces), inside
-
-    def _encode(self, text: str) -> NDArray[Any]:
-        if END not in text:
-            return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
-        pieces: list[NDArray[Any]] = []
-        for piece in text.split(END):
-            pieces += [self._encode(piece).astype(np.uint16), np.array([_NUM_BYTES], np.uint16)]
-        return np.concatenate(pieces[:-1])
-
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        end = b"" if skip_special_tokens else END.encode()
-        known = (int(i) for i in ids)
-        parts = (bytes((i,)) if i < _NUM_BYTES else end for i in known if 0 <= i <= _NUM_BYTES)
-        return b"".join(parts).decode("utf-8", "replace")
-
-    def bytes_of_tokens(self) -> NDArray[np.int64]:
-        """Bytes of text that each id stands for; none for the end token."""
-        return np.array([1] * _NUM_BYTES + [0], np.int64)
-
-    def save(self, directory: Path) -> None:
-        import tokenizers
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
-
-        vocab = {char: byte for byte, char in enumerate(_byte_chars())}
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
-        _write(tokenizer, directory)
-        _write_template(self._chat_template, directory)
-
-
-def _byte_chars() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
-    return [chr(byte if byte in printable else next(others)) for byte in range(_NUM_BYTES)]
-
-
-class FileTokenizer:
-    """A directory with ``tokenizer.json``, as Hugging Face writes it. Raises DataError if it cannot be read."""
-
-    def __init__(self, directory: Path, chat_template: str | None = None) -> None:
-        import tokenizers
-
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise DataError(
-                f"data.tokenizer: no tokenizer.json in {str(directory)!r}; give bytes, bpe or a directory that "
-                f"AutoTokenizer.from_pretrained(...).save_pretrained(directory) wrote"
-            )
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"data.tokenizer: cannot read {path} ({error})") from error
-        self._tokenizer.no_truncation()  # a corpus is not cut to the length the file was saved with
-        self._tokenizer.no_padding()
-        self._directory = directory
-        self._chat_template = chat_template
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        special = _special_tokens(directory)
-        self.eos_token_id = self._id(special["eos"])
-        self.bos_token_id = self._id(special["bos"])
-        pad = self._id(special["pad"])
-        self.pad_token_id = pad if pad is not None else self.eos_token_id or 0
-        parts = [hashlib.sha256(path.read_bytes()).hexdigest(), special]
-        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-    def _id(self, token: str | int | None) -> int | None:
-        if isinstance(token, str):
-            return self._tokenizer.token_to_id(token)
-        return token
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # "fast" leaves out the offsets (tokenizers 0.20)
-        return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Texts above a million characters are encoded in pieces cut at line borders."""
-        pieces = [_pieces(text) for text in texts]
-        arrays = self._arrays([piece for group in pieces for piece in group])
-        return [_join([next(arrays) for _ in group]) for group in pieces]
-
-    def _arrays(self, pieces: Sequence[str]) -> Iterator[NDArray[Any]]:
-        start = size = 0
-        for stop, piece in enumerate(pieces, 1):
-            size += len(piece)
-            if size >= _AT_ONCE or stop == len(pieces):
-                yield from [np.array(ids, np.uint32) for ids in self.encode_batch(pieces[start:stop])]
-                start, size = stop, 0
-
-    def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [_inside(each, marks) for each, marks in zip(encodings, spans, strict=True)]
-
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
-
-    def bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """Bytes of text that each id stands for, none for special tokens.
-
-        Exact where tokens are strings of bytes (GPT-2's byte-level BPE, as in Llama 3 and Qwen); None for others, whose
-        tokens stand for more or less text depending on where they are (SentencePiece, WordPiece).
-        """
-        from tokenizers import decoders
-
-        if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
-            return None
-        counts = np.zeros(self.vocab_size, np.int64)
-        for token, number in self._tokenizer.get_vocab().items():
-            counts[number] = len(token)  # one character for each byte
-        for number, added in self._tokenizer.get_added_tokens_decoder().items():
-            counts[number] = 0 if added.special else len(added.content.encode())
-        return counts
-
-    def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            source = self._directory / name
-            if source.is_file() and source.resolve() != (directory / name).resolve():
-                shutil.copyfile(source, directory / name)
-        templates = self._directory / "additional_chat_templates"
-        if templates.is_dir() and self._directory.resolve() != directory.resolve():
-            shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)
-        if not (directory / "tokenizer_config.json").exists():
-            names = {"eos_token": self.eos_token_id, "bos_token": self.bos_token_id, "pad_token": self.pad_token_id}
-            _write_config(directory, {k: self._tokenizer.id_to_token(v) for k, v in names.items() if v is not None})
-        _write_template(self._chat_template, directory)
-
-
-def _inside(encoding: tokenizers.Encoding, spans: Sequence[Span]) -> Marked:
-    """From the first to the last token that has characters of a span: byte-level tokenizers may take the white space
-    out of offsets, so that a token between them has none."""
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    starts, stops = offsets[:, 0], offsets[:, 1]
-    inside = np.zeros(len(offsets), np.bool_)
-    for start, stop in spans:
-        inside[stops.searchsorted(start, "right") : starts.searchsorted(stop, "left")] = True
-    return np.array(encoding.ids, np.uint32), inside
-
-
-def _write_template(source: str | None, directory: Path) -> None:
-    if source is not None:
-        (directory / "chat_template.jinja").write_text(source, encoding="utf-8")
-
-
-def _pieces(text: str) -> list[str]:
-    if len(text) <= _PIECE:
-        return [text]
-    pieces, start = [], 0
-    while start < len(text):
-        stop = text.find("\n", start + _PIECE) + 1 or len(text)
-        pieces.append(text[start:stop])
-        start = stop
-    return pieces
-
-
-def _join(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _special_tokens(directory: Path) -> dict[str, str | int | None]:
-    """Tokens (text or id) for eos, bos and pad, from the tokenizer's files, else the model's."""
-    named = [_read_json(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
-    by_id = [_read_json(directory / name) for name in ("config.json", "generation_config.json")]
-    found: dict[str, str | int | None] = {}
-    for kind in ("eos", "bos", "pad"):
-        tokens = [_content(settings.get(f"{kind}_token")) for settings in named]
-        tokens += [_first(settings.get(f"{kind}_token_id")) for settings in by_id]
-        found[kind] = next((token for token in tokens if token is not None), None)
-    return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.tokenizer: cannot read {path} ({error})") from error
-    return value if isinstance(value, dict) else {}
-
-
-def _content(token: Any) -> str | int | None:
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
-def _first(ids: Any) -> str | int | None:
-    ids = ids[0] if isinstance(ids, list) and ids else ids
-    return ids if isinstance(ids, int) else None
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
-    """Train a byte-level BPE with GPT-2's word splitting and write it as a Hugging Face directory.
-
-    The vocabulary is smaller than ``vocab_size`` where the texts hold too few pairs. Every text can be encoded.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    _write(tokenizer, directory)
-
-
-def _write(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    _write_config(directory, {"eos_token": END, "bos_token": END, "pad_token": END})
-
-
-def _write_config(directory: Path, special: dict[str, Any]) -> None:
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -8,7 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from forgather_cli.config.schema import Config, DecoderSettings, FSDP2Settings, LinearCrossEntropySettings, QATSettings
+from forgather_cli.config.schema import (
+    Config,
+    CutCrossEntropySettings,
+    DecoderSettings,
+    FSDP2Settings,
+    LigerSettings,
+    LinearCrossEntropySettings,
+    QATSettings,
+)
 from forgather_cli.plan.memory import HALF_PRODUCTS
 from forgather_cli.plan.parameters import FP32, HALF
 
@@ -22,8 +30,9 @@ class Activations:
     ((2 H + 2 K) D), and SwiGLU's gate, up, activation and product (4 I). Activation checkpointing keeps E per layer
     and recomputes one layer at a time. A layer's backward holds the gradients of its MLP's insides (3 I) beside.
     The plain loss keeps logits and their log-softmax (2 V) and makes the gradient (V), in fp32; the chunked one (2 V)
-    of a chunk of tokens. Around the layers there are the embedding's and the last norm's results and gradients (8 E).
-    ``tests/test_plan_fit.py`` compares all of a run with what torch's allocator hands out.
+    of a chunk of tokens. Liger's chunks have room for E logits per token of the batch, and Cut Cross-Entropy keeps none
+    on a GPU, as their sources say. Around the layers there are the embedding's and the last norm's results and
+    gradients (8 E). ``tests/test_plan_fit.py`` compares all of a run with what torch's allocator hands out.
     """
 
     kept: int
@@ -56,14 +65,27 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
     width, stream = _widths(config)
     inner = (2 * heads + 2 * kv) * head_dim + 4 * (shape.intermediate_size or 0) + 2 * shape.hidden_size
     layer = inner * width + 2 * shape.hidden_size * stream + _rounded(config, shape)
-    again, chunked = config.gradient_checkpointing, isinstance(config.loss, LinearCrossEntropySettings)
+    again, (loss, loss_tokens) = config.gradient_checkpointing, _loss(config, shape)
     return Activations(
         kept=shape.hidden_size * stream if again else layer,
         at_work=(layer if again else 0) + 3 * (shape.intermediate_size or 0) * width,
         ends=8 * shape.hidden_size * stream,
-        loss=(2 if chunked else 3) * (shape.vocab_size or 0) * FP32,
-        loss_tokens=config.loss.chunk_size if isinstance(config.loss, LinearCrossEntropySettings) else None,
+        loss=loss,
+        loss_tokens=loss_tokens,
     )
+
+
+def _loss(config: Config, shape: DecoderSettings) -> tuple[int, int | None]:
+    """Bytes per token in the loss, and how many tokens it takes at a time; None: all."""
+    vocab = shape.vocab_size or 0
+    match config.loss:
+        case LinearCrossEntropySettings(chunk_size=chunk_size):
+            return 2 * vocab * FP32, chunk_size
+        case LigerSettings():
+            return shape.hidden_size * FP32, None
+        case CutCrossEntropySettings() if config.device != "cpu":
+            return 0, None
+    return 3 * vocab * FP32, None
 
 
 def _rounded(config: Config, shape: DecoderSettings) -> int:

@@ -175,7 +175,7 @@ def _build(config: Config, vocab_size: int, seq_len: int) -> nn.Module:
 
 def _cached_counts(config: Config) -> dict[str, int | None]:
     """Tokens and samples of the splits, only where they are counted already."""
-    from forgather_cli.data.build import cached_token_counts
+    from forgather_cli.data.counts import cached_token_counts
 
     return cached_token_counts(config.data) or {}
 

@@ -1,9 +1,9 @@
-"""From the command to the first optimizer step of a 2-rank run, beside torchrun of a bare script.
+"""From the command to the first optimizer step, on one device beside a bare script, on two ranks beside torchrun of it.
 
-    python scripts/bench/cold_start.py [--reps 5] [--trainers ddp,fsdp2,pipeline]
+    python scripts/bench/cold_start.py [--reps 5] [--trainers single,ddp,fsdp2,pipeline]
 
-The bare script imports torch, joins the process group, makes the same decoder, wraps it in DDP and
-takes one step. Both are timed by the line that rank 0 prints after its first step; runs are interleaved, medians.
+The bare script imports torch, makes the same decoder and takes one step; two ranks join a process group and wrap it in
+DDP. All are timed by the line that rank 0 prints after its first step; runs are interleaved, medians.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ import tempfile
 import time
 from pathlib import Path
 
-BARE = '''
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
+BARE = """
+import os, torch, torch.distributed as dist
 from forgather_cli.config.schema import DecoderSettings
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 shape = DecoderSettings(hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
-model = torch.nn.parallel.DistributedDataParallel(Decoder(resolve_decoder(shape, vocab_size=257, seq_len=64)))
+model = Decoder(resolve_decoder(shape, vocab_size=257, seq_len=64))
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
 ids = torch.randint(0, 257, (4, 64))
 logits = model(ids)
 torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
 optimizer.step()
-if dist.get_rank() == 0:
+if os.environ.get("RANK", "0") == "0":
     print("step 1/1", flush=True)
-dist.destroy_process_group()
-'''  # fmt: skip
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
 
 
 def first_step(command: list[str], folder: Path) -> float:
@@ -54,41 +57,43 @@ def first_step(command: list[str], folder: Path) -> float:
     return seconds
 
 
-def commands(trainers: list[str], folder: Path, rep: int) -> dict[str, list[str]]:
+def commands(trainers: list[str], folder: Path, rep: int) -> dict[str, dict[str, list[str]]]:
+    """What is compared with what: the bare script is the first of each group."""
     script = folder / "bare.py"
     script.write_text(BARE)
     python = sys.executable
     ours = [
         python, "-m", "forgather_cli", "train", "model=nano", "data=synthetic", "data.seq_len=64", "max_steps=1",
-        "global_batch_size=8", "nproc_per_node=2", "eval_strategy=no", "save_strategy=no", "~callbacks.textgen",
+        "global_batch_size=8", "eval_strategy=no", "save_strategy=no", "~callbacks.textgen",
     ]  # fmt: skip
-    found = {"torchrun of a bare script": [python, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]}
+    alone = {"python of a bare script": [python, str(script)]}
+    launched = {"torchrun of a bare script": [python, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]}
     for trainer in trainers:
-        found[f"forgather train trainer={trainer}"] = [
-            *ours,
-            f"trainer={trainer}",
-            f"output_dir={folder}/{trainer}-{rep}",
-        ]
-    return found
+        group, ranks = (alone, []) if trainer == "single" else (launched, ["nproc_per_node=2"])
+        words = [*ours, *ranks, f"trainer={trainer}", f"output_dir={folder}/{trainer}-{rep}"]
+        group[f"forgather train trainer={trainer}"] = words
+    return {"one device": alone, "two ranks": launched}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--trainers", default="ddp,fsdp2,pipeline")
+    parser.add_argument("--trainers", default="single,ddp,fsdp2,pipeline")
     args = parser.parse_args()
-    times: dict[str, list[float]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         for rep in range(args.reps + 1):
-            for what, command in commands(args.trainers.split(","), Path(name), rep).items():
-                seconds = first_step(command, Path(name))
-                if rep:  # the first round warms the disk cache
-                    times.setdefault(what, []).append(seconds)
-    bare = statistics.median(next(iter(times.values())))
-    print("| command | first step, s | over bare, s |\n|---|---|---|")
-    for what, seconds in times.items():
-        median = statistics.median(seconds)
-        print(f"| `{what}` | {median:.2f} | {median - bare:+.2f} |")
+            for group, compared in commands(args.trainers.split(","), Path(name), rep).items():
+                for what, command in compared.items():
+                    seconds = first_step(command, Path(name))
+                    if rep:  # the first round warms the disk cache
+                        times.setdefault(group, {}).setdefault(what, []).append(seconds)
+    for group, measured in times.items():
+        bare = statistics.median(next(iter(measured.values())))
+        print(f"\n| {group} | first step, s | over bare, s |\n|---|---|---|")
+        for what, each in measured.items():
+            median = statistics.median(each)
+            print(f"| `{what}` | {median:.2f} | {median - bare:+.2f} |")
 
 
 if __name__ == "__main__":

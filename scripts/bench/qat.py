@@ -41,17 +41,16 @@ def losses(args: argparse.Namespace, overrides: list[str], seed: int, precision:
     from forgather_cli.run_dir import RunDir
 
     words = [
-        f"model={args.model}", f"max_steps={args.steps}", f"seed={seed}", "callbacks=minimal", "eval_strategy=no",
-        f"max_eval_samples={args.samples}", f"save_steps={args.start or args.steps}", "save_total_limit=5",
-        f"output_dir={root}", *overrides,
+        f"model={args.model}", f"max_steps={args.steps}", f"seed={seed}", "callbacks=minimal",
+        f"save_steps={args.start or args.steps}", "save_total_limit=5", f"output_dir={root}", *overrides,
     ]  # fmt: skip
     run = RunDir(root)
-    worker.run(load_config(None, [*words, *precision]).config, run)
+    worker.run(load_config(None, [*words, *precision, "eval_strategy=no"]).config, run)
     plain = run.checkpoint(run.checkpoint_steps()[-1]) / "model"
     quantized = root / "quantized"
     shutil.copytree(plain, quantized)
     quantize_directory(quantized, args.recipe, group_size=args.group_size)
-    config = load_config(None, words).config
+    config = load_config(None, [*words, f"max_eval_samples={args.samples}"]).config
     return [evaluate_source(path, config)["eval_loss"] for path in (plain, quantized)]
 
 

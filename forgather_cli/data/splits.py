@@ -1,0 +1,23 @@
+"""What a data option becomes: datasets, the tokenizer, and what says that two of them are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from forgather_cli.data.tokenize import Tokenizer
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """What training reads. ``train`` and ``eval`` are what ``TrainLoader`` takes; the shipped ones are map-style."""
+
+    train: Any
+    eval: Any | None
+    tokenizer: Tokenizer
+    fingerprint: str
+    """Of content, tokenizer, split, seq_len, packing and isolation: equal fingerprints give equal samples."""
+    seq_len: int
+    """Tokens per sample."""
+    description: dict[str, Any] = field(default_factory=dict)
+    """Plain values for logs: type, documents, tokens and samples of each split, origin, what was replaced."""
