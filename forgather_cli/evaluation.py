@@ -20,9 +20,10 @@ from forgather_cli import worker
 from forgather_cli.callbacks.bars import CorpusBar, close_bar, open_bar
 from forgather_cli.checkpoint.gather import gather, on_rank_0
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
-from forgather_cli.data.build import DataSplits, load_data
+from forgather_cli.data.build import load_data
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader
+from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import World, all_sum, cpu_group, pick_device, world
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
@@ -32,6 +33,7 @@ from forgather_cli.source import Located, load_located, locate
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.tally import Tally
+from forgather_cli.trainer.device_errors import evaluation_explained
 from forgather_cli.trainer.evaluate import Uninterrupted, evaluate, in_rounds
 from forgather_cli.trainer.persistence import load_model
 from forgather_cli.trainer.setup import eval_loader, named_tensors, transformed
@@ -45,7 +47,7 @@ def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False
 
     ``own_tokenizer``: with the model's, whatever the config says. Returns what ``evaluate`` measures, and
 
-        eval_accuracy        targets that are the likeliest token / targets
+        eval_accuracy        targets that are the likeliest token / targets; None without a target, like the loss
         eval_bits_per_byte   loss x targets / ln 2 / bytes of text that the targets stand for; special tokens stand for
                              none, though their loss counts. None where the tokenizer cannot tell bytes, or the loss is
                              more than the likelihood (label smoothing, z_loss, a loss of the user's)
@@ -60,7 +62,7 @@ def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False
     if own_tokenizer and not isinstance(config.data, Target):
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
     data = _data(config)
-    loss = build_loss(config.loss)
+    loss = build_loss(config.loss, device=device)
     loss.tally = tally = Tally(device, _token_bytes(data) if loss.is_likelihood else None)
     strategy = build_strategy(config, loss=loss)
     _materialize(strategy, found, config, data, group)
@@ -145,8 +147,9 @@ def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits,
     peers = None if here.size == 1 else Peers(cpu_group(), here.rank, strategy.data_rank)
     loader = eval_loader(config, strategy, data.eval, peers)
     rounds = in_rounds(loader, group, Uninterrupted())
-    with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar:
-        metrics: dict[str, Any] = evaluate(strategy, rounds, here, prefix="eval", on_batch=bar.advance)
+    explained = evaluation_explained("the evaluation", rounds, config, strategy)
+    with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar, explained as watched:
+        metrics: dict[str, Any] = evaluate(strategy, watched, here, prefix="eval", on_batch=bar.advance)
     loader.close()
     return {**metrics, **_counted(tally, metrics, here)}
 
@@ -156,7 +159,7 @@ def _counted(tally: Tally, metrics: dict[str, Any], here: World) -> dict[str, An
     correct, num_bytes = all_sum(torch.stack([tally.correct, tally.num_bytes]), here.group).tolist()
     targets = metrics["eval_tokens"]
     return {
-        "eval_accuracy": correct / max(targets, 1),
+        "eval_accuracy": correct / targets if targets else None,
         "eval_bits_per_byte": metrics["eval_loss"] * targets / math.log(2) / num_bytes if num_bytes else None,
         "eval_bytes": num_bytes or None,
         "eval_samples": round(metrics["eval_samples_per_second"] * metrics["eval_runtime"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from forgather_cli.checkpoint.load import Reader, newest_valid
+from forgather_cli.checkpoint.load import Reader, newest_valid, open_whole
 from forgather_cli.checkpoint.weights import Weights
 from forgather_cli.config.decode import load_saved
 from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
@@ -99,9 +99,7 @@ def _from_directory(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | 
 def _reader(source: Path) -> Reader | None:
     """The checkpoint that ``source`` stands for; None if it is a model directory."""
     if (source / "manifest.json").is_file():
-        reader = Reader(source)
-        reader.verify()
-        return reader
+        return open_whole(source)
     if (source / "config.json").is_file():
         return None
     reader_or_none = newest_valid(RunDir(source))

@@ -131,3 +131,12 @@ def damage(path: Path, change: Callable[[bytearray], Any]) -> None:
     content = bytearray(path.read_bytes())
     content = change(content) or content
     path.write_bytes(content)
+
+
+def flip(position: int) -> Callable[[bytearray], None]:
+    """The change of one bit."""
+
+    def change(content: bytearray) -> None:
+        content[position] ^= 0x10
+
+    return change

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import finalized
 import pytest
 import torch
 from finalized import logits, theirs, weights
 from program import forgather
-from saving import damage
+from saving import damage, flip
 from tiny import decoder, metrics
 
 from forgather_cli.checkpoint.average import average_models
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import write_model_directory
-from forgather_cli.data.tokenize import ByteTokenizer
+from forgather_cli.data.byte_tokenizer import ByteTokenizer
 from forgather_cli.errors import CheckpointError
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
@@ -118,13 +122,40 @@ def test_what_cannot_be_averaged(run: Path, capsys: pytest.CaptureFixture[str]) 
 
     first, second, _ = map(str, checkpoints(run))
     shutil.copytree(second, "step-00000004")
-    damage(Path("step-00000004/model/model.safetensors"), lambda content: content.__setitem__(-1, content[-1] ^ 1))
-    assert "is damaged: model/model.safetensors" in refusal(first, "step-00000004", "-o", "out")
+    damage(Path("step-00000004/model/model.safetensors"), flip(-1))
+    message = refusal(first, "step-00000004", "-o", "out")
+    assert "is damaged: model/model.safetensors" in message
+    assert "(SHA-256 differs); leave it out, or use --last K RUN for whole ones" in message
+    assert f"{first}: is named twice; an average counts each" in refusal(first, second, first, "-o", "out")
+    assert f"{first}/model: is named twice, as {first};" in refusal(first, f"{first}/model", "-o", "out")
+    assert "nowhere: no such directory; give checkpoints" in refusal("nowhere", first, "-o", "out")
     assert "needs two models or more, got 1" in refusal(first, "-o", "out")
     assert f"use --last K {run}" in refusal(str(run), first, "-o", "out")
     assert "--last: takes the checkpoints of one run, got 2 sources" in refusal("--last", "2", first, second, "-o", "o")
     assert "exists already" in refusal(first, second, "-o", str(run))
     assert sorted(path.name for path in Path().iterdir()) == ["step-00000004"]
+
+
+def no_space(fd: int, data: Any, offset: int) -> int:
+    """``os.pwrite`` on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_an_average_on_a_full_disk_leaves_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(run)
+    monkeypatch.setattr(os, "pwrite", no_space)
+    assert forgather("checkpoint", "average", "--last", "2", str(run), "-o", "deep/out") == 2
+    out = Path("deep/out").absolute()
+    message = f"error: {out}: cannot be written (No space left on device); nothing was left behind\n"
+    assert capsys.readouterr().err == message
+    assert list(Path().iterdir()) == []
+    assert contents(run) == before
 
 
 # ----------------------------------------------------------------------------------------------------------------- edit
@@ -175,6 +206,27 @@ def test_a_resume_takes_the_edited_values(edited: Path, capsys: pytest.CaptureFi
     assert rates == pytest.approx([7e-4])
 
 
+def test_an_edit_of_an_older_checkpoint_says_how_to_go_on_from_it(
+    edited: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path("run").resolve()
+    shutil.copytree(edited, run)
+    assert (
+        forgather("checkpoint", "edit", str(RunDir(run).checkpoint(2)), "lr_scheduler=constant", "learning_rate=5e-3")
+        == 0
+    )
+    line, path = capsys.readouterr().out.splitlines()[-2:]
+    assert path == str(RunDir(run).checkpoint(2))
+    said, _, command = line.partition(": ")
+    assert said == "a plain forgather resume goes on from step-00000004; to go on from the edited one"
+    words = shlex.split(command)
+    assert words[0] == "forgather"
+    assert forgather(*words[1:], "max_steps=3") == 0
+    assert "resumed from " + path in capsys.readouterr().err
+    rates = [record["learning_rate"] for record in metrics(run) if "grad_norm" in record and record["step"] > 2]
+    assert rates == pytest.approx([5e-3])
+
+
 def test_moving_the_backup_back_undoes_the_edit(edited: Path) -> None:
     run = Path("run").resolve()
     shutil.copytree(edited, run)
@@ -185,6 +237,19 @@ def test_moving_the_backup_back_undoes_the_edit(edited: Path) -> None:
     from forgather_cli.checkpoint.edited import pending
 
     assert pending(RunDir(run)) is None
+
+
+def test_an_edit_on_a_full_disk_leaves_the_checkpoint_as_it_was(
+    edited: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(edited)
+    monkeypatch.setattr(os, "pwrite", no_space)
+    assert forgather("checkpoint", "edit", str(edited), "learning_rate=1e-3") == 2
+    path = RunDir(edited).checkpoint(4)
+    message = f"error: {path}: cannot be edited (No space left on device); it is as it was\n"
+    assert capsys.readouterr() == ("", message)
+    assert contents(edited) == before
+    assert not list(path.parent.glob(".*"))
 
 
 def test_what_cannot_be_edited(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:

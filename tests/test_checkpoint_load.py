@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,14 @@ import pytest
 import saving
 import torch
 from safetensors.torch import save_file
-from saving import Box
+from saving import Box, flip
 
 from forgather_cli.checkpoint.components import Component, Sharing
-from forgather_cli.checkpoint.load import Reader, newest_valid, restore_components
+from forgather_cli.checkpoint.load import Reader, newest_valid
+from forgather_cli.checkpoint.restore import restore_components
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir
-
-
-def flip(position: int) -> Callable[[bytearray], None]:
-    def change(content: bytearray) -> None:
-        content[position] ^= 0x10
-
-    return change
 
 
 def all_files(path: Path) -> list[str]:

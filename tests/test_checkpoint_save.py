@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -235,9 +236,7 @@ def test_a_full_disk_is_an_error_in_the_log_and_the_checkpoint_before_stands(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert saver.poll() == [saver.run.checkpoint(1)]
     (message,) = logged_errors(caplog)
-    assert message.startswith(
-        "the checkpoint of step 2 was not saved: File too large; training goes on, the newest one"
-    )
+    assert message.startswith("the checkpoint of step 2 was not saved: File too large; the newest one")
     assert saver.failures == [(2, "File too large")]
     assert saver.run.checkpoint_steps() == [1]
     assert saving.debris(saver.run) == []
@@ -344,7 +343,7 @@ def test_the_same_step_again_replaces_a_damaged_checkpoint(tmp_path: Path) -> No
     saver = saving.checkpointer(tmp_path)
     saving.save(saver, 4)
     path = saver.run.checkpoint(4)
-    saving.damage(path / "model" / "model.safetensors", lambda content: content.__setitem__(-1, content[-1] ^ 1))
+    saving.damage(path / "model" / "model.safetensors", saving.flip(-1))
     assert saving.save(saver, 4)
     Reader(path).verify()
     saving.assert_content(Reader(path), 4)
@@ -399,6 +398,21 @@ def test_trial_checks_that_a_checkpoint_fits(tmp_path: Path) -> None:
     assert message.startswith("output_dir: one checkpoint needs 9.01e+06 GB, ")
     assert f"{saver.run.checkpoints} has" in message
     assert message.endswith("free; free some space, or set output_dir to another disk")
+
+
+def test_without_planned_saves_a_trial_warns_of_a_lack_of_room_and_leaves_no_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = saving.checkpointer(tmp_path / "new", save_strategy="no")
+    saver.trial(saving.components(0), rows={"w": Rows(torch.empty(1 << 20, 1 << 30, device="meta"))})
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.fullmatch(
+        r"output_dir: one checkpoint needs 4.5e\+06 GB, .*/checkpoints has .* free; free some space, or set "
+        "output_dir to another disk; save_strategy=no goes on, but a signal would end the run without a checkpoint",
+        record.getMessage(),
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_trial_names_a_directory_it_cannot_write(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from forgather_cli.cli import app
+from forgather_cli.cli.multirun import Job, _cells
 from forgather_cli.config.load import load_config
+from forgather_cli.launch.outcome import write_outcome
 from forgather_cli.launch.start import launch
 from forgather_cli.plan import make_plan
 from forgather_cli.run_dir import RunDir
@@ -69,32 +71,44 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WITHOUT_TORCH = """
 import json, os, sys
 from forgather_cli.cli import app
-codes = []
+codes, loaded = [], []
 for words in json.loads(sys.argv[1]):
     sys.argv = ["forgather", *words]
+    os.environ.pop("_FORGATHER_COMPLETE", None)
+    if words[:1] == ["COMPLETE"]:
+        sys.argv = sys.argv[:1]
+        os.environ |= {"_FORGATHER_COMPLETE": "complete_bash", "COMP_WORDS": words[1], "COMP_CWORD": words[2]}
     try:
         app.main()
     except SystemExit as ended:
         codes.append(ended.code)
-loaded = {"torch", "transformers", "accelerate", "numpy"} & set(sys.modules)
-print(json.dumps([codes, sorted(loaded)]), file=sys.stderr)
+    loaded.append(sorted({"torch", "transformers", "accelerate", "numpy"} & set(sys.modules)))
+print(json.dumps([codes, loaded]), file=sys.stderr)
 """
 
 
-def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path) -> None:
-    commands = ["train", "resume", "plan", "eval", "generate", "config show", "config options", "config recipes",
-                "checkpoint list", "checkpoint inspect", "checkpoint verify", "logs summary"]  # fmt: skip
+def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path, tmp_path: Path) -> None:
+    commands = ["train", "resume", "plan", "eval", "generate", "finalize", "config show", "config options",
+                "config recipes", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint average",
+                "checkpoint edit", "logs summary", "logs plot", "control list", "control status", "control cleanup",
+                "control save", "control abort"]  # fmt: skip
     helps = [["--help"], *([*command.split(), "--help"] for command in commands)]
-    mistakes = [["train", "max_stepz=1", "trainer=dpp"], ["train", "nope"], ["resume", "nope"], ["eval", "nope"]]
+    mistakes = [["train", "max_stepz=1", "trainer=dpp"], ["train", "nope"], ["resume", "nope"], ["eval", "nope"],
+                ["finalize", "nope", "x"], ["logs", "plot", str(trained), "--x", "steps"],
+                ["train", "lr=1,2", "max_steps=1", "-m"]]  # fmt: skip
+    unknown = [["control", "status", str(trained)], ["control", "stop", "nope"]]
     newest = str(trained / "checkpoints/step-00000004")
     looks = [["config", "show"], ["config", "options"], ["config", "recipes"], ["logs", "summary", str(trained)],
              ["checkpoint", "list", str(trained)], ["checkpoint", "inspect", newest], ["checkpoint", "verify", newest],
-             ["--version"], ["train", "lr=1,2", "max_steps=1", "-m"]]  # fmt: skip
-    words = json.dumps([*helps, *mistakes, *looks])
+             ["control", "list"], ["control", "cleanup"], ["--version"],
+             ["COMPLETE", "forgather train model=n", "2"], ["COMPLETE", "forgather resume x max_st", "3"],
+             ["logs", "plot", str(trained), "-o", str(tmp_path / "plot.svg")]]  # fmt: skip
+    words = json.dumps([*helps, *mistakes, *unknown, *looks])
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, words], capture_output=True, text=True, check=True)
     codes, loaded = json.loads(done.stderr.splitlines()[-1])
-    assert loaded == []
-    assert codes == [0] * len(helps) + [2] * len(mistakes) + [0] * (len(looks) - 1) + [2]
+    assert loaded == [[]] * (len(codes) - 1) + [["numpy"]]  # matplotlib's
+    assert codes == [0] * len(helps) + [2] * len(mistakes) + [1] * len(unknown) + [0] * len(looks)
+    assert "model=nano" in done.stdout
 
 
 WITHOUT_COMPILER = WITHOUT_TORCH.replace("codes.append(ended.code)", "codes.append(ended.code or 0)").replace(
@@ -110,22 +124,34 @@ def test_one_device_trains_and_reads_models_without_the_compiler(tmp_path: Path)
                 ["checkpoint", "verify", run]]  # fmt: skip
     words = [sys.executable, "-c", WITHOUT_COMPILER, json.dumps(commands)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert json.loads(done.stderr.splitlines()[-1]) == [[0] * len(commands), ["torch"]]
+    assert json.loads(done.stderr.splitlines()[-1]) == [[0] * len(commands), [["torch"]] * len(commands)]
 
 
-def test_completion_offers_settings_options_and_recipes() -> None:
+def test_completion_offers_settings_options_and_recipes(
+    forgather: Forgather, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def complete(line: str) -> list[str]:
-        words = line.split(" ")
-        settings = {"_FORGATHER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-        done = subprocess.run([PROGRAM], env={**os.environ, **settings}, capture_output=True, text=True, check=True)
-        assert done.stderr == ""
-        return done.stdout.split()
+        monkeypatch.setenv("_FORGATHER_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        done = forgather()
+        assert done.err == ""
+        return done.out.split()
 
     assert complete("forgather train max_st") == ["max_steps="]
     assert complete("forgather train trainer = ") == ["ddp", "fsdp2", "pipeline", "single"]
     assert complete("forgather train model = 1") == ["160m", "1b"]
     assert "default" in complete("forgather train de")
     assert complete("forgather resume somewhere save_str") == ["save_strategy="]
+    assert complete("forgather resume somewhere trainer = d") == ["ddp"]
+    (tmp_path / "own/model").mkdir(parents=True)
+    (tmp_path / "own/model/zzz.yaml").write_text("type: decoder\n")
+    (tmp_path / "own/recipes").mkdir()
+    (tmp_path / "own/recipes/zebra.yaml").write_text("# mine\ndefaults: [train, _self_]\n")
+    assert complete("forgather train model=z") == []
+    assert complete("forgather train --config-dir own model=z") == ["model=zzz"]
+    assert complete("forgather resume somewhere --config-dir own model = z") == ["zzz"]
+    assert complete("forgather train --config-dir own ze") == ["zebra"]
 
 
 # ------------------------------------------------------------------------------------------------- config and errors
@@ -420,7 +446,7 @@ def test_generate_is_repeatable_and_streams_what_it_returns(
 
 def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     def sweep() -> subprocess.CompletedProcess[str]:
-        words = ["train", *SMALL, "max_steps=2", "hidden_size=33,32", "num_attention_heads=2", "-m"]
+        words = ["train", *SMALL, "max_steps=2", "model.vocab_size=8,300", "-m"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [PROGRAM, *words], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
@@ -428,17 +454,28 @@ def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
 
     first = sweep()
     assert first.returncode == 1
-    assert "model.hidden_size: must be a multiple of" in first.stderr
+    assert "model.vocab_size: the tokenizer has 257 tokens, got 8" in first.stderr
     [root] = (tmp_path / "outputs/default").glob("sweep-*")
     [done] = root.iterdir()
-    assert done.name.startswith("hidden_size=32-")
+    assert done.name.startswith("model.vocab_size=300-")
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
     again = sweep()
     assert again.returncode == 1
     assert f"{done.name} is done" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
-    assert re.search(r"hidden_size=33-\w+ +not run", again.stdout)
-    assert re.search(r"hidden_size=32-\w+ +done +2 +\d\.\d{4}", again.stdout)
+    assert re.search(r"vocab_size=8-\w+ +refused \(2\)", again.stdout)
+    assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", again.stdout)
+
+
+def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    codes = [(None, None, "not run"), (2, None, "refused (2)"), (137, None, "failed (137)"), (0, 0, "done")]
+    codes += [(75, 75, "stopped"), (1, 1, "failed (1)"), (None, 1, "failed"), (2, 75, "refused (2)")]
+    for code, told, shown in codes:
+        run.exit.unlink(missing_ok=True)
+        if told is not None:
+            write_outcome(run, told, "because", 3)
+        assert _cells(Job("x", [], run), code) == [shown, "-", "-", "-", "-", "-"]
 
 
 def test_a_sweep_checks_all_jobs_before_the_first(forgather: Forgather) -> None:

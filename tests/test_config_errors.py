@@ -10,6 +10,9 @@ import pytest
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.load import load_config
+from forgather_cli.config.mistakes import ELSEWHERE
+from forgather_cli.config.options import GROUPS
+from forgather_cli.config.paths import settings
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import ConfigError
 
@@ -44,7 +47,7 @@ TYPED_WRONG = {
     "callbacks.textgn.top_k=3": "callbacks.textgn.top_k: unknown callback; did you mean textgen?",
     "model=tinyy": "model=tinyy: no such option; did you mean tiny? Options: decoder, nano,",
     "trainer=5": "trainer=5: no such option; Options: ddp, fsdp2, pipeline, single",
-    "loss=null": "loss=null: no such option; Options: cross_entropy, linear_cross_entropy",
+    "loss=null": "loss=null: no such option; Options: cross_entropy, ",
     "n_microbatches=8": (
         "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected; "
         "choose trainer=pipeline or leave n_microbatches out"
@@ -55,6 +58,7 @@ TYPED_WRONG = {
     "recipe=x": "recipe: is named by the first word",
     "seq_len=x": "seq_len: must be a whole number, got 'x'",
     "max_steps=10.0": "max_steps: must be a whole number, got 10.0; write max_steps=10",
+    "max_eval_steps=0": "max_eval_steps: must be -1 or greater than 0, got 0",
     "max_steps=-2": "max_steps: must be greater than or equal to -1, got -2",
     "per_device_train_batch_size=0": "per_device_train_batch_size: must be greater than 0, got 0",
     "learning_rate=big": "learning_rate: must be a number, got 'big'",
@@ -67,6 +71,30 @@ TYPED_WRONG = {
     "rdzv_id=5": "rdzv_id: must be text, got 5;",
     "betas=[0.1]": "betas: must have more values, got [0.1]; give 2 or more",
     "betas=[0.1,1.0]": "betas.1: must be less than 1, got 1.0",
+    "betas=[0.1,0.2,0.3]": "betas: must have 2 values, got [0.1, 0.2, 0.3]; give fewer",
+    "betas=0.9": "betas: must be a list, got 0.9; write betas=[0.9,0.95]",
+    "lr=1e-3": "lr: unknown setting; did you mean learning_rate?",
+    "batch_size=4": "batch_size: unknown setting; did you mean global_batch_size or per_device_train_batch_size?",
+    "bf16=true": "bf16: unknown setting; did you mean precision=bf16?",
+    "device=gpu": "device: must be auto, cpu, cuda, cuda:N (a number) or mps, got 'gpu'; set it to auto",
+    "hidden_size=65": (
+        "model.hidden_size: must be a multiple of model.num_attention_heads=4, got 65; set model.hidden_size=64 or 72"
+    ),
+    "hidden_size=12": (
+        "model.hidden_size: rotary embedding needs an even head size, got 12 / model.num_attention_heads=4 = 3; "
+        "set model.hidden_size=8 or 16"
+    ),
+    "num_key_value_heads=3": (
+        "model.num_key_value_heads: must divide model.num_attention_heads=4, got 3; set it to 1, 2 or 4"
+    ),
+    "head_dim=1": "model.head_dim: rotary embedding needs an even head size, got 1; set model.head_dim=2",
+    "+optimizer.groups.x={regex: '('}": "optimizer.groups.x.regex: not a regular expression (missing ), unterminated",
+    "+optimizer.groups.x={regex: a, settings: {weight_decey: 0}}": (
+        "optimizer.groups.x.settings.weight_decey: adamw has no such setting; did you mean weight_decay?"
+    ),
+    "+optimizer.groups.x={regex: a, optimizer: {type: sgd, nesterov: true}}": (
+        "optimizer.groups.x.settings.nesterov: looks ahead along the momentum, got momentum=0; set momentum=0.9"
+    ),
     "data=text": "data.files: required by data=text; set data.files=[...]",
     "model=pretrained": "model.path: required by model=pretrained; set model.path=...",
     "logging_dir=${nothing}": "logging_dir: cannot be resolved",
@@ -90,6 +118,17 @@ def test_one_mistake_one_line(problems: Problems, override: str) -> None:
     assert len(found) == 1, found
     assert found[0].startswith(TYPED_WRONG[override])
     assert "\n" not in found[0]
+
+
+def test_names_from_elsewhere_are_no_settings_of_ours_and_stand_for_some() -> None:
+    known = {
+        *settings(),
+        *GROUPS,
+        *(setting.leaf for path, setting in settings().items() if not path.startswith("callbacks.")),
+    }
+    for name, meant in ELSEWHERE.items():
+        assert name not in known, name
+        assert set(meant.split(" or ")) <= known | {"callbacks.trackers"}
 
 
 def test_all_mistakes_are_reported_at_once(problems: Problems) -> None:
@@ -215,6 +254,11 @@ CONTRADICTIONS = {
     "fuse_optim_with_backward=true max_grad_norm=0 trainer=ddp": "not possible with trainer=ddp; choose trainer=single",
     "fuse_optim_with_backward=true max_grad_norm=0 trainer=pipeline": "not possible with trainer=pipeline",
     "trainer=pipeline schedule=ZBVZeroBubble torch_compile=true": "torch_compile: compiled blocks get wrong gradients",
+    "trainer=pipeline schedule=ZBVZeroBubble loss=liger": "loss: the kernels of liger have one backward",
+    "loss=liger device=cpu": "loss: liger needs a CUDA GPU and Triton, got device=cpu; set loss=linear_cross_entropy",
+    "loss=cut_cross_entropy device=cuda:1": "loss: the backward of cut_cross_entropy takes bf16 or fp16, got precision",
+    "loss=cut_cross_entropy deterministic=true": "deterministic: the kernels of loss=cut_cross_entropy add up in any",
+    "loss=cut_cross_entropy z_loss=0.1": "z_loss: only loss=cross_entropy|",
     "trainer=pipeline nproc_per_node=4 n_microbatches=2": "n_microbatches: schedule=1F1B with 4 stages needs at least",
     "trainer=pipeline nproc_per_node=1": "trainer: pipeline needs at least 2 ranks, got 1",
     "trainer=pipeline nproc_per_node=8 n_microbatches=8": "8 pipeline stages are more than num_hidden_layers=4",
@@ -240,6 +284,7 @@ CONTRADICTIONS = {
     "dataloader_prefetch_factor=2": "dataloader_prefetch_factor: only workers prefetch, got dataloader_num_workers=0",
     "dataloader_persistent_workers=true": "dataloader_persistent_workers: there are none, got dataloader_num_workers=0",
     "max_steps=-1 num_train_epochs=-1": "max_steps: -1 with num_train_epochs=-1 never ends on data=python_stdlib",
+    "max_steps=-1 num_train_epochs=-1 data=hf data_files=[a.jsonl]": "num_train_epochs=-1 never ends on data=hf",
     "max_steps=-1 num_train_epochs=0": "num_train_epochs: must be above 0 with max_steps=-1, got 0",
     "max_steps=0": "max_steps: 0 trains nothing",
     "trainer=ddp nnodes=2 node_rank=2": "node_rank: counts from 0 to nnodes-1, got 2 with nnodes=2",
@@ -250,7 +295,35 @@ CONTRADICTIONS = {
     "replication_check=full": "replication_check: nothing reads it with trainer=single; choose trainer=ddp, fsdp2",
     "bpe_vocab_size=300": "bpe_vocab_size: nothing reads it with tokenizer=bytes; set tokenizer=bpe",
     "torch_compile_mode=default": "torch_compile_mode: nothing reads it with torch_compile=false",
+    "qk_norm=true mlp_bias=true": "model.qk_norm=true, model.mlp_bias=true: no Hugging Face architecture",
     "num_train_epochs=2": "num_train_epochs: nothing reads it with max_steps=400; set max_steps=-1",
+    "optimizer=sgd nesterov=true": "nesterov: looks ahead along the momentum, got momentum=0; set momentum=0.9 or",
+    "load_best_model_at_end=true data=synthetic num_eval_samples=0": "needs evaluations, got num_eval_samples=0, which",
+    "load_best_model_at_end=true eval_fraction=0": "needs evaluations, got eval_fraction=0.0, which leaves nothing",
+    "load_best_model_at_end=true data=hf dataset=x streaming=true": "needs evaluations, got streaming=true, which",
+    "data=text files=[a] eval_files=[b] eval_fraction=0.1": "eval_fraction: nothing reads it with eval_files=[b];",
+    "data=tokens files=[a] eval_files=[b] eval_fraction=0.1": "eval_fraction: nothing reads it with eval_files=[b]",
+    "data=instruct files=[a] eval_files=[b] eval_fraction=0.1": "eval_fraction: nothing reads it with eval_files=[b]",
+    "trainer=pipeline nproc_per_node=2 split=[2,2] input_weight=2": "input_weight: nothing reads it with split=[2,2];",
+    "trainer=pipeline nproc_per_node=2 split=[2,2] output_weight=2": "output_weight: nothing reads it with split=[2,2]",
+    "resume_components=[model]": "resume_components: nothing reads it with resume_from_checkpoint=false; set resume_",
+    "ignore_data_skip=true": "ignore_data_skip: nothing reads it with resume_from_checkpoint=false; set resume_from",
+    "lr_scheduler=infinite anneal_steps=5": "anneal_steps: nothing reads it with anneal_start_step=null; set anneal_",
+    "lr_scheduler=infinite min_lr_ratio=0.1": "min_lr_ratio: nothing reads it with anneal_start_step=null; set anneal",
+    "rope_scaling={rope_type: linear, low_freq_factor: 2}": "low_freq_factor: nothing reads it with rope_type=linear;",
+    "rope_scaling={factor: 2}": "factor: nothing reads it with rope_type=default; set rope_type=linear, dynamic, yarn",
+    "eval_strategy=no max_eval_samples=5": "max_eval_samples: nothing reads it with eval_strategy=no; set eval_strat",
+    "eval_strategy=no max_eval_steps=5": "max_eval_steps: nothing reads it with eval_strategy=no",
+    "eval_strategy=no per_device_eval_batch_size=5": "per_device_eval_batch_size: nothing reads it with eval_strategy",
+    "eval_strategy=no metric_for_best_model=eval_perplexity": "metric_for_best_model: nothing reads it with eval_strat",
+    "eval_strategy=no eval_on_save=true save_strategy=no max_eval_steps=5": "max_eval_steps: nothing reads it with",
+    "data=synthetic num_eval_samples=0 eval_steps=5": "eval_steps: nothing reads it with num_eval_samples=0; set num_",
+    "eval_strategy=no +callbacks.early_stopping={patience: 1}": (
+        "callbacks.early_stopping: nothing reads it with eval_strategy=no; set eval_strategy=steps or leave callbacks."
+    ),
+    "eval_strategy=no callbacks.textgen.top_k=5": (
+        "callbacks.textgen.top_k: nothing reads it with eval_strategy=no; set eval_strategy=steps, set callbacks."
+    ),
 }
 
 
@@ -261,21 +334,46 @@ def test_contradictions_name_both_settings(problems: Problems, overrides: str) -
     assert all("; " in problem for problem in found)
 
 
+def test_a_setting_that_a_later_one_makes_void_is_no_mistake(problems: Problems, tmp_path: Path) -> None:
+    write(tmp_path / "recipes/base.yaml", "defaults: [train, _self_]\nmax_eval_samples: 3\nseq_len: 64\n")
+    write(tmp_path / "recipes/mine.yaml", "defaults: [base, _self_]\neval_strategy: 'no'\n")
+    write(tmp_path / "recipes/both.yaml", "defaults: [base, _self_]\neval_strategy: 'no'\nmax_eval_steps: 3\n")
+    load_config("mine", [])
+    load_config("base", ["eval_strategy=no"])
+    assert [problem.partition(":")[0] for problem in problems(recipe="both")] == ["max_eval_steps"]
+    assert [problem.partition(":")[0] for problem in problems("eval_steps=3", recipe="mine")] == ["eval_steps"]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ["save_strategy=no"],  # the recipe sets save_steps
         ["eval_strategy=no"],
+        ["eval_strategy=no", "callbacks=full"],
+        ["eval_strategy=no", "callbacks=full", "callbacks.early_stopping=null", "callbacks.textgen=null"],
+        ["eval_strategy=no", "eval_on_start=true", "max_eval_samples=5", "callbacks.textgen.top_k=5"],
+        ["eval_strategy=no", "eval_on_save=true", "max_eval_steps=5", "+callbacks.early_stopping.patience=1"],
+        ["eval_strategy=no", "callbacks.textgen.generation_steps=5"],
+        ["data=hf", "dataset=x", "streaming=true", "eval_split=test", "load_best_model_at_end=true"],
+        ["resume_from_checkpoint=true", "resume_components=[model]", "ignore_data_skip=true"],
+        ["resume_from_checkpoint=a/path", "resume_components=[model]"],
+        ["rope_scaling={rope_type: llama3, factor: 8, low_freq_factor: 2, original_max_position_embeddings: 64}"],
+        ["optimizer=sgd", "nesterov=true", "momentum=0.9"],
+        ["device=mps"],
         ["eval_strategy=epoch"],
         ["tokenizer=bpe", "bpe_vocab_size=300"],
         ["trainer=ddp", "nproc_per_node=2"],
         ["trainer=pipeline", "n_microbatches=8", "nproc_per_node=4"],
         ["trainer=pipeline", "schedule=ZBVZeroBubble", "nproc_per_node=2"],
+        ["trainer=pipeline", "loss=liger", "nproc_per_node=2", "z_loss=0.1", "label_smoothing=0.1"],
+        ["loss=cut_cross_entropy", "device=cuda", "precision=bf16"],
+        ["loss=cut_cross_entropy", "device=cpu", "deterministic=true"],
         ["fuse_optim_with_backward=true", "max_grad_norm=null"],
         ["load_best_model_at_end=true"],
         ["torch_compile=true", "activation_memory_budget=0.5"],
         ["gradient_accumulation_steps=4"],
         ["max_steps=-1", "num_train_epochs=2"],
+        ["max_steps=-1", "num_train_epochs=-1", "data=hf", "data_files=[a.jsonl]", "streaming=true"],
     ],
 )
 def test_sound_combinations_pass(tmp_path: Path, overrides: list[str]) -> None:

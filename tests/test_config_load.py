@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from forgather_cli.cli.source import config_to_evaluate
 from forgather_cli.config.decode import decode, dump_tree, load_saved, to_tree
 from forgather_cli.config.load import load_config, load_resumed
+from forgather_cli.config.resume import reload_config
 from forgather_cli.config.schema import (
     CosineSettings,
     DecoderSettings,
@@ -53,6 +55,8 @@ def test_saved_config_is_read_back_equal(tmp_path: Path) -> None:
     overrides = [
         "optimizer=muon",
         "eval_strategy=no",
+        "eval_on_start=true",
+        "resume_from_checkpoint=true",
         "resume_components=[model,optimizer]",
         "betas=[0.8,0.99]",
         "rope_scaling={rope_type: yarn, factor: 4}",
@@ -67,6 +71,16 @@ def test_saved_config_is_read_back_equal(tmp_path: Path) -> None:
     assert load_saved(saved) == loaded.config
     assert decode(to_tree(loaded.config)) == loaded.config
     assert loaded.config.callbacks.custom == {"mine": Target(path="collections.OrderedDict")}
+
+
+def test_what_resume_and_eval_do_themselves_makes_their_settings_count(tmp_path: Path) -> None:
+    write(tmp_path / "config.yaml", dump_tree(load_config(None, ["eval_strategy=no"], cwd=tmp_path).tree))
+    parts = "resume_components=[model]"
+    resumed = reload_config(tmp_path, [parts, "ignore_data_skip=true"]).config
+    assert (resumed.resume_from_checkpoint, resumed.resume_components) == (True, ["model"])
+    with pytest.raises(ConfigError, match="resume_components: nothing reads it with resume_from_checkpoint=false"):
+        reload_config(tmp_path, [parts, "resume_from_checkpoint=false"])
+    assert config_to_evaluate(tmp_path, ["max_eval_samples=2"])[0].config.max_eval_samples == 2
 
 
 def test_yaml_readings_that_surprise(tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ def is_checkpoint(path: str) -> bool:
     return Path(path).is_absolute() and forgather("checkpoint", "verify", path) == 0
 
 
-# what commands do under ddp and fsdp2, test_control_ranks asks in ranks that are there already
+# what commands do under the others, test_control_ranks asks in ranks that are there already; one process is asked below
 @pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=pytest.mark.full if name in ("ddp", "fsdp2") else ()) for name in STRATEGIES]
+    "strategy", [pytest.param(name, marks=() if name == "pipeline" else pytest.mark.full) for name in STRATEGIES]
 )
 def test_save_and_stop_prints_the_checkpoint_that_resume_goes_on_from(strategy: str, say: Any) -> None:
     with training(*STRATEGIES[strategy]) as job:
@@ -111,6 +111,12 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
             assert "is being written by another job" in second.output
         told = json.loads(say("save", "run", "--no-wait", "--json")[1])
         assert (told["state"], told["command"]) in [("queued", "save"), ("applied", "save")]
+        code, _, waiting = say("save", "run", "--timeout", "0")
+        assert (code, waiting.startswith("error: my-job: save is queued after 0 s, and stays so; its answer")) == (
+            1,
+            True,
+        )
+        answer = Path(waiting.partition(" will be in ")[2])
         with Process("control", "status", "--watch") as watcher:
             watcher.read_until(r"step \d+/100000  loss \d.*training")
             code, out, _ = say("stop", "--json")
@@ -119,6 +125,7 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
             assert "my-job: ended at step" in watcher.output
         assert job.finish() == 0
     assert json.loads(RUN.command(told["id"]).read_text())["state"] == "done"
+    assert json.loads(answer.read_text())["state"] == "done"
     code, _, wrong = say("save", "run")
     assert code == 1
     assert re.fullmatch(r"error: run: no job runs there; the last one ended at step \d+ with exit code 0: .+", wrong)

@@ -191,7 +191,7 @@ def test_what_cannot_be_done_is_said_in_one_line(ended: tuple[int, str], capsys:
         return code, capsys.readouterr().err.strip()
 
     assert told("save", "latest") == (
-        1, f"error: no job is running on {os.uname().nodename}; forgather control list shows what is known"
+        1, f"error: no job that takes commands is running on {os.uname().nodename}; name another by its run directory"
     )  # fmt: skip
     assert told("stop", "nowhere")[1].startswith("error: nowhere: no such job, none is running on")
     register(entry("foreign", hostname="elsewhere"), None)
@@ -214,6 +214,34 @@ def test_what_cannot_be_done_is_said_in_one_line(ended: tuple[int, str], capsys:
     assert told("stop", "run") == (
         1, "error: run: no job runs there; the last one ended at step 7 with exit code 0: done"
     )  # fmt: skip
+
+
+def test_a_run_that_takes_no_commands_is_told_by_who_holds_its_directory(
+    ended: tuple[int, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it starts, or without callbacks.control, nothing but the lock tells of a job."""
+    run, here = RunDir(Path("run")), os.uname().nodename
+    run.root.mkdir()
+    run.config.touch()
+
+    def told(command: str, holder: str) -> str:
+        run.lock.write_text(f"pid {holder}\n")
+        assert forgather("control", command, "run") == 1
+        return capsys.readouterr().err.strip()
+
+    alive = os.getppid()
+    waiting = f"error: run: process {alive} runs there but takes no commands: it is still starting or already ending, "
+    assert told("status", f"{alive} on {here}") == told("save_and_stop", f"{alive} on {here}")
+    assert told("stop", f"{alive} on {here}").startswith(waiting)
+    assert told("status", f"{alive} on {here}").endswith(
+        f"wait, or stop it with a checkpoint by SIGTERM (kill {alive})"
+    )
+    killed = "error: run: no job runs there; the last one was killed; forgather resume run goes on"
+    assert told("status", f"{ended[0]} on {here}") == killed
+    elsewhere = "error: run: no job is known there; the last one was started on afar and has not told of its end; "
+    assert told("status", f"{alive} on afar").startswith(elsewhere)
+    write_outcome(run, 0, "done", 7)  # as long as the process that has written this ends
+    assert told("status", f"{alive} on {here}").endswith("the last one ended at step 7 with exit code 0: done")
 
 
 def test_a_registry_that_cannot_be_written_is_an_error_of_the_system(home: Path) -> None:

@@ -20,9 +20,9 @@ import zstandard
 from forgather_cli.config.schema import TextSettings
 from forgather_cli.data import reading
 from forgather_cli.data.build import load_data
+from forgather_cli.data.file_tokenizer import train_bpe
 from forgather_cli.data.reading import Damage, Part, SourceFile, parts_of, read_documents
 from forgather_cli.data.sources import Corpus, find_corpus, split_documents
-from forgather_cli.data.tokenize import train_bpe
 from forgather_cli.errors import DataError
 
 PIECE = 1000  # bytes, in place of 16 MiB

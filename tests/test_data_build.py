@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from forgather_cli.config.schema import PythonStdlibSettings, SyntheticSettings, Target, TextSettings, TokensSettings
-from forgather_cli.data.build import DataSplits, cached_token_counts, load_data
+from forgather_cli.data.build import load_data
 from forgather_cli.data.cache import build_once, find
+from forgather_cli.data.counts import cached_token_counts
+from forgather_cli.data.file_tokenizer import train_bpe
 from forgather_cli.data.loader import EvalLoader, TrainLoader
-from forgather_cli.data.tokenize import train_bpe
+from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import ConfigError, DataError
 
 
@@ -323,7 +325,7 @@ def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> 
     code = f"""
 import sys
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.build import cached_token_counts
+from forgather_cli.data.counts import cached_token_counts
 assert cached_token_counts(TextSettings(files=[{str(corpus)!r}], cache_dir={cache!r}, seq_len=32))
 assert not {{"torch", "tokenizers"}} & set(sys.modules)
 """

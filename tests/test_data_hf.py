@@ -18,9 +18,11 @@ from ranks import run_ranks
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import HfSettings, TextSettings
-from forgather_cli.data.build import DataSplits, cached_token_counts, load_data
+from forgather_cli.data.build import load_data
+from forgather_cli.data.counts import cached_token_counts
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -355,27 +352,18 @@ def test_hugging_face_names_reach_the_wrapper(monkeypatch: pytest.MonkeyPatch) -
     assert TrainingArguments("out", **asked).trainer == expected
 
 
-JOINING = """
-import sys, torch.distributed as dist
-from test_ddp import script
-result = script(sys.argv[1])
-print(result["strategy"], dist.get_rank(), dist.get_world_size())
-dist.destroy_process_group()
-"""
+def joining(root: str, port: int) -> tuple[str, int, int]:
+    """As a script that torchrun has started: there is no process group yet."""
+    dist.barrier()  # the other one may still be connecting
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(port))
+        result = script(root)
+    return result["strategy"], dist.get_rank(), dist.get_world_size()
 
 
 def test_a_script_joins_the_world_that_its_launcher_describes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOINING, str(tmp_path)],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["ddp 0 2", "ddp 1 2"]
+    assert run_ranks(2, joining, str(tmp_path), port) == [("ddp", 0, 2), ("ddp", 1, 2)]

@@ -530,7 +530,7 @@ def test_slices_of_any_number_of_ranks_make_up_the_same_steps(length: int, drop_
 
 MINE = """
 import torch
-from forgather_cli.data.build import DataSplits
+from forgather_cli.data.splits import DataSplits
 
 def rows(n=8):
     return [{"input_ids": torch.arange(4) + i, "labels": torch.arange(4)} for i in range(n)]

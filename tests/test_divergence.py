@@ -265,7 +265,8 @@ def test_after_max_rollbacks_the_run_is_stopped(tmp_path: Path) -> None:
 WORDS = [*SMALL, "trainer=single", "max_steps=24", "logging_steps=4", "save_steps=4"]
 """16 steps of 4 samples to an epoch; SMALL ends with the run directory."""
 NOTES = add("notes", "diverging.Notes")
-RESTARTED = ("trainer=ddp", "nproc_per_node=2", "max_restarts=2")
+RESTARTED = ("trainer=ddp", "nproc_per_node=1", "max_restarts=2")
+"""A rank of torchrun's; that all ranks end at one step, test_trainer_ranks asks."""
 
 
 @pytest.fixture

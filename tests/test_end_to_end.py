@@ -17,6 +17,7 @@ from program import Process, forgather
 from terminal import Terminal
 from tiny import metrics as records
 from tiny import training_curve as curve
+from two_ranks import train_in_pool
 
 from forgather_cli.config import options
 from forgather_cli.launch.outcome import read_outcome
@@ -326,7 +327,12 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
              "warmup_steps=1", "max_eval_samples=2", "eval_steps=2", "callbacks.textgen.max_new_tokens=4",
              "device=cpu"]  # fmt: skip
     data = chats() if recipe == "chat_finetune" else corpus
-    assert forgather("train", recipe, *data, *own.get(recipe, shape), *steps, "output_dir=run") == 0
+    words = [*data, *own.get(recipe, shape), *steps, "output_dir=run"]
+    if recipe.startswith("pretrain_1b_"):  # on two ranks
+        answers = train_in_pool(Path.cwd(), words, recipe)
+        assert [code for code, _ in answers] == [0, 0], answers[0][1]
+    else:
+        assert forgather("train", recipe, *words) == 0
     assert RunDir(Path("run")).checkpoint_steps() == [2]
     assert all(np.isfinite(loss) for _, loss, _ in curve(Path("run")))
 

@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 from program import Process, forgather
+from ranks import run_ranks
 from tiny import decoder
 
-from forgather_cli.data.tokenize import ByteTokenizer, FileTokenizer, train_bpe
+from forgather_cli.cli.source import config_to_evaluate
+from forgather_cli.data.byte_tokenizer import ByteTokenizer
+from forgather_cli.data.file_tokenizer import FileTokenizer, train_bpe
+from forgather_cli.evaluation import evaluate_source
 from forgather_cli.launch.job import is_running
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, UserFusedLoss, UserLoss
 from forgather_cli.tally import Tally
@@ -74,9 +78,9 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, Path]]:
-    """(exit code, output, directory) of an evaluation on two ranks of each strategy, and of one that is a mistake."""
+    """(exit code, output, directory) of an evaluation that starts two ranks, and of one that is a mistake."""
     jobs: dict[str, tuple[Process, Path]] = {}
-    for name, words in {**STRATEGIES, "mistake": [*STRATEGIES["ddp"], "max_eval_samples=1"]}.items():
+    for name, words in {"ddp": STRATEGIES["ddp"], "mistake": [*STRATEGIES["ddp"], "max_eval_samples=1"]}.items():
         root = tmp_path_factory.mktemp(name)
         (root / "tmp").mkdir()
         output = ["--output", "report.json"]
@@ -143,17 +147,45 @@ def test_the_numbers_are_those_of_transformers_and_of_training(run: Path, evalua
     assert evaluate(str(model), *data_of_run(run))["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_finds_the_same(
-    strategy: str, run: Path, launched: dict[str, tuple[int, str, Path]], evaluate: Callable[..., Any]
+def test_files_without_a_word_on_the_split_are_evaluated_whole(
+    run: Path, corpus: Path, evaluate: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, output, root = launched[strategy]
+    """Whatever the run evaluated, and however many samples of it."""
+    own, size = f"files=[{corpus}/train.txt]", (corpus / "train.txt").stat().st_size
+    assert forgather("eval", str(run), own, "--output", "report.json") == 0
+    assert "all of data.files" in capsys.readouterr().out
+    found = json.loads(Path("report.json").read_text())
+    assert found["data"]["eval_tokens"] == size + 1  # the end of the document
+    assert found["eval_samples"] == -(-(size + 1) // SEQ_LEN)
+    half = evaluate(str(run), own, "eval_files=[]", "eval_fraction=0.5")
+    assert half["data"]["eval_tokens"] == pytest.approx(size / 2, rel=0.1)
+    assert config_to_evaluate(run, [own, "max_eval_samples=2"])[0].config.max_eval_samples == 2
+
+
+def on_a_rank(run: Path, words: list[str]) -> dict[str, Any]:
+    """What a rank of ``forgather eval RUN WORDS`` finds."""
+    loaded, own_tokenizer = config_to_evaluate(run, words)
+    return evaluate_source(run, loaded.config, own_tokenizer=own_tokenizer)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_finds_the_same(strategy: str, run: Path, evaluate: Callable[..., Any]) -> None:
+    alone = evaluate(str(run))
+    for found in run_ranks(2, on_a_rank, run, STRATEGIES[strategy]):
+        assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+        for key in ("eval_accuracy", "eval_tokens", "eval_bytes", "eval_samples", "step"):
+            assert found[key] == alone[key], key
+        assert (found["trainer"], found["ranks"]) == (strategy, 2)
+
+
+def test_ranks_that_it_starts_find_the_same_and_leave_nothing(
+    run: Path, launched: dict[str, tuple[int, str, Path]], evaluate: Callable[..., Any]
+) -> None:
+    code, output, root = launched["ddp"]
     assert code == 0, output
     found, alone = json.loads((root / "report.json").read_text()), evaluate(str(run))
     assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
-    for key in ("eval_accuracy", "eval_tokens", "eval_bytes", "eval_samples", "step"):
-        assert found[key] == alone[key], key
-    assert (found["trainer"], found["ranks"]) == (strategy, 2)
+    assert (found["trainer"], found["ranks"], found["eval_samples"]) == ("ddp", 2, alone["eval_samples"])
     assert "bits per byte" in output
     assert sorted(path.name for path in root.iterdir()) == ["report.json", "tmp"]
     assert not list((root / "tmp").iterdir())
@@ -226,7 +258,7 @@ def test_other_tokenizers_cannot_tell(tmp_path: Path) -> None:
 def test_other_text_is_read_with_the_models_own_tokenizer(
     corpus: Path, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
-    words = [*SMALL, *data_of(corpus), "data.tokenizer=bpe", "bpe_vocab_size=270", "max_steps=1", "eval_strategy=no"]
+    words = [*SMALL, *data_of(corpus), "data.tokenizer=bpe", "bpe_vocab_size=270", "max_steps=1"]
     assert forgather("train", *words, "output_dir=bpe") == 0
     Path("other.txt").write_text("while True:\n    class A: pass\n" * 30)
     other = ["data.files=[other.txt]", "data.eval_files=[other.txt]"]

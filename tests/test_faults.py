@@ -114,7 +114,7 @@ def goes_on_past_damage_until_the_launcher_is_killed() -> None:
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    with Process("resume", "run", "trainer=pipeline", "n_microbatches=2") as job:
+    with Process("resume", "run", "trainer=single") as job:
         job.read_until(rf"WARNING .*step-{newest:08d}: is damaged: optimizer/optimizer.safetensors is missing")
         job.read_until(rf"WARNING .*step-{before:08d}: is damaged: model/model.safetensors has other content")
         job.read_until(rf"resumed from run/checkpoints/step-{oldest:08d}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -14,13 +15,13 @@ import torch
 from finalized import logits, theirs, weights
 from program import forgather
 from ranks import run_ranks
-from saving import damage
+from saving import damage, flip
 from tiny import decoder
 
-from forgather_cli.checkpoint.retention import best_checkpoint
+from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.config.schema import Target
-from forgather_cli.data.tokenize import ByteTokenizer
+from forgather_cli.data.byte_tokenizer import ByteTokenizer
 from forgather_cli.errors import ModelError, ProofError
 from forgather_cli.finalize import prove
 from forgather_cli.finalize.options import FinalizeOptions
@@ -110,8 +111,22 @@ def test_a_run_becomes_a_model_directory(run: Path, capsys: pytest.CaptureFixtur
     assert sorted(path.name for path in Path("out").iterdir()) == ["model"]
 
 
+def test_a_damaged_best_one_is_left_out(
+    run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(run, "run")
+    best = best_valid(RunDir(Path("run")))
+    assert best is not None
+    damage(best.path / "model/model.safetensors", flip(-1))
+    assert forgather("finalize", "run", "model", "--best", "--dry-run", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    losses = {step: Reader(RunDir(run).checkpoint(step)).manifest.metrics["eval_loss"] for step in (2, 4, 6)}
+    assert document["source"]["step"] == sorted(losses, key=lambda step: losses[step])[1]
+    assert f"{best.path}: is damaged: model/model.safetensors has other content" in caplog.text
+
+
 def test_best_and_dry_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    best = best_checkpoint(RunDir(run))
+    best = best_valid(RunDir(run))
     assert best is not None
     assert forgather("finalize", str(run), "model", "--best", "--dry-run", "--json") == 0
     document = json.loads(capsys.readouterr().out)
@@ -286,11 +301,14 @@ def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--dtype: must be fp32, bf16 or fp16, got 'fp8'" in refused(capsys, words, "new", "--dtype", "fp8")
     assert "--quantize: must be one of int8-weight-only" in refused(capsys, words, "new", "--quantize", "int2")
     assert "--best: excludes --average" in refused(capsys, words, "new", "--best", "--average", "2")
-    assert "--average: must be 2 or more" in refused(capsys, words, "new", "--average", "1")
+    assert "--average: must be 2 or more, got 1; leave it out for" in refused(capsys, words, "new", "--average", "1")
     assert "--max-divergence: must be above 0" in refused(capsys, words, "new", "--max-divergence", "0")
     checkpoint = str(RunDir(run).checkpoint(6))
-    assert "--best: chooses among the checkpoints of a run" in refused(capsys, checkpoint, "new", "--best")
-    assert "--text: cannot read gone.txt" in refused(capsys, words, "deep/new", "--text", "gone.txt")
+    message = refused(capsys, checkpoint, "new", "--best")
+    assert f"is not a run's directory; leave --best out, or give {run}\n" in message
+    for option, content in (("text", "plain text"), ("add-tokens", "tokens, one a line"), ("chat-template", "a Jinja")):
+        message = refused(capsys, words, "deep/new", f"--{option}", "gone")
+        assert f"--{option}: cannot read gone (No such file or directory); give a file of {content}" in message
 
 
 @pytest.mark.parametrize(
@@ -323,13 +341,15 @@ def test_a_template_that_does_not_compile(run: Path, capsys: pytest.CaptureFixtu
     Path("chat.jinja").write_text("{% for m in messages %}\n{{ m['content' }}{% endfor %}")
     message = refused(capsys, str(run), "new", "--chat-template", "chat.jinja")
     assert "--chat-template: chat.jinja: the chat template does not compile (line 2" in message
+    assert message.endswith("; correct it there, or leave the option out\n")
 
 
 def test_damaged_sources(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(RunDir(run).checkpoint(6), "step-00000006")
-    damage(Path("step-00000006/model/model.safetensors"), lambda content: content.__setitem__(-1, content[-1] ^ 1))
+    damage(Path("step-00000006/model/model.safetensors"), flip(-1))
     message = refused(capsys, "step-00000006", "new")
-    assert "is damaged: model/model.safetensors has other content than was written" in message
+    assert "is damaged: model/model.safetensors has other content than was written (SHA-256 differs); name" in message
+    assert message.endswith("; name another checkpoint, or give its run for the newest whole one\n")
     source = model_directory(Path("source"))
     damage(source / "model.safetensors", lambda content: content[: len(content) // 2])
     assert "is not a safetensors file" in refused(capsys, "source", "new")
@@ -357,6 +377,16 @@ def test_beyond_the_bound_there_is_nothing(capsys: pytest.CaptureFixture[str]) -
     message = refused(capsys, "source", "new", *words, code=1)
     assert "the perplexity is 1." in message
     assert "the bound is 1.0001; nothing was written" in message
+
+
+@pytest.mark.parametrize(("ratio", "shown"), [(1.0004, "1.0004"), (1 + 2**-52, "1.0000000000000002"), (2.5, "2.5")])
+def test_the_ratio_is_told_so_that_it_is_above_the_bound(ratio: float, shown: str) -> None:
+    proof = {
+        "bound_on": "perplexity_ratio", "bound": 1.0, "perplexity_ratio": ratio, "perplexity_source": 190.57,
+        "perplexity_result": 190.57 * ratio, "tokens": 2048, "sample": "text", "compared_with": "the source",
+    }  # fmt: skip
+    with pytest.raises(ProofError, match=rf"perplexity is {re.escape(shown)} times .*, the bound is 1; nothing"):
+        prove._judge(proof)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can")

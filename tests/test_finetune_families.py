@@ -86,8 +86,7 @@ def test_killed_and_resumed_as_a_user_does_it(place: Path, tmp_path: Path) -> No
         job.read_until(r"checkpoint saved: .*step-0*4\b")
         job.process.kill()
         assert job.finish() == -signal.SIGKILL
-    with Process("resume", str(run), cwd=tmp_path) as job:
-        assert job.finish() == 0, job.output
+    assert forgather("resume", str(run)) == 0
     assert training_curve(run) == training_curve(alone)
     newest = RunDir(run).checkpoint(12)
     weights = (newest / "model" / "model.safetensors").read_bytes()

@@ -213,7 +213,8 @@ def messages() -> list[str]:
 
 def test_what_cannot_be_sharded_is_said_by_name() -> None:
     unknown, mixed, copies = run_ranks(2, messages)[0]
-    assert unknown == "trainer.block_classes: Net has no Blok; the classes of its repeated blocks: Sequential"
+    assert unknown.startswith("trainer.block_classes (in an accelerate_config: fsdp_transformer_layer_cls_to_wrap): ")
+    assert unknown.endswith("Net has no Blok; name its repeated blocks, Sequential, or leave it out")
     assert "Mixed mixes torch.bfloat16 and torch.float32" in mixed
     assert copies == "replicate: 2 ranks cannot be divided into 3 copies of the model; set it to a divisor of 2"
 

@@ -256,13 +256,18 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     assert len(found) == 4
 
 
-def test_layer_classes_of_a_model_of_the_users_are_sharded_one_by_one(tmp_path: Path) -> None:
-    path = written(tmp_path / "f.yaml", {"fsdp_transformer_layer_cls_to_wrap": "Encoder, Decoder"})
-    trainer = loaded(
-        path, "model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"
-    ).config.trainer
+MODELS = {
+    "the user's": ("model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"),
+    "transformers": ("model=transformers", "model.config={model_type: gpt2, n_layer: 2}"),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_layer_classes_of_another_model_are_looked_for_where_it_is_built(tmp_path: Path, model: str) -> None:
+    path = written(tmp_path / "f.yaml", {"fsdp_transformer_layer_cls_to_wrap": "GPT2Block, Other"})
+    trainer = loaded(path, *MODELS[model]).config.trainer
     assert isinstance(trainer, FSDP2Settings)
-    assert trainer.block_classes == ["Encoder", "Decoder"]
+    assert trainer.block_classes == ["GPT2Block", "Other"]
 
 
 def test_accelerate_launch_starts_a_run_with_its_file(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from terminal import Terminal
 from tiny import decoder
 
+from forgather_cli.data.byte_tokenizer import ByteTokenizer
 from forgather_cli.data.detokenize import Detokenizer
-from forgather_cli.data.tokenize import ByteTokenizer, FileTokenizer, train_bpe
+from forgather_cli.data.file_tokenizer import FileTokenizer, train_bpe
 from forgather_cli.models.pretrained import write_model_files
 
 pytestmark = pytest.mark.usefixtures("own_directory")
@@ -280,6 +281,7 @@ MISTAKES = {
     "--greedy --top-k 3 --top-p 0.5": ["--top-k: nothing reads it where nothing is drawn", "--top-p: nothing reads it"],
     "--greedy --temperature 0.5": ["--temperature: nothing reads it with --greedy; give one of the two"],
     "--temperature 0 --num-samples 2": ["--num-samples: all texts would be equal where nothing is drawn"],
+    "--device gpu": ["--device: must be auto, cpu, cuda, cuda:N (a number) or mps, got 'gpu'"],
     "--temperature inf": ["--temperature: must be a finite number, got inf"],
     "--repetition-penalty 0": ["--repetition-penalty: must be above 0, got 0"],
     "--system x": ["--system: nothing reads it without --chat; add --chat"],
@@ -295,7 +297,9 @@ FILES = {
     "p.txt": (" \n", "--prompts: p.txt has no prompts; write one on each line"),
     "p.jsonl": ('{"prompt": "a"}\n{"promt": "b"}\n', '--prompts: p.jsonl:2: needs a text as "prompt"'),
     "q.jsonl": ("{\n", "--prompts: q.jsonl:1: is not JSON"),
-    "p.yaml": ("a: b\n", "--prompts: p.yaml must hold a list of texts, got dict"),
+    "p.yaml": ("a: b\n", "--prompts: p.yaml must hold a list of texts, got a mapping; begin each text with '- '"),
+    "s.yaml": ("text\n", "--prompts: s.yaml must hold a list of texts, got str; begin each text with '- '"),
+    "e.yaml": ("# none\n", "--prompts: e.yaml has no prompts"),
     "q.yaml": ("- 3\n", "--prompts: q.yaml, prompt 1: must be a text, got 3; quote it"),
     "r.yaml": ("[", "--prompts: r.yaml is not YAML"),
     "r.txt": (b"\xff\xfe", "--prompts: r.txt is not UTF-8"),

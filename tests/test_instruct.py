@@ -19,8 +19,10 @@ from chats import conversation, write_chats, write_lines
 from parity import LAYOUTS, assert_parity, train
 
 from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.build import DataSplits, cached_token_counts, load_data
+from forgather_cli.data.build import load_data
 from forgather_cli.data.chat import CHATML
+from forgather_cli.data.counts import cached_token_counts
+from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.tables import in_turn
 from forgather_cli.data.tokenize import load_tokenizer
 from forgather_cli.errors import DataError
@@ -290,7 +292,7 @@ def test_counts_are_known_without_torch_and_without_reading(corpus: Path, direct
     assert cached_token_counts(chosen) is None
     data = load_data(chosen, seed=0)
     code = (
-        "import sys\nfrom forgather_cli.data.build import cached_token_counts\n"
+        "import sys\nfrom forgather_cli.data.counts import cached_token_counts\n"
         f"from forgather_cli.config.schema import InstructSettings\nprint(cached_token_counts({chosen!r}))\n"
         "assert 'torch' not in sys.modules"
     )

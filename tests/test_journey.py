@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import tiny
-from program import Process
+from program import Process, forgather
 
 SETTINGS = (
-    "model=nano", "data.seq_len=64", "max_steps=60", "save_steps=6", "logging_steps=1", "eval_steps=30",
+    "model=nano", "data.seq_len=32", "max_steps=30", "save_steps=4", "logging_steps=1", "eval_steps=10",
     "max_eval_samples=8", "async_save=false", "~callbacks.textgen", "~callbacks.tensorboard",
 )  # fmt: skip
 
@@ -47,15 +47,13 @@ def command_lines() -> list[str]:
 
 def test_pipeline_killed_then_fsdp2_killed_then_single_is_the_uninterrupted_single_run(tmp_path: Path) -> None:
     alone, run = tmp_path / "alone", tmp_path / "run"
-    with Process("train", *SETTINGS, f"output_dir={alone}") as job:
-        assert job.finish() == 0, job.output
+    assert forgather("train", *SETTINGS, f"output_dir={alone}") == 0
     pipeline = ("trainer=pipeline", "nproc_per_node=2", "n_microbatches=4")
-    killed_after_save(("train", *SETTINGS, *pipeline, f"output_dir={run}"), 18, run)
-    killed_after_save(("resume", str(run), "trainer=fsdp2", "nproc_per_node=4"), 36, run)
-    with Process("resume", str(run), "trainer=single") as job:
-        assert job.finish() == 0, job.output
+    killed_after_save(("train", *SETTINGS, *pipeline, f"output_dir={run}"), 8, run)
+    killed_after_save(("resume", str(run), "trainer=fsdp2", "nproc_per_node=4"), 16, run)
+    assert forgather("resume", str(run), "trainer=single") == 0
     expected, curve = tiny.training_curve(alone), tiny.training_curve(run)
-    assert [step for step, _, _ in curve] == list(range(1, 61))
+    assert [step for step, _, _ in curve] == list(range(1, 31))
     for (step, loss, norm), (_, loss_alone, norm_alone) in zip(curve, expected, strict=True):
         assert loss == pytest.approx(loss_alone, rel=1e-5), step
         assert norm == pytest.approx(norm_alone, rel=1e-4), step

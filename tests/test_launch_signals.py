@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from program import Process, forgather
-from ranks import run_ranks
 from terminal import Terminal
-from two_ranks import RUN, SMALL, acted, ended, fault, recorded_steps
+from two_ranks import RUN, SMALL, acted, ended, fault, recorded_steps, train_in_pool
 
 from forgather_cli.checkpoint.manifest import read_manifest
 from forgather_cli.checkpoint.verify import find_problems
-from forgather_cli.config.load import load_config
-from forgather_cli.launch import start
-from forgather_cli.launch.place import joined
 
 PHASES = {
     "step": fault("step-stop"),
@@ -56,32 +48,9 @@ def words_of(given: list[str], rank: int) -> list[str]:
     return [*words, *given, f"+callbacks.fault.rank={rank}"]
 
 
-def slurm_task(folder: str, port: int, words: list[str]) -> tuple[int, str]:
-    """A run that this rank of the pool joins as a task of Slurm's: (exit code, what it prints)."""
-    import torch.distributed as dist
-
-    rank = str(dist.get_rank())
-    dist.barrier()  # the other one may still be connecting
-    dist.destroy_process_group()
-    task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    place = joined([], {**task, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
-    assert place is not None
-    printed, before = io.StringIO(), Path.cwd()
-    os.chdir(folder)
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            return start.join(place, lambda: load_config("default", words)), printed.getvalue()
-    finally:
-        os.chdir(before)
-
-
 def in_pool(folder: Path, strategy: str, words: list[str]) -> list[tuple[int, str]]:
-    """By rank, the answers of ``slurm_task``."""
     layout = ["n_microbatches=2"] if strategy == "pipeline" else []
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = int(probe.getsockname()[1])
-    return run_ranks(2, slurm_task, str(folder), port, [*words, f"trainer={strategy}", *layout])
+    return train_in_pool(folder, [*words, f"trainer={strategy}", *layout])
 
 
 def assert_saved(phase: str, printed: str) -> None:

@@ -11,10 +11,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from forgather_cli.config.schema import RunSettings
 from forgather_cli.data.collate import Step, default_collate
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.data.synthetic import SyntheticDataset
 from forgather_cli.errors import DataError
+from forgather_cli.trainer.setup import _loader_settings
 
 
 class Numbers(Dataset[Any]):
@@ -353,11 +355,22 @@ def test_evaluation_without_a_sample_for_a_rank() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_batches_arrive_on_the_device_unchanged() -> None:
+@pytest.mark.parametrize("pin", [True, False])
+def test_batches_arrive_on_the_device_unchanged(pin: bool) -> None:
     data = SyntheticDataset(512, 64, 1000, 0, seed=3)
-    pairs = zip(loader(data, 16, 4), loader(data, 16, 4, device="cuda"), strict=True)
+    pairs = zip(loader(data, 16, 4), loader(data, 16, 4, device="cuda", pin_memory=pin), strict=True)
     for step, moved in pairs:
         assert step.num_targets == moved.num_targets
         for batch, copy in zip(step.microbatches, moved.microbatches, strict=True):
             assert copy["input_ids"].is_cuda
             assert torch.equal(batch["input_ids"], copy["input_ids"].cpu())
+
+
+@pytest.mark.parametrize(("setting", "kind", "pinned"), [
+    (None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cuda", True),
+])  # fmt: skip
+def test_batches_are_pinned_on_cuda_unless_dataloader_pin_memory_says_otherwise(
+    setting: bool | None, kind: str, pinned: bool
+) -> None:
+    settings = _loader_settings(RunSettings(dataloader_pin_memory=setting), torch.device(kind))
+    assert settings["pin_memory"] is pinned

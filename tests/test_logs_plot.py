@@ -239,10 +239,15 @@ def test_mistakes_are_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
     empty = str(make_run(tmp_path / "empty", []))
     for words, said in (
         ((run, "--metric", "los"), "--metric: nothing was logged as 'los'; did you mean loss? Logged: loss, grad_norm"),
+        ((run, "--metric", "zzz"), "--metric: nothing was logged as 'zzz'; logged: loss, grad_norm"),
         ((run, "-o", "picture.jpeg"), "-o: the picture's name must end in .png or .svg, got 'picture.jpeg'"),
         ((run, "--x", "steps"), "--x: must be step, tokens or time, got 'steps'"),
         ((run, "--smooth", "1"), "--smooth: is the weight of what came before, from 0 to below 1, got 1"),
-        ((run, "--heatmap", "norms"), "--heatmap: must be one of grad_norms, parameter_norms, spectral, got 'norms'"),
+        (
+            (run, "--heatmap", "norms"),
+            "--heatmap: must be one of grad_norms, parameter_norms, spectral, got 'norms'; did you mean",
+        ),
+        ((run, "--heatmap", "foo"), "--heatmap: must be one of grad_norms, parameter_norms, spectral, got 'foo'\n"),
         ((run, "--heatmap", "spectral"), "has no parameter_norms.jsonl; train with callbacks=full, or '+callbacks."),
         ((run, "--heatmap", "spectral", "--log-y"), "--log-y: says nothing to --heatmap; leave one of them out"),
         ((empty,), "has no metrics.jsonl; nothing was logged there"),

@@ -83,7 +83,9 @@ def test_runs_are_sorted_by_what_they_measured_or_by_a_setting(sweep: Path, caps
     assert rates("--sort", "learning_rate") == ["0.0003", "0.001", "0.003"]
     assert rates("--sort", "learning_rate", "--reverse") == ["0.003", "0.001", "0.0003"]
     assert forgather("logs", "summary", str(sweep), "--sort", "eval_los") == 2
-    assert "--sort: nothing to sort by is called 'eval_los'; did you mean eval_loss?" in capsys.readouterr().err
+    assert "--sort: nothing to sort by is called 'eval_los'; did you mean eval_loss? Known: " in capsys.readouterr().err
+    assert forgather("logs", "summary", str(sweep), "--sort", "foo") == 2
+    assert "--sort: nothing to sort by is called 'foo'; known: " in capsys.readouterr().err
 
 
 def test_states_are_those_of_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.callbacks.metrics import DefaultMetrics, peak_flops, peak_memory
 from forgather_cli.config.schema import BF16Settings, FSDP2Settings, MetricsSettings, RunSettings
+from forgather_cli.trainer import Trainer, TrainingArguments
 
 CPU = torch.device("cpu")
 
@@ -98,3 +101,17 @@ def test_what_matrices_are_multiplied_in() -> None:
         assert _matmul_kind(RunSettings()) == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_speeds_are_of_the_steps_from_speed_metrics_start_step_on(tmp_path: Path) -> None:
+    settings = {"logging_steps": 2, "logging_first_step": False, "global_batch_size": 8, "save_strategy": "no"}
+    args = TrainingArguments(
+        str(tmp_path), max_steps=6, speed_metrics_start_step=3, report_to="none", use_cpu=True, **settings
+    )
+    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens())
+    trainer.train()
+    first, second, third = [record for record in trainer.state.log_history if "grad_norm" in record]
+    assert [record["tokens"] for record in (first, second, third)] == [256] * 3
+    assert first.keys() & {"tok_per_sec", "step_time", "data_time"} == set()
+    assert second["tok_per_sec"] * second["step_time"] == pytest.approx(128)  # of step 4 alone
+    assert third["tok_per_sec"] * third["step_time"] == pytest.approx(128)

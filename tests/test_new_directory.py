@@ -46,6 +46,23 @@ def test_signals_leave_nothing(number: signal.Signals) -> None:
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
+def test_what_a_killed_process_leaves_goes_with_the_next_one_for_the_same_target() -> None:
+    Path(".tmp-other-77.0").mkdir()
+    child = os.fork()
+    if child == 0:
+        with new_directory(Path("out")) as directory:
+            (directory / "file").write_text("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(names()) == 3
+    with new_directory(Path("out")) as living:
+        assert names() == [".tmp-other-77.0", living.name]
+        with new_directory(Path("out")) as faster:
+            assert names() == sorted([".tmp-other-77.0", living.name, faster.name])
+        os.rmdir("out")
+    assert names() == [".tmp-other-77.0", "out"]
+
+
 def test_errors_leave_nothing() -> None:
     with (
         pytest.raises(SetupError, match=r"out: cannot be written \(No space left on device: file\); nothing was left"),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from program import Process
+from program import Process, forgather
 from tiny import training_curve
 
 STRATEGY = '''
@@ -70,33 +70,28 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "settings" / "trainer").mkdir(parents=True)
     (tmp_path / "settings" / "trainer" / "mine.yaml").write_text(OPTION)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(*words: str, cwd: Path) -> str:
-    with Process(*words, cwd=cwd) as process:
-        code = process.finish()
-    assert code == 0, process.output
-    return process.output
 
 
 def test_a_strategy_of_the_users_trains_saves_and_resumes(users: Path) -> None:
     mine = ["--config-dir", "settings", "trainer=mine"]
-    run("train", *RUN, *mine, "output_dir=mine", cwd=users)
-    run("train", *RUN, "output_dir=single", cwd=users)
+    with Process("train", *RUN, *mine, "output_dir=mine") as process:
+        assert process.finish() == 0, process.output
+    assert forgather("train", *RUN, "output_dir=single") == 0
     ours, reference = training_curve(users / "mine"), training_curve(users / "single")
     assert [step for step, *_ in ours] == [1, 2]
     for (_, *found), (_, *expected) in zip(ours, reference, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     manifest = json.loads((users / "mine" / "checkpoints" / "step-00000002" / "manifest.json").read_text())
     assert manifest["strategy"] == "one_by_one"
-    run("resume", "mine", "trainer=single", "max_steps=3", cwd=users)
+    assert forgather("resume", "mine", "trainer=single", "max_steps=3") == 0
     assert [step for step, *_ in training_curve(users / "mine")] == [1, 2, 3]
 
 
 def test_its_settings_are_checked_before_anything_is_launched(users: Path) -> None:
     words = ["train", *RUN, "--config-dir", "settings", "trainer=mine", "+trainer.colour=red", "output_dir=mine"]
-    with Process(*words, cwd=users) as process:
+    with Process(*words) as process:
         assert process.finish() == 2
     assert "colour" in process.output
     assert not (users / "mine").exists()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from forgather_cli.config.optimizer_limits import check_groups
 from forgather_cli.config.schema import (
     AdafactorSettings,
     AdamWSettings,
@@ -28,7 +29,7 @@ from forgather_cli.config.schema import (
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.eager import unguard_step
-from forgather_cli.optim.groups import check_groups, describe
+from forgather_cli.optim.groups import describe
 from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.optim.state import ParameterOptimizer
 

@@ -26,7 +26,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import ConfigError, DataError, ModelError
-from forgather_cli.loss import Loss, build_loss
+from forgather_cli.loss import CrossEntropy, Loss, build_loss
 from forgather_cli.models import build as models_build
 from forgather_cli.models import files
 from forgather_cli.models.cache import KVCache
@@ -471,11 +471,26 @@ def given_object() -> None:
     materialized(lambda: model)
 
 
+class OneBackward(CrossEntropy):
+    is_separable = False
+
+
+def whole_loss() -> None:
+    from forgather_cli.strategies.pipeline import Pipeline
+
+    Pipeline.from_settings(PipelineSettings(schedule="DualPipeV"), CPU, OneBackward(), None)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model as an object": (
         given_object,
         ModelError,
         "give the Trainer a model_init, a function that makes the model",
+    ),
+    "a loss that cannot be split": (
+        whole_loss,
+        ModelError,
+        "loss: OneBackward has one backward for inputs and weights, which schedule=DualPipeV splits; set loss=linear",
     ),
     "a model that cannot be cut": (
         lambda: materialized(lambda: nn.Linear(2, 2)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import forgather_cli
 from forgather_cli import Trainer, TrainingArguments
+from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError
 
 
@@ -75,6 +78,46 @@ def test_a_hugging_face_script_gives_the_same_curve(tmp_path: Path) -> None:
     assert mine.norms == pytest.approx(theirs.norms, rel=1e-5)
     for a, b in zip(my_model.parameters(), their_model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("default")  # of TensorBoard's dependencies
+def test_callbacks_of_hugging_face_s_library_run_and_write(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = {**SCRIPT_SETTINGS, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.0, "run_name": "mine"}
+    stopper = transformers.EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1.0)
+    callbacks: list[Any] = [stopper, transformers.ProgressCallback, transformers.PrinterCallback]
+    callbacks += [transformers.integrations.TensorBoardCallback]
+    args, data = TrainingArguments(str(tmp_path), **settings), tiny.RandomTokens(8)
+    done = Trainer(llama(), args, None, data, data, callbacks=callbacks).train()
+    assert done.global_step == 6  # the first evaluation is the best, and two without a gain follow
+    printed = capfd.readouterr()
+    assert len(re.findall(r"'grad_norm': '", printed.out)) == 2 * 6  # by the bar's callback, and by the printer
+    assert "6/12" in printed.err
+    [events] = (tmp_path / "runs").iterdir()
+    told = EventAccumulator(str(events)).Reload()
+    assert [scalar.step for scalar in told.Scalars("train/loss")] == list(range(1, 7))
+    assert [scalar.step for scalar in told.Scalars("eval/loss")] == [2, 4, 6]
+    texts = {name: json.loads(told.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0])
+             for name in ("args", "model_config")}  # fmt: skip
+    assert (texts["args"]["max_steps"], texts["args"]["run_name"]) == (12, "mine")
+    assert texts["model_config"]["hidden_size"] == 32
+
+
+def test_callbacks_of_the_library_find_a_recipe_s_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    words = ["output_dir=outputs/mine", "callbacks.control.auth_token=0123456789abcdef"]
+    args = load_config(None, words).config
+    told = json.loads(args.to_json_string())
+    assert (told["run_name"], told["model"]["type"], told["callbacks"]["control"]["auth_token"]) == (
+        "mine", "decoder", "<AUTH_TOKEN>"
+    )  # fmt: skip
+    assert (args.world_size, args.process_index, args.local_process_index, args.project) == (4, 3, 0, "huggingface")
+    flat = args.to_sanitized_dict()
+    assert {type(value) for value in flat.values()} <= {bool, int, float, str}
+    assert flat["train_batch_size"] == args.per_device_train_batch_size
 
 
 def test_public_names_are_there() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,8 +27,27 @@ def test_ranks_talk_and_answer_in_order() -> None:
     assert run_ranks(2, summed, 1) == [(0, 3), (1, 3)]
 
 
-def test_a_failing_rank_is_told_first_and_the_pool_recovers() -> None:
+def who() -> int:
+    return os.getpid()
+
+
+def dying(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(1)
+    dist.barrier()
+
+
+def test_a_failing_rank_is_told_first_and_the_pool_goes_on() -> None:
+    before = run_ranks(2, who)
     with pytest.raises(RankError, match="rank 1 says no") as caught:
         run_ranks(2, failing_on, 1)
     assert isinstance(caught.value.first, ValueError)
+    assert run_ranks(2, summed, 0) == [(0, 1), (1, 1)]
+    assert run_ranks(2, who) == before
+
+
+@pytest.mark.full
+def test_a_pool_with_a_dead_rank_is_replaced() -> None:
+    with pytest.raises(RankError, match="the process died"):
+        run_ranks(2, dying, 1)
     assert run_ranks(2, summed, 0) == [(0, 1), (1, 1)]

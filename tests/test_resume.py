@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from saving import damage, flip
 from torch.utils.data import IterableDataset
 
 from forgather_cli.callbacks.base import TrainerCallback
@@ -101,16 +102,20 @@ def test_a_save_that_was_cut_off_leaves_the_one_before(tmp_path: Path) -> None:
     assert not [p for p in newest.parent.iterdir() if p.name.startswith(".")]
 
 
+def damages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Warnings of a damaged model."""
+    return [text for record in caplog.records if "is damaged: model/model.safetensors" in (text := record.getMessage())]
+
+
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path, Cut(at=11))
-    weights = tmp_path / "checkpoints" / "step-00000010" / "model" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    assert train(tmp_path, Cut(), resume=True).state.resumed_step == 5
-    assert "model.safetensors" in caplog.text
+    damage(tmp_path / "checkpoints" / "step-00000010" / "model" / "model.safetensors", flip(-1))
+    assert train(tmp_path, Cut(at=11), resume=True, verify_checkpoint="size").state.resumed_step == 10
+    assert not damages(caplog)
+    assert train(tmp_path, Cut(), resume=True, verify_checkpoint="full").state.resumed_step == 5
+    assert len(damages(caplog)) == 1
 
 
 def test_resume_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
@@ -173,13 +178,14 @@ def test_callback_state_comes_back(tmp_path: Path) -> None:
     assert second.steps == [(n, 0.5) for n in range(1, 8)]
 
 
-def test_state_that_cannot_be_saved_is_found_before_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])  # a signal saves whatever it says
+def test_state_that_cannot_be_saved_is_found_before_the_first_step(tmp_path: Path, save_strategy: str) -> None:
     class Odd(TrainerCallback):
         def state_dict(self) -> dict[str, Any]:
             return {"seen": [1, {2, 3}]}
 
     cut = Cut()
-    args = TrainingArguments(str(tmp_path), max_steps=5)
+    args = TrainingArguments(str(tmp_path), max_steps=5, save_strategy=save_strategy)
     with pytest.raises(SetupError, match=r"callbacks.*Odd.*seen.*1.*set"):
         Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[Odd, cut]).train()
     assert not cut.points

@@ -9,14 +9,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import saving
 
-from forgather_cli.checkpoint.load import newest_valid
+from forgather_cli.checkpoint.load import best_valid, newest_valid
 from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.checkpoint.retention import (
     CheckpointInfo,
     apply_retention,
-    best_checkpoint,
     expendable,
     list_checkpoints,
 )
@@ -126,14 +126,27 @@ def test_list_says_what_there_is(tmp_path: Path) -> None:
     assert first.size_bytes == sum(p.stat().st_size for p in files)
     assert abs(datetime.fromisoformat(first.created) - datetime.now(UTC)) < timedelta(minutes=1)
     assert (first.strategy, first.world_size, first.metrics) == ("single", 1, {"loss": 2.0, "eval_loss": 1.5})
-    best = best_checkpoint(saver.run)
-    assert best is not None
-    assert best.step == 2
-    worst = best_checkpoint(saver.run, "eval_loss", greater_is_better=True)
-    assert worst is not None
-    assert worst.step == 1
-    assert best_checkpoint(saver.run, "accuracy") is None
-    assert best_checkpoint(RunDir(tmp_path / "none")) is None
+
+
+def test_the_best_is_verified_and_the_next_best_stands_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = saving.checkpointer(tmp_path)
+    for step, loss in enumerate([1.4, 1.1, 1.2, 1.1], start=1):
+        saving.save(saver, step, metrics={"loss": 2.0, "eval_loss": loss})
+    saving.save(saver, 5, metrics={"loss": 2.0, "eval_loss": 0.5}, healthy=False)
+
+    def best(rule: BestBy | None = None, run: RunDir = saver.run) -> int | None:
+        found = best_valid(run, rule)
+        return None if found is None else found.step
+
+    assert (best(), best(BestBy("loss", True)), best(BestBy("eval_loss", True))) == (2, 1, 1)
+    assert (best(BestBy("accuracy", True)), best(run=RunDir(tmp_path / "none"))) == (None, None)
+    assert not caplog.records
+    saving.damage(saver.run.checkpoint(2) / "model" / "model.safetensors", lambda content: content.append(0))
+    saving.damage(saver.run.checkpoint(4) / "manifest.json", lambda content: content.__setitem__(0, 0))
+    assert best() == 3
+    told = [record.getMessage() for record in caplog.records]
+    assert any("step-00000004/manifest.json: is damaged (not JSON); it is left out" in line for line in told)
+    assert any("step-00000002: is damaged: model/model.safetensors has " in line for line in told)
 
 
 def test_listing_and_verifying_do_not_import_torch(tmp_path: Path) -> None:

@@ -78,10 +78,12 @@ def told(file: Path, what: str) -> list[Any]:
 
 
 def test_wandb_is_told_the_config_and_every_log(said: Path, tmp_path: Path) -> None:
-    words = ["project=mine", "run_name=first", "init_kwargs.wandb={entity: us, tags: [a]}"]
+    words = ["project=mine", "run_name=first", "init_kwargs.wandb={entity: us, tags: [a], own_token: abc}"]
     train(tmp_path / "run", "+callbacks.trackers={}", *(f"++callbacks.trackers.{word}" for word in words))
-    assert told(said, "init") == [{"project": "mine", "name": "first", "entity": "us", "tags": ["a"]}]
+    own = {"entity": "us", "tags": ["a"], "own_token": "abc"}
+    assert told(said, "init") == [{"project": "mine", "name": "first", **own}]
     [config] = told(said, "config")
+    assert config["callbacks.trackers.init_kwargs.wandb.own_token"] == "<OWN_TOKEN>"
     assert (config["model.hidden_size"], config["trainer.type"], config["callbacks.trackers.names"]) == (
         64, "single", '["wandb"]',
     )  # fmt: skip

@@ -11,11 +11,12 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from saving import damage, flip
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from forgather_cli.callbacks.base import TrainerCallback
-from forgather_cli.errors import CallbackError, DataError, DivergenceError, OutOfMemoryError
+from forgather_cli.errors import CallbackError, ConfigError, DataError, DivergenceError, OutOfMemoryError
 from forgather_cli.strategies.base import Batch, Strategy, Supports
 from forgather_cli.trainer import Trainer, TrainingArguments
 
@@ -125,7 +126,9 @@ def test_cadence_counts_absolute_steps(tmp_path: Path) -> None:
     assert steps("on_save") == [5, 7]
 
 
-def test_each_step_gets_all_its_micro_batches_and_the_count_of_its_targets(tmp_path: Path) -> None:
+def test_each_step_gets_all_its_micro_batches_and_the_count_of_its_targets(
+    tmp_path: Path,
+) -> None:
     strategy = FakeStrategy()
     args = arguments(tmp_path, global_batch_size=8, per_device_train_batch_size=3, save_strategy="no")
     Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(64), strategy=strategy).train()
@@ -332,31 +335,104 @@ def test_epoch_train_steps_is_the_length_of_an_epoch(tmp_path: Path) -> None:
     assert [step for name, step in recorder.events if name == "on_epoch_end"] == [2, 4, 5]
 
 
-def test_the_best_model_is_kept_loaded_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damaged", "loaded", "limit", "kept"),
+    [((), 2, 1, [2, 4]), ((2,), 3, None, [1, 2, 3, 4]), ((1, 2, 3, 4), None, None, [1, 2, 3, 4])],
+)
+def test_the_best_whole_model_is_kept_loaded_and_named(
+    damaged: tuple[int, ...],
+    loaded: int | None,
+    limit: int | None,
+    kept: list[int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Worse(FakeStrategy):
         losses = iter([5.0, 1.0, 3.0, 4.0])
 
         def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
             return torch.tensor(next(self.losses)), torch.tensor(1.0)
 
-    args = arguments(
-        tmp_path, eval_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=1, load_best_model_at_end=True
-    )
-    model = nn.Linear(1, 1)
     snapshots: dict[int, float] = {}
 
-    class Snapshot(TrainerCallback):
+    class Watches(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             snapshots[state.global_step] = kwargs["model"].weight.item()
 
-    trainer = Trainer(
-        model, args, None, tiny.RandomTokens(), tiny.RandomTokens(4), strategy=Worse(), callbacks=[Snapshot]
-    )
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in damaged:
+                damage(kwargs["checkpoint"] / "model/model.safetensors", flip(-1))
+
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": limit}
+    args = arguments(tmp_path, load_best_model_at_end=True, **changes)
+    model, data = nn.Linear(1, 1), (tiny.RandomTokens(), tiny.RandomTokens(4))
+    trainer = Trainer(model, args, None, *data, strategy=Worse(), callbacks=[Watches])
     trainer.train()
     assert trainer.state.best_global_step == 2
-    assert trainer.run_dir.checkpoint_steps() == [2, 4]
-    assert model.weight.item() == snapshots[2]
-    assert trainer.state.best_model_checkpoint == str(trainer.run_dir.checkpoint(2))
+    assert trainer.run_dir.checkpoint_steps() == kept
+    assert model.weight.item() == snapshots[loaded or 4]
+    assert trainer.state.best_model_checkpoint == (loaded and str(trainer.run_dir.checkpoint(loaded)))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    for step in damaged:
+        assert sum(f"step-{step:08d}: is damaged: model/model.safetensors has other" in line for line in told) == 1
+    unloaded = "load_best_model_at_end: no whole and healthy checkpoint has eval_loss; the weights stay those of step 4"
+    assert (unloaded in told) == (loaded is None)
+    assert len(told) == len(damaged) + (loaded is None)
+
+
+class Accuracy(TrainerCallback):
+    """Adds what a user's metric function would, up to a step."""
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step <= self.until:
+            kwargs["metrics"]["eval_accuracy"] = 0.5
+
+
+def best_by(path: Path, metric: str, evaluated: Any, *callbacks: Any, load_best: bool = True) -> Trainer:
+    args = arguments(
+        path, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=load_best, logging_steps=1,
+        metric_for_best_model=metric, greater_is_better=metric == "accuracy",
+    )  # fmt: skip
+    strategy = ReadsLabels()
+    trainer = Trainer(
+        nn.Linear(1, 1), args, None, tiny.RandomTokens(), evaluated, callbacks=callbacks, strategy=strategy
+    )
+    trainer.train()
+    return trainer
+
+
+class ReadsLabels(FakeStrategy):
+    """A loss of 3 for each target."""
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        count = (batch["labels"][:, 1:] != -100).sum()
+        return 3.0 * count, count
+
+
+def test_a_best_metric_that_an_evaluation_lacks_ends_the_run_there(tmp_path: Path) -> None:
+    assert best_by(tmp_path / "has", "accuracy", tiny.RandomTokens(4), Accuracy(4)).state.best_metric == 0.5
+    with pytest.raises(ConfigError) as caught:
+        best_by(tmp_path / "lacks", "accuracy", tiny.RandomTokens(4), Accuracy(1))
+    assert str(caught.value) == (
+        "metric_for_best_model: the evaluation at step 2 has no accuracy; set it to one that it has (eval_loss, "
+        "eval_perplexity, eval_tokens, eval_runtime, eval_samples_per_second), or load_best_model_at_end=false"
+    )
+
+
+def test_an_evaluation_without_targets_has_no_loss_and_is_never_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tiny.RandomTokens(4)
+    data.lengths.zero_()
+    trainer = best_by(tmp_path / "goes on", "eval_loss", data, load_best=False)
+    assert (trainer.state.global_step, trainer.state.best_metric) == (4, None)
+    assert not any("eval_loss" in record or "eval_perplexity" in record for record in trainer.state.log_history)
+    assert "the eval split has no targets (every label is -100), and so no loss" in caplog.text
+    with pytest.raises(ConfigError, match="evaluation at step 1 has no loss, since it has no targets"):
+        best_by(tmp_path / "refused", "loss", data)
 
 
 def test_a_callback_that_raises_is_named_with_its_event(tmp_path: Path) -> None:
@@ -417,15 +493,117 @@ def test_running_out_of_memory_is_explained(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         trainer.train()
     text = str(caught.value)
-    assert text.startswith("out of memory in step 1, micro-batches of 4 x 16 tokens: weights 0 MiB")
+    assert text.startswith(
+        "out of memory in step 1, micro-batches of 4 x 16 tokens: weights 0 MiB, gradients up to 0 M"
+    )
     assert "a smaller per_device_train_batch_size (now 4; auto_find_batch_size=true finds one), gradient_c" in text
     assert caught.value.exit_code == 1
 
 
-def test_data_that_ends_ends_training_where_neither_steps_nor_epochs_are_set(tmp_path: Path) -> None:
-    data = iter_style(tiny.RandomTokens(22))
-    args = arguments(tmp_path, max_steps=-1, num_train_epochs=-1, save_strategy="no", lr_scheduler_type="constant")
-    assert Trainer(nn.Linear(1, 1), args, None, data, strategy=FakeStrategy()).train().global_step == 6
+class FailsInEvaluation(FakeStrategy):
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__()
+        self.error = error
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        raise self.error
+
+    def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:
+        raise self.error
+
+
+def test_running_out_of_memory_in_an_evaluation_is_explained(tmp_path: Path) -> None:
+    strategy = FailsInEvaluation(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=2)
+    data = tiny.RandomTokens()
+    trainer = Trainer(nn.Linear(1, 1), args, None, data, data, strategy=strategy)
+    with pytest.raises(OutOfMemoryError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "out of memory in the evaluation at step 3, batches of 2 x 16 tokens: weights 0 MiB, optimizer 0 MiB, the rest "
+        "activations (CUDA out of memory. Tried to allocate 20.00 GiB); most likely to help: a smaller "
+        "per_device_eval_batch_size (now 2), loss=linear_cross_entropy, precision=bf16"
+    )
+    assert caught.value.smaller_batch is None
+    with pytest.raises(OutOfMemoryError, match="in the prediction, batches of 2 x 16 tokens"):
+        trainer.predict(data)
+
+
+class FailsInStep(FakeStrategy):
+    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def test_another_error_of_the_device_says_where_it_was_and_stays_what_it_is(tmp_path: Path) -> None:
+    args, data = arguments(tmp_path, eval_on_start=True, per_device_eval_batch_size=2), tiny.RandomTokens()
+    with pytest.raises(torch.AcceleratorError, match="device-side assert") as caught:
+        Trainer(nn.Linear(1, 1), args, None, data, strategy=FailsInStep()).train()
+    [note] = caught.value.__notes__
+    assert note.startswith("in step 1, micro-batches of 4 x 16 tokens: weights 0 MiB, gradients up to 0 MiB, optimizer")
+    for message, notes in (("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm", 1), ("shapes differ", 0)):
+        with pytest.raises(RuntimeError, match=message) as failed:
+            Trainer(
+                nn.Linear(1, 1), args, None, data, data, strategy=FailsInEvaluation(RuntimeError(message))
+            ).evaluate()
+        told = getattr(failed.value, "__notes__", [])
+        assert len(told) == notes
+        assert all("in the evaluation at step 0, batches of 2 x 16 tokens" in line for line in told)
+
+
+def epochs_trained(path: Path, data: Any, *callbacks: Any, resume: bool = False, **changes: Any) -> tuple[int, float]:
+    """Steps and epochs behind when training that counts epochs has ended; a run that does not end is given up."""
+
+    class GivesUp(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_abort_without_save |= state.global_step == 100
+
+    settings = {"max_steps": -1, "save_steps": 3, "lr_scheduler_type": "constant", "save_total_limit": None}
+    args = arguments(path, **{**settings, **changes})
+    trainer = Trainer(nn.Linear(1, 1), args, None, data, callbacks=[*callbacks, GivesUp], strategy=FakeStrategy())
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer.state.global_step, trainer.state.epoch
+
+
+class StopsEpochs(TrainerCallback):
+    """Ends each epoch after three steps, and the process, as a crash would, after ``cut``."""
+
+    def __init__(self, cut: int | None = None) -> None:
+        self.cut = cut
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop |= state.global_step % 3 == 0
+        control.should_abort_without_save |= state.global_step == self.cut
+
+
+@pytest.mark.parametrize(
+    ("has_length", "save_steps", "changes"),
+    [(True, 2, {}), (True, 3, {}), (False, 3, {}), (False, 2, {"epoch_train_steps": 7})],
+)  # saved in the middle of an epoch, and with its last step
+def test_epochs_that_callbacks_end_early_are_epochs(
+    tmp_path: Path, has_length: bool, save_steps: int, changes: dict[str, Any]
+) -> None:
+    data = tiny.RandomTokens(64) if has_length else iter_style(tiny.RandomTokens(64))
+    settings = {"num_train_epochs": 2, "save_steps": save_steps, **changes}
+    assert epochs_trained(tmp_path / "whole", data, StopsEpochs(), **settings) == (6, 2.0)
+    assert epochs_trained(tmp_path / "cut", data, StopsEpochs(cut=4), **settings)[0] == 4
+    for _ in ("cut off", "finished"):
+        assert epochs_trained(tmp_path / "cut", data, StopsEpochs(), resume=True, **settings) == (6, 2.0)
+
+
+@pytest.mark.parametrize("epochs", [-1, 1, 2])
+def test_data_without_a_length_ends_training_after_so_many_epochs(tmp_path: Path, epochs: int) -> None:
+    stream, steps = iter_style(tiny.RandomTokens(22)), 6 * abs(epochs)
+    settings = {"num_train_epochs": epochs, "save_steps": 6}
+    assert epochs_trained(tmp_path, stream, **settings) == (steps, abs(epochs))
+    assert epochs_trained(tmp_path, stream, resume=True, **settings) == (steps, abs(epochs))
+    assert epochs_trained(tmp_path, stream, resume=True, num_train_epochs=3) == (18, 3.0)
+
+
+def test_a_part_of_an_epoch_of_unknown_length_is_refused(tmp_path: Path) -> None:
+    stream = iter_style(tiny.RandomTokens(22))
+    with pytest.raises(DataError, match=r"num_train_epochs: 0.5 is no whole number, and .*; set whole epochs, max_st"):
+        epochs_trained(tmp_path / "refused", stream, num_train_epochs=0.5)
+    assert epochs_trained(tmp_path / "steps", stream, num_train_epochs=0.5, epoch_train_steps=8)[0] == 4
 
 
 def test_a_fraction_of_an_epoch_is_rounded_up_to_steps(tmp_path: Path) -> None:

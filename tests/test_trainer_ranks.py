@@ -11,9 +11,12 @@ import tiny
 import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
+from saving import damage, flip
 
 from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
 from forgather_cli.trainer.commands import Asked
@@ -279,6 +282,65 @@ def test_a_command_to_save_and_stop_saves_although_nothing_else_is_saved(tmp_pat
     assert len({step for step, _, _ in answers}) == 1
 
 
+class DamagesTheLast(TrainerCallback):
+    """Flips a bit of the weights of the checkpoint of step 4, on rank 0."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and kwargs["checkpoint"].name == "step-00000004":
+            damage(kwargs["checkpoint"] / "model/model.safetensors", flip(-1))
+
+
+def loads_the_best(root: str) -> tuple[int, str | None, dict[str, torch.Tensor]]:
+    """The step of the best evaluation, the checkpoint that is named as the best, and the weights at the end."""
+    settings = ["eval_steps=2", "save_steps=2", "load_best_model_at_end=true", "learning_rate=1e-2", "warmup_steps=0"]
+    config = tiny.config(Path(root), "trainer=ddp", "nproc_per_node=2", *settings)
+    data = tiny.RandomTokens(8)
+    trainer = Trainer(
+        model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=[DamagesTheLast()]
+    )
+    trainer.train()
+    return trainer.state.best_global_step, trainer.state.best_model_checkpoint, trainer.model.state_dict()
+
+
+def test_a_damaged_best_checkpoint_is_loaded_by_no_rank(tmp_path: Path) -> None:
+    ranks = run_ranks(2, loads_the_best, str(tmp_path))
+    saved = Reader(RunDir(tmp_path).checkpoint(2))
+    for best, named, weights in ranks:
+        assert (best, named) == (4, str(saved.path))
+        assert all(torch.equal(saved.read(name), weights[name]) for name in saved.model_names())
+
+
+class AccuracyOfRank0(TrainerCallback):
+    def __init__(self, until: int) -> None:
+        self.until = until
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.global_step <= self.until:
+            kwargs["metrics"]["eval_accuracy"] = 0.5
+
+
+def best_by_accuracy(root: str, until: int) -> tuple[int, str]:
+    settings = ("eval_steps=2", "save_steps=2", "load_best_model_at_end=true", "greater_is_better=true")
+    layout = ("trainer=ddp", "nproc_per_node=2", "metric_for_best_model=accuracy")
+    config, data = tiny.config(Path(root), *layout, *settings), tiny.RandomTokens(64)
+    callbacks = [AccuracyOfRank0(until)]
+    trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return trainer.state.global_step, str(error)
+    return trainer.state.global_step, Path(trainer.state.best_model_checkpoint or "none").name
+
+
+@pytest.mark.parametrize(("until", "step", "told"), [(4, 4, "step-00000002"), (0, 2, "at step 2 has no accuracy; set")])
+def test_ranks_miss_the_best_metric_together(tmp_path: Path, until: int, step: int, told: str) -> None:
+    """What rank 0 has counts: a callback may add a metric there alone."""
+    first, second = run_ranks(2, best_by_accuracy, str(tmp_path), until)
+    assert first == second
+    assert first[0] == step
+    assert told in first[1]
+
+
 def diverging_seed(root: str) -> None:
     config = tiny.config(
         Path(root), "trainer=ddp", "nproc_per_node=2", "learning_rate=1e30", "max_grad_norm=null", "max_steps=40"
@@ -307,15 +369,18 @@ class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
         return iter(self.tokens)
 
 
-def from_stream(root: str, lengths: list[int], *, own_seed: bool = False, **settings: Any) -> tuple[list[float], int]:
+def from_stream(
+    root: str, lengths: list[int], *, own_seed: bool = False, resume: bool = False, **changes: Any
+) -> tuple[list[float], int]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     data = Stream(lengths[rank], rank if own_seed else 0)
+    settings = {"num_train_epochs": -1, "lr_scheduler_type": "constant", "save_strategy": "no", **changes}
     args = TrainingArguments(
         root, report_to="none", use_cpu=True, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2,
-        global_batch_size=4, num_train_epochs=-1, lr_scheduler_type="constant", save_strategy="no", **settings,
+        global_batch_size=4, **settings,
     )  # fmt: skip
     trainer = Trainer(model_init=tiny.decoder, args=args, train_dataset=data, eval_dataset=Stream(7, 1))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return [record["loss"] for record in trainer.state.log_history if "grad_norm" in record], trainer.state.global_step
 
 
@@ -327,11 +392,15 @@ def test_a_stream_is_read_by_rank_0_for_all(tmp_path: Path) -> None:
         assert losses == pytest.approx(alone[0], rel=1e-5)
 
 
-def test_shards_of_uneven_length_end_training_together(tmp_path: Path) -> None:
-    ranks = run_ranks(2, shards, str(tmp_path))
-    assert ranks[0] == ranks[1]
-    assert ranks[0][1] == 6  # of 2 samples each, the last of one: the shorter shard has 11
+@pytest.mark.parametrize("epochs", [-1, 2])
+def test_shards_of_uneven_length_end_training_together(tmp_path: Path, epochs: int) -> None:
+    once, again = zip(*run_ranks(2, shards, str(tmp_path), epochs), strict=True)
+    assert once[0] == once[1]
+    assert once[0][1] == 6 * abs(epochs)  # of 2 samples each, the last of one: the shorter shard has 11
+    assert again == (([], once[0][1]),) * 2  # there is nothing left
 
 
-def shards(root: str) -> tuple[list[float], int]:
-    return from_stream(root, [11, 30], own_seed=True, dispatch_batches=False, eval_strategy="no")
+def shards(root: str, epochs: int) -> tuple[tuple[list[float], int], ...]:
+    settings: dict[str, Any] = {"num_train_epochs": epochs, "save_strategy": "epoch", "own_seed": True}
+    settings |= {"dispatch_batches": False, "eval_strategy": "no"}
+    return tuple(from_stream(root, [11, 30], resume=resume, **settings) for resume in (False, True))

@@ -27,6 +27,7 @@ from forgather_cli.models.init import allocate
 from forgather_cli.optim.groups import describe
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import load_source
+from forgather_cli.strategies.fsdp2_blocks import blocks_to_shard
 from forgather_cli.trainer.metrics import Flops
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
@@ -148,9 +149,16 @@ def test_a_class_that_cannot_keep_documents_apart_is_refused() -> None:
         model_of(settings_of("opt"))(tokens(), document_ids=torch.zeros_like(tokens()))
 
 
+def test_layer_classes_of_fsdp2_are_looked_for_in_the_model_that_is_there() -> None:
+    model = model_of(settings_of("gpt2"))
+    assert len(blocks_to_shard(model, ["GPT2Block"])) == 2
+    with pytest.raises(ModelError, match=r"block_classes .* has no LlamaDecoderLayer; name its .* GPT2Block, or leave"):
+        blocks_to_shard(model, ["LlamaDecoderLayer"])
+
+
 def test_a_capped_head_is_refused_by_the_fused_loss() -> None:
     model = model_of(settings_of("gemma2"))
-    with pytest.raises(ModelError, match=r"loss=linear_cross_entropy: Gemma2ForCausalLM does more to its logits"):
+    with pytest.raises(ModelError, match=r"loss: Gemma2ForCausalLM does more to its logits .*; set loss=cross_entropy"):
         model.hidden_states(tokens())
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import socket
 import time
 from pathlib import Path
 
 from program import Process
+from ranks import run_ranks
 
+from forgather_cli.config.load import load_config
 from forgather_cli.launch.job import is_running
 from forgather_cli.launch.outcome import Outcome, read_outcome
+from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir
 
 SMALL = [
@@ -46,6 +53,35 @@ def train(*words: str, strategy: str = "ddp") -> tuple[int, str]:
     """(exit code, output) of a run on two ranks."""
     with start(*words, strategy=strategy) as job:
         return job.finish(), job.output
+
+
+def _slurm_task(folder: str, port: int, recipe: str, words: list[str]) -> tuple[int, str]:
+    """A run that this rank of the pool joins as a task of Slurm's: (exit code, what it prints)."""
+    import torch.distributed as dist
+
+    from forgather_cli.launch import start
+
+    rank = str(dist.get_rank())
+    dist.barrier()  # the other one may still be connecting
+    dist.destroy_process_group()
+    task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    place = joined([], {**task, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    assert place is not None
+    printed, before = io.StringIO(), Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            return start.join(place, lambda: load_config(recipe, words)), printed.getvalue()
+    finally:
+        os.chdir(before)
+
+
+def train_in_pool(folder: Path, words: list[str], recipe: str = "default") -> list[tuple[int, str]]:
+    """(exit code, what is printed) of each of two ranks of the pool, which join a run: no process is started."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = int(probe.getsockname()[1])
+    return run_ranks(2, _slurm_task, str(folder), port, recipe, words)
 
 
 def nobody_left(ranks: int = 2) -> bool:

@@ -77,6 +77,8 @@ class TrainerState:
     logging_steps: int = 0
     eval_steps: int = 0
     save_steps: int = 0
+    is_hyper_param_search: bool = False
+    """Hugging Face's, as the two below: a sweep is runs of their own here."""
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
 

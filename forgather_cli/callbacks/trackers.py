@@ -13,7 +13,7 @@ from typing import Any
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.tensorboard import curve, is_number
-from forgather_cli.config.schema import TRACKERS, TrackersSettings
+from forgather_cli.config.schema import TRACKERS, TrackersSettings, without_tokens
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.targets import import_path
@@ -76,7 +76,7 @@ class Trackers(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        config = flat(self._tree or {})
+        config = flat(without_tokens(self._tree or {}))
         for name in self._names:
             tracker = self._started(name)
             self._trackers.append(tracker)

@@ -6,8 +6,8 @@ Averaging the last checkpoints of a run with a high learning rate lowers the los
 
 from __future__ import annotations
 
+import itertools
 import json
-import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 import forgather_cli
-from forgather_cli.checkpoint.load import Reader, healthy_ones
-from forgather_cli.checkpoint.manifest import NAME
+from forgather_cli.checkpoint.load import Reader, healthy_ones, open_whole, whole_ones
 from forgather_cli.checkpoint.new_directory import check_absent, new_directory
+from forgather_cli.checkpoint.sources import check_sources, is_checkpoint, model_directory
 from forgather_cli.checkpoint.tensors import dtype_of, write_weights
 from forgather_cli.checkpoint.weights import Weights
-from forgather_cli.errors import CheckpointError, ConfigError, SetupError
+from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.run_dir import RunDir, run_of
-
-log = logging.getLogger(__name__)
 
 PROVENANCE = "provenance.json"
 """The file of an average that says what it is the mean of."""
@@ -67,13 +65,13 @@ def average_models(sources: Sequence[Path], out: Path, *, verified: bool = False
 
     Sums are made in fp32 (fp64 for fp64), results have the sources' dtype; what is not a floating number is that of the
     last source. Config and tokenizer are the last one's; ``provenance.json`` names all. Every byte of a checkpoint is
-    verified first, unless it is ``verified``. Raises ConfigError for fewer than two sources, CheckpointError where they
-    differ in tensors, config or tokenizer, SetupError where ``out`` exists or cannot be written.
+    verified first, unless it is ``verified``. Raises ConfigError for fewer than two sources or one that is named twice,
+    CheckpointError where they differ in tensors, config or tokenizer, SetupError where ``out`` exists or cannot be
+    written.
     """
     check_absent(out)
-    if len(sources) < 2:
-        raise ConfigError(f"an average needs two models or more, got {len(sources)}; name more checkpoints")
-    members = [_opened(Path(source), verified) for source in sources]
+    check_sources(sources)
+    members = [_opened(source, verified) for source in sources]
     for other in members[1:]:
         check_alike(members[0], other)
     mean = _Mean([member.weights for member in members])
@@ -90,17 +88,8 @@ def last_checkpoints(run: RunDir, count: int) -> list[Path]:
 
     A damaged one is left out with a warning.
     """
-    found: list[Path] = []
-    for reader in healthy_ones(run):
-        if len(found) == count:
-            break
-        try:
-            reader.verify()
-        except CheckpointError as error:
-            log.warning("%s; it is left out", error)
-            continue
-        found.append(reader.path)
-    return found[::-1]
+    newest_first = itertools.islice(whole_ones(healthy_ones(run)), count)
+    return [reader.path for reader in newest_first][::-1]
 
 
 def enough_of(run: RunDir, found: list[Path], wanted: int, setting: str, say: Callable[[str], None]) -> None:
@@ -115,18 +104,10 @@ def enough_of(run: RunDir, found: list[Path], wanted: int, setting: str, say: Ca
 
 
 def _opened(source: Path, verified: bool) -> Member:
-    if (source / NAME).is_file():
-        reader = Reader(source)
-        if not verified:
-            reader.verify()
-        return Member(source, source / "model", Weights(source / "model"), reader)
-    if (source / "checkpoints").is_dir():
-        raise CheckpointError(
-            f"{source}: is a run; name its checkpoints, {source}/checkpoints/step-..., or use --last K {source}"
-        )
-    if not source.is_dir():
-        raise CheckpointError(f"{source}: no such directory; give checkpoints or model directories")
-    return Member(source, source, Weights(source), None)
+    reader, directory = None, model_directory(source)
+    if is_checkpoint(source):
+        reader = Reader(source) if verified else open_whole(source, "leave it out, or use --last K RUN for whole ones")
+    return Member(source, directory, Weights(directory), reader)
 
 
 # ------------------------------------------------------------------------------------------------------- comparisons

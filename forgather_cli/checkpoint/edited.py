@@ -26,11 +26,9 @@ def pending(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
     A start writes its config, which has the edits in it; so later ones need not look here, and what a later command
     line has set stays.
     """
-    usable = [info for info in list_checkpoints(run) if info.usable]
-    healthy = [info for info in usable if info.healthy] or usable
-    if not healthy:
+    path = resumed(run)
+    if path is None:
         return None
-    path = healthy[-1].path
     try:
         found = read_manifest(path).info.get(EDITED)
     except CheckpointError:
@@ -38,6 +36,13 @@ def pending(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
     if not isinstance(found, dict) or found.get("starts") != _starts(run):
         return None
     return path, dict(found.get("settings", {}))
+
+
+def resumed(run: RunDir) -> Path | None:
+    """The checkpoint a resume will go on from, as far as manifests and file sizes tell."""
+    usable = [info for info in list_checkpoints(run) if info.usable]
+    healthy = [info for info in usable if info.healthy] or usable
+    return healthy[-1].path if healthy else None
 
 
 def _starts(run: RunDir | None) -> int:

@@ -1,10 +1,10 @@
-"""Reading checkpoints: find the newest good one, verify it, read rows of tensors and components."""
+"""Reading checkpoints: find the newest or the best good one, verify it, read rows of tensors and components."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 from forgather_cli.checkpoint.components import Component, Sharing, rank_file, shared_file
 from forgather_cli.checkpoint.encoding import decode
 from forgather_cli.checkpoint.gather import on_rank_0, rank_in
-from forgather_cli.checkpoint.manifest import Level, Manifest, NewerFormatError, read_manifest
+from forgather_cli.checkpoint.manifest import BestBy, DamagedError, Level, Manifest, NewerFormatError, read_manifest
 from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
 from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.checkpoint.verify import find_problems
@@ -43,12 +43,12 @@ class Reader:
         return self.manifest.step
 
     def verify(self, level: Level = "full", group: Any = None) -> None:
-        """Collective in ``group``, whose ranks share the reading. Raise CheckpointError, naming every damaged file,
-        unless all files are as they were written.
+        """Collective in ``group``, whose ranks share the reading. Raise DamagedError, naming every damaged file, unless
+        all files are as they were written.
         """
         problems = find_problems(self.path, self.manifest, level, group)
         if problems:
-            raise CheckpointError(f"{self.path}: is damaged: {'; '.join(problems)}")
+            raise DamagedError(f"{self.path}: is damaged: {'; '.join(problems)}")
 
     # -------------------------------------------------------------------------------------------------------- tensors
 
@@ -160,6 +160,19 @@ class Reader:
         return self._state_tensors[stem].read(name)
 
 
+def open_whole(path: Path, remedy: str = "name another checkpoint, or give its run for the newest whole one") -> Reader:
+    """The checkpoint at ``path``, every byte of it verified.
+
+    Raises CheckpointError; for a damaged one with what to do.
+    """
+    try:
+        reader = Reader(path)
+        reader.verify()
+    except DamagedError as error:
+        raise CheckpointError(f"{error}; {remedy}") from error
+    return reader
+
+
 def named(path: Path, verify: Level = "full", group: Any = None) -> Reader:
     """Collective in ``group``. The checkpoint that ``resume_from_checkpoint`` names, verified by all ranks together.
 
@@ -204,10 +217,45 @@ def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Read
     return None
 
 
+def best_valid(run: RunDir, best_by: BestBy | None = None, verify: Level = "full", group: Any = None) -> Reader | None:
+    """Collective in ``group``. The run's best checkpoint of those that are healthy and whole, the earliest of equals;
+    None if no such one has the metric. ``best_by`` None: as the newest healthy one has it.
+
+    Every damaged one on the way is a warning of rank 0. Raises CheckpointError where one is of a newer format.
+    """
+    healthy = healthy_ones(run, group)
+    rule = best_by or next((r.manifest.best_by for r in healthy if r.manifest.best_by is not None), None)
+    if rule is None:
+        return None
+    scored = [(cost, r.step, r) for r in healthy if (cost := rule.cost(r.manifest.metrics)) is not None]
+    best_first = [reader for *_, reader in sorted(scored, key=lambda item: item[:2])]
+    return next(whole_ones(best_first, verify, group), None)
+
+
 def healthy_ones(run: RunDir, group: Any = None) -> list[Reader]:
-    """Collective in ``group``. The run's healthy checkpoints, newest first, not verified."""
-    manifests, _ = on_rank_0(lambda: _read_all(run), group)
+    """Collective in ``group``. The run's healthy checkpoints, newest first, not verified; one whose manifest is damaged
+    is a warning of rank 0.
+    """
+    manifests, problems = on_rank_0(lambda: _read_all(run), group)
+    for problem in problems:
+        _left_out(problem, group)
     return [Reader(path, manifest) for path, manifest in manifests.items() if manifest.healthy]
+
+
+def whole_ones(readers: Iterable[Reader], verify: Level = "full", group: Any = None) -> Iterator[Reader]:
+    """Collective in ``group``, each step of it. Those that are whole; a damaged one is a warning of rank 0."""
+    for reader in readers:
+        try:
+            reader.verify(verify, group)
+        except DamagedError as error:
+            _left_out(error, group)
+        else:
+            yield reader
+
+
+def _left_out(problem: object, group: Any) -> None:
+    if rank_in(group) == 0:
+        log.warning("%s; it is left out", problem)
 
 
 def _tell(used: Reader, newest: Reader, problems: Iterable[str]) -> None:
@@ -239,57 +287,3 @@ def _read_all(run: RunDir) -> tuple[dict[Path, Manifest], list[str]]:
         if not is_abandoned(step, manifest.rollbacks, rollbacks):
             manifests[path] = manifest
     return manifests, problems
-
-
-def restore_components(
-    reader: Reader,
-    components: Iterable[Component],
-    *,
-    rank: int = 0,
-    world_size: int | None = None,
-    only: Collection[str] | None = None,
-) -> list[str]:
-    """Load what the checkpoint has of ``components``; with ``only``, of those with these keys.
-
-    ``world_size``: of this job, None for that of the checkpoint's. Returns the keys that start fresh: because the
-    checkpoint lacks them, each with a warning, or because ranks' or groups' own states belong to another layout, which
-    is one line of information. Raises CheckpointError if a required one starts fresh, and names the component whose
-    state does not fit.
-    """
-    fresh, foreign = [], []
-    size = reader.manifest.world_size if world_size is None else world_size
-    for component in components:
-        if only is not None and component.key not in only:
-            continue
-        if not reader.has(component):
-            fresh.append(component.key)
-        elif not reader.fits(component, size):
-            foreign.append(component)
-        else:
-            _load(reader, component, rank)
-    if foreign:
-        _tell_foreign(reader, foreign, size)
-    return fresh + [component.key for component in foreign]
-
-
-def _tell_foreign(reader: Reader, foreign: Iterable[Component], size: int) -> None:
-    saved = reader.manifest.world_size
-    for component in foreign:
-        if component.required:
-            raise CheckpointError(
-                f"{reader.path}: {component.key} was saved by each of {saved} ranks for itself, without which a run of "
-                f"{size} cannot go on; resume it with {saved} ranks"
-            )
-    keys = ", ".join(component.key for component in foreign)
-    log.info("%s: what %d ranks or their groups saved for themselves starts fresh here: %s", reader.path, saved, keys)
-
-
-def _load(reader: Reader, component: Component, rank: int) -> None:
-    state = reader.state(component.key, rank, component.group if component.sharing.is_grouped else "")
-    try:
-        component.object.load_state_dict(state)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{reader.path}: the state of {component.key} does not fit this run ({type(error).__name__}: {error}); "
-            "leave it out of resume_components if it may start fresh"
-        ) from error

@@ -26,6 +26,10 @@ class NewerFormatError(CheckpointError):
     """A checkpoint of a Forgather newer than this one: nothing is wrong with it."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was written."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """Size in bytes and hashed ranges of one file; the ranges are the whole file."""
@@ -68,6 +72,11 @@ class BestBy:
         """The metric, with or without Hugging Face's ``eval_`` in front; None if it is missing or not finite."""
         value = metrics.get(self.metric, metrics.get(f"eval_{self.metric}"))
         return value if value is not None and math.isfinite(value) else None
+
+    def cost(self, metrics: dict[str, float]) -> float | None:
+        """The value with the sign by which the best one has the least."""
+        value = self.value(metrics)
+        return -value if value is not None and self.greater_is_better else value
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: is damaged (not JSON)") from None
+        raise DamagedError(f"{path}: is damaged (not JSON)") from None
     return _decode(path, document)
 
 
@@ -151,11 +160,11 @@ def _decode(path: Path, document: Any) -> Manifest:
             "upgrade forgather to use it"
         )
     if document.pop("checksum", None) != _checksum(document):
-        raise CheckpointError(f"{path}: is damaged (its content does not match its checksum)")
+        raise DamagedError(f"{path}: is damaged (its content does not match its checksum)")
     try:
         return _build(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+        raise DamagedError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
 
 
 def _build(document: dict[str, Any]) -> Manifest:

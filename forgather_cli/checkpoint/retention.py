@@ -18,7 +18,7 @@ from forgather_cli.run_dir import RunDir, step_of
 
 log = logging.getLogger(__name__)
 
-_TEMPORARY = re.compile(r"\.(tmp|trash|replaced)-(?P<name>.+)-\d+\.\d+$")
+_TEMPORARY = re.compile(r"\.(?P<kind>tmp|trash|replaced)-(?P<name>.+)-\d+\.\d+$")
 _serial = itertools.count()
 
 
@@ -71,21 +71,14 @@ def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[Checkpo
     return [replace(info, best=info.step in best) for info in found]
 
 
-def best_checkpoint(run: RunDir, metric: str | None = None, greater_is_better: bool = False) -> CheckpointInfo | None:
-    """The best of the run's usable checkpoints by ``metric`` (None: the one it was trained for), None without."""
-    rule = BestBy(metric, greater_is_better) if metric is not None else None
-    return next((info for info in list_checkpoints(run, rule) if info.best), None)
-
-
 def best_of(found: Sequence[CheckpointInfo], rule: BestBy, count: int) -> list[CheckpointInfo]:
     """The ``count`` best usable and healthy ones, best first; those without the metric do not count."""
     scored = [
-        (value, info)
+        (cost, info.step, info)
         for info in found
-        if info.usable and info.healthy and (value := rule.value(info.metrics)) is not None
+        if info.usable and info.healthy and (cost := rule.cost(info.metrics)) is not None
     ]
-    scored.sort(key=lambda item: (-item[0] if rule.greater_is_better else item[0], item[1].step))
-    return [info for _, info in scored[:count]]
+    return [info for *_, info in sorted(scored, key=lambda item: item[:2])[:count]]
 
 
 def _info(step: int, path: Path) -> CheckpointInfo:
@@ -170,6 +163,12 @@ def sibling(path: Path, kind: str) -> Path:
     return path.with_name(f".{kind}-{path.name}-{os.getpid()}.{next(_serial)}")
 
 
+def siblings(directory: Path) -> list[tuple[Path, str, Path]]:
+    """What ``sibling`` has named in a directory: (path, kind, the path it is a sibling of)."""
+    found = [(path, _TEMPORARY.match(path.name)) for path in sorted(directory.iterdir())]
+    return [(path, match["kind"], path.with_name(match["name"])) for path, match in found if match]
+
+
 def clean(run: RunDir) -> None:
     """Remove what killed writers left behind; the caller holds the run directory, so nobody is writing now.
 
@@ -177,13 +176,9 @@ def clean(run: RunDir) -> None:
     """
     if not run.checkpoints.is_dir():
         return
-    for path in sorted(run.checkpoints.iterdir()):
-        match = _TEMPORARY.match(path.name)
-        if match is None:
-            continue
-        target = path.with_name(match["name"])
+    for path, kind, target in siblings(run.checkpoints):
         try:
-            if match[1] == "replaced" and step_of(target) is not None and not target.exists():
+            if kind == "replaced" and step_of(target) is not None and not target.exists():
                 path.rename(target)
             else:
                 remove(path)

@@ -102,9 +102,11 @@ class Checkpointer:
         """Collective. Try what a save does, before the first step: encode every state, write, look at free space.
 
         A checkpoint is taken to need the full tensors of all ranks' ``rows``, and in proportion ``num_bytes`` beside
-        this rank's for what does not exist yet. Raises SetupError on all ranks alike.
+        this rank's for what does not exist yet. With save_strategy=no, where a signal saves all the same, what is wrong
+        with the directory is a warning. Raises SetupError on all ranks alike.
         """
-        try_save(self.run, components, rows or {}, num_bytes, group=self._group, rank=self._rank)
+        planned = self._args.save_strategy != "no"
+        try_save(self.run, components, rows or {}, num_bytes, group=self._group, rank=self._rank, planned=planned)
 
     # --------------------------------------------------------------------------------------------------------- saving
 
@@ -297,8 +299,8 @@ class Checkpointer:
     def _failed(self, step: int, why: str) -> None:
         self.failures.append((step, why))
         steps = self.run.checkpoint_steps()
-        stands = f"the newest one is {self.run.checkpoint(steps[-1])}" if steps else "there is none yet"
-        log.error("the checkpoint of step %d was not saved: %s; training goes on, %s", step, why, stands)
+        stands = f"the newest one is {self.run.checkpoint(steps[-1])}" if steps else "the run has none"
+        log.error("the checkpoint of step %d was not saved: %s; %s", step, why, stands)
 
 
 def _versions() -> dict[str, str]:

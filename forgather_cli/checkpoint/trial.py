@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from forgather_cli.checkpoint.retention import sibling
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -27,16 +30,30 @@ def try_save(
     *,
     group: Any,
     rank: int,
+    planned: bool = True,
 ) -> None:
     """Collective. Encode every state, see that the ranks' rows make whole tensors, write to the directory, look for
     room: for the full tensors of ``rows``, and for ``num_bytes`` more beside each rank's.
 
-    Raises SetupError on all ranks alike.
+    ``planned`` False: a signal or a command alone will save, so what is wrong with the directory is a warning. It costs
+    no more than the copies of the components' states and one file of a few bytes. Raises SetupError on all ranks alike.
     """
     shares = _agree(_share, components, rows, num_bytes, rank, group=group)
     files = plan([pieces for pieces, _ in shares], "trial").files
     growth = max(growth for _, growth in shares)
     need = int(growth * sum(spec.num_bytes for file in files for spec in file.specs))
+    if planned:
+        _try_directory(run, need, group=group, rank=rank)
+        return
+    try:
+        with contextlib.nullcontext() if rank != 0 else _no_new_directories(run.checkpoints):
+            _try_directory(run, need, group=group, rank=rank)
+    except SetupError as error:
+        log.warning("%s; save_strategy=no goes on, but a signal would end the run without a checkpoint", error)
+
+
+def _try_directory(run: RunDir, need: int, *, group: Any, rank: int) -> None:
+    """Collective. See that all ranks write to one directory, and that it has room for ``need`` bytes."""
     probe = _agree(_make_probe, run, need, rank, group=group)[0]
     assert probe is not None
     try:
@@ -44,6 +61,19 @@ def try_save(
     finally:
         if rank == 0:
             remove(probe)
+
+
+@contextlib.contextmanager
+def _no_new_directories(path: Path) -> Iterator[None]:
+    """Take away what becomes of ``path`` and its parents inside and stays empty: a run that may never save has none."""
+    path = path.absolute()
+    new = [directory for directory in (path, *path.parents) if not directory.exists()]  # nearest first
+    try:
+        yield
+    finally:
+        for directory in new:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
 
 
 def _agree(action: Callable[..., T], *args: Any, group: Any) -> list[T]:

@@ -35,8 +35,13 @@ def average(
     The sum is made in fp32, tensor by tensor; the result has the checkpoints' dtype. OUT has config and tokenizer, and
     [cyan]provenance.json[/] says what it is the mean of.
     """
+    from forgather_cli.checkpoint.new_directory import check_absent
+    from forgather_cli.checkpoint.sources import check_sources
+
     with only_json(as_json):
+        check_absent(out)
         members = sources if last is None else _last(sources, last)
+        check_sources(members)
         from forgather_cli.checkpoint.average import average_models
 
         average_models(members, out, verified=last is not None)

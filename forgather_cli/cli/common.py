@@ -70,8 +70,8 @@ def check_overrides(words: Sequence[str] | None) -> list[str]:
     return list(words or [])
 
 
-def quoted(path: Path) -> str:
-    """A path as a value in Hydra's grammar."""
+def quoted(path: Path | str) -> str:
+    """A path, or a pattern of some, as a value in Hydra's grammar."""
     text = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
 

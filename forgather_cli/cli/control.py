@@ -17,7 +17,9 @@ from forgather_cli.control import client, records, registry
 from forgather_cli.control.records import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
+from forgather_cli.launch.outcome import read_outcome, resume_command
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import holder_of
 
 _LOOK_PATIENCE = 2.0  # seconds that a listed job gets to say what it is at
 _REDRAW = 1.0  # seconds
@@ -136,7 +138,7 @@ def _watch(entry: Entry) -> None:
             if line != last:
                 typer.echo(line)
             last = line
-    typer.echo(f"{entry.job_id}: {_ended(Path(entry.run_dir))}")
+    typer.echo(f"{entry.job_id}: {_ended(RunDir(Path(entry.run_dir)))}")
 
 
 def _states(entry: Entry) -> Iterator[dict[str, Any]]:
@@ -152,25 +154,39 @@ def _states(entry: Entry) -> Iterator[dict[str, Any]]:
         time.sleep(_REDRAW)
 
 
-def _ended(run_dir: Path) -> str:
-    from forgather_cli.launch.outcome import read_outcome
-
-    outcome = read_outcome(RunDir(run_dir))
-    return (
-        "has ended"
-        if outcome is None
-        else f"ended at step {outcome.step} with exit code {outcome.code}: " + (outcome.reason)
-    )
+def _ended(run: RunDir) -> str:
+    """What has become of a job that takes no commands any more."""
+    outcome, holder = read_outcome(run), holder_of(run)
+    if outcome is not None:
+        return f"ended at step {outcome.step} with exit code {outcome.code}: {outcome.reason}"
+    if holder is not None and holder.is_running is None:
+        return f"was started on {holder.hostname} and has not told of its end; ask there"
+    if holder is not None and holder.is_running:
+        return "is ending"
+    return f"was killed; {resume_command(run)} goes on"
 
 
 def _find(job: str | None) -> Entry:
-    """The job that is meant. Raises ControlError, which tells of a run directory how its last job ended."""
+    """The job that is meant. Raises ControlError, which tells of a run directory what goes on there."""
     try:
         return registry.resolve(job)
     except ControlError as error:
-        if job is not None and job != "latest" and RunDir(Path(job)).newest_config().is_file():
-            raise ControlError(f"{job}: no job runs there; the last one {_ended(Path(job))}") from error
-        raise
+        if job is None or job == "latest" or not RunDir(Path(job)).newest_config().is_file():
+            raise
+        raise ControlError(f"{job}: {_without_commands(RunDir(Path(job)))}") from error
+
+
+def _without_commands(run: RunDir) -> str:
+    """Why nobody takes commands for a run directory."""
+    holder, has_ended = holder_of(run), read_outcome(run) is not None
+    if has_ended or holder is None or holder.is_running is False:
+        return f"no job runs there; the last one {_ended(run)}"
+    if holder.is_running is None:
+        return f"no job is known there; the last one {_ended(run)}"
+    return (
+        f"process {holder.pid} runs there but takes no commands: it is still starting or already ending, or has no "
+        f"callbacks.control with enable_http; wait, or stop it with a checkpoint by SIGTERM (kill {holder.pid})"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -229,8 +245,8 @@ def _tell(command: str, entry: Entry, no_wait: bool, timeout: float | None, as_j
     elif told.state == DONE or no_wait:
         typer.echo(_answer(entry, told))
     if not told.is_finished and not no_wait:
-        seconds = f"{timeout:g}"
-        raise ControlError(f"{entry.job_id}: {command} is {told.state} after {seconds} s, and stays so; {_later(told)}")
+        waited = f"{command} is {told.state} after {timeout:g} s, and stays so"
+        raise ControlError(f"{entry.job_id}: {waited}; {_later(entry, told)}")
     if told.state == records.FAILED:
         raise ControlError(f"{entry.job_id}: {command} failed: {told.reason}")
 
@@ -239,17 +255,17 @@ def _waited(entry: Entry, told: records.Command, timeout: float | None) -> recor
     try:
         return client.wait(entry, told, timeout=timeout)
     except KeyboardInterrupt:
-        typer.echo(f"\n{entry.job_id} goes on with {told.command}; {_later(told)}", err=True)
+        typer.echo(f"\n{entry.job_id} goes on with {told.command}; {_later(entry, told)}", err=True)
         raise typer.Exit(130) from None
 
 
-def _later(told: records.Command) -> str:
-    return f"its answer will be in RUN/control/{told.id}.json"
+def _later(entry: Entry, told: records.Command) -> str:
+    return f"its answer will be in {RunDir(Path(entry.run_dir)).command(told.id)}"
 
 
 def _answer(entry: Entry, told: records.Command) -> str:
     if told.state != DONE:
-        return f"{entry.job_id} has the command; {_later(told)}"
+        return f"{entry.job_id} has the command; {_later(entry, told)}"
     if told.checkpoint is not None:
         return told.checkpoint
     if told.command == ABORT:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import AsJson, Overrides, check_overrides, only_json, print_json
+from forgather_cli.cli.common import AsJson, Overrides, check_overrides, only_json, print_json, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
+from forgather_cli.run_dir import run_of
 
 if TYPE_CHECKING:
     from forgather_cli.checkpoint.load import Reader
@@ -46,18 +48,30 @@ def edit(
     for name, (before, after) in made.changes.items():
         typer.echo(f"{name}: {_shown(before)} -> {_shown(after)}")
     typer.echo(f"as it was: {made.backup}")
+    if how := _how_to_resume(reader.path, words):
+        typer.echo(how)
     typer.echo(str(reader.path))
+
+
+def _how_to_resume(path: Path, words: list[str]) -> str | None:
+    """What to do where a resume of the run would go on from another checkpoint than the edited one, at ``path``."""
+    from forgather_cli.checkpoint.edited import resumed
+
+    run = run_of(path)
+    newest = None if run is None else resumed(run)
+    if run is None or newest is None or newest.resolve() == path.resolve():
+        return None
+    command = ["forgather", "resume", str(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
+    return f"a plain forgather resume goes on from {newest.name}; to go on from the edited one: {shlex.join(command)}"
 
 
 def _reader(source: Path) -> Reader:
     """The checkpoint, verified."""
-    from forgather_cli.checkpoint.load import Reader, newest_valid
+    from forgather_cli.checkpoint.load import newest_valid, open_whole
     from forgather_cli.run_dir import RunDir
 
     if not (source / "checkpoints").is_dir():
-        reader = Reader(source)
-        reader.verify()
-        return reader
+        return open_whole(source)
     newest = newest_valid(RunDir(source))
     if newest is None:
         raise CheckpointError(f"{source}: has no checkpoints; give the directory of a run that has saved one")

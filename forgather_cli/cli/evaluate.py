@@ -34,8 +34,9 @@ def evaluate(
 ) -> None:
     r"""Loss, perplexity, bits per byte and accuracy of a run, a checkpoint or a model directory.
 
-    On the evaluation split it was trained with, or on other data: [cyan]data=text data.files=\[mine.txt][/]; in this
-    process, or on several ranks: [cyan]trainer=fsdp2 nproc_per_node=4[/]. Every example counts once.
+    On the evaluation split it was trained with, or on the whole of other files: [cyan]data=text
+    data.files=\[mine.txt][/] (a share of them: [cyan]data.eval_fraction=0.05[/]); in this process, or on several ranks:
+    [cyan]trainer=fsdp2 nproc_per_node=4[/]. Every example counts once.
 
     Bits per byte: the loss of all targets in bits, over the bytes of text that they stand for.
     Accuracy: the share of targets that are the likeliest token.
@@ -65,7 +66,7 @@ def evaluate(
     if as_json:
         print_json(document)
     else:
-        _print(document)
+        _print({**document, "split": _split(loaded.config.data)})
 
 
 def _here(source: Path, loaded: Loaded, own_tokenizer: bool, as_json: bool) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def _here(source: Path, loaded: Loaded, own_tokenizer: bool, as_json: bool) -> d
 _SHOWN = {
     "source": "source",
     "step": "step",
+    "split": "data",
     "eval_loss": "loss",
     "eval_perplexity": "perplexity",
     "eval_bits_per_byte": "bits per byte",
@@ -97,6 +99,17 @@ def _print(document: dict[str, Any]) -> None:
     if in_all and document["eval_samples"] < in_all:
         facts["samples"] += f" of {in_all:,} (max_eval_samples, max_eval_steps)"
     print_facts(facts)
+
+
+def _split(data: Any) -> str | None:
+    """What an evaluation takes of a data option, with the setting that says so; None where no setting does."""
+    files, held_out = (getattr(data, name, None) for name in ("eval_files", "eval_fraction"))
+    if files:
+        names = next((name for name in ("files", "data_files") if getattr(data, name, None) == files), "eval_files")
+        return f"all of data.{names}"
+    if held_out is None or getattr(data, "eval_split", None):
+        return None
+    return f"{100 * held_out:g} % that are held out (data.eval_fraction)"
 
 
 def _shown(key: str, value: Any) -> str:

@@ -15,6 +15,7 @@ from forgather_cli.cli.common import AsJson, interruptible, only_json, print_jso
 from forgather_cli.cli.prompts import Prompt, read_prompts, write_all
 from forgather_cli.cli.screen import on_screen, show, tell_of_limit
 from forgather_cli.cli.source import SourcePath, check_source
+from forgather_cli.config.device_limits import wrong_device
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -139,6 +140,8 @@ def _wrong(values: dict[str, Any], greedy: bool) -> Iterator[str]:
         yield "--num-samples: all texts would be equal where nothing is drawn (greedy); leave it out"
     if any(not text for text in values["stop"] or ()):
         yield "--stop: is empty; give the text to stop before"
+    if problem := wrong_device(values["device"]):
+        yield f"--device: {problem}"
 
 
 def _given(prompt: str | None, prompts: Path | None, chat: bool) -> list[Prompt]:

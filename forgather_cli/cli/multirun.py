@@ -23,10 +23,10 @@ import typer
 from forgather_cli.cli.common import Col, human_seconds, print_json, print_table, quoted
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.orphans import end_with_parent
-from forgather_cli.launch.outcome import DONE, FAILED, STOPPED, read_outcome
+from forgather_cli.launch.outcome import DONE, FAILED, MISTAKE, STOPPED, read_outcome
 from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.summary import summarize
+from forgather_cli.runs.summary import state_of, summarize
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -58,14 +58,15 @@ def run_sweep(recipe: str, overrides: list[str], *, config_dir: Path | None, dry
         _show(jobs, recipe, config_dir, as_json)
         return DONE
     forward = _Forward()
+    codes: dict[str, int] = {}
     for number, job in enumerate(jobs, start=1):
         typer.secho(f"[{number}/{len(jobs)}] {job.name}{' is done' if job.is_done else ''}", bold=True)
-        code = DONE if job.is_done else forward.run(_command(job, recipe, config_dir))
+        code = codes[job.name] = DONE if job.is_done else forward.run(_command(job, recipe, config_dir))
         if forward.signum is not None or code in _SIGNALLED:
-            _print_table(jobs)
+            _print_table(jobs, codes)
             typer.echo(f"stopped; the same command goes on:\n{shlex.join(['forgather', *sys.argv[1:]])}")
             return STOPPED if code in (STOPPED, DONE) else code
-    _print_table(jobs)
+    _print_table(jobs, codes)
     return DONE if all(job.is_done for job in jobs) else FAILED
 
 
@@ -154,8 +155,8 @@ def _show(jobs: list[Job], recipe: str, config_dir: Path | None, as_json: bool) 
         typer.echo(f"  {command}")
 
 
-def _print_table(jobs: list[Job]) -> None:
-    """The summary at the end, with the job of the best evaluation in bold."""
+def _print_table(jobs: list[Job], codes: dict[str, int]) -> None:
+    """The summary at the end, with the job of the best evaluation in bold. ``codes``: of the jobs that were started."""
     columns = (
         Col("job"),
         Col("state"),
@@ -165,17 +166,26 @@ def _print_table(jobs: list[Job]) -> None:
         Col("best eval", right=True),
         Col("time", right=True, droppable=1),
     )
-    rows = [(job.name, *_cells(job)) for job in jobs]
+    rows = [(job.name, *_cells(job, codes.get(job.name))) for job in jobs]
     best = min((row[5] for row in rows if row[5] != "-"), default=None, key=float)
     print_table(columns, rows, ["bold green" if row[5] == best else "" for row in rows])
     typer.echo(f"runs are in {jobs[0].run.root.parent}")
 
 
-def _cells(job: Job) -> list[str]:
+def _cells(job: Job, code: int | None) -> list[str]:
+    """What a job has measured, after how it stands: what it has left tells nothing of a start that was refused."""
+    has_run = job.run.metrics.exists() or read_outcome(job.run) is not None
+    state = _ended(code) or (state_of(job.run)[0] if has_run else "not run")
     if not job.run.metrics.exists():
-        ended = read_outcome(job.run)
-        return ["failed" if ended and ended.code != STOPPED else "not run", *["-"] * 5]
+        return [state, *["-"] * 5]
     each = summarize(job.run)
     losses = [each.last_loss, each.last_eval_loss, each.best_eval_loss]
     shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
-    return [each.state, str(each.step), *shown, human_seconds(each.seconds)]
+    return [state, str(each.step), *shown, human_seconds(each.seconds)]
+
+
+def _ended(code: int | None) -> str:
+    """What the exit code says beyond the files; empty if nothing."""
+    if code in (None, DONE, *_SIGNALLED):
+        return ""
+    return f"refused ({code})" if code == MISTAKE else f"failed ({code})"

@@ -107,10 +107,11 @@ def _of_yaml(path: Path, content: str, problems: list[str]) -> Iterator[Prompt]:
     except yaml.YAMLError as error:
         problems.append(f"--prompts: {path} is not YAML: {' '.join(str(error).split())}")
         return
-    if not isinstance(values, list):
-        problems.append(f"--prompts: {path} must hold a list of texts, got {type(values).__name__}")
+    if values is not None and not isinstance(values, list):
+        got = "a mapping" if isinstance(values, dict) else type(values).__name__
+        problems.append(f"--prompts: {path} must hold a list of texts, got {got}; begin each text with '- '")
         return
-    for number, value in enumerate(values, 1):
+    for number, value in enumerate(values or [], 1):
         if isinstance(value, str):
             yield Prompt(f"{path}, prompt {number}", value)
         else:

@@ -67,6 +67,8 @@ _OF_TRAINING = (
     "fuse_optim_with_backward=false",
     "gradient_checkpointing=false",
     "auto_find_batch_size=false",
+    "eval_strategy=steps",
+    "load_best_model_at_end=false",
 )
 """What a run was trained with must not keep its model from being evaluated in another layout."""
 
@@ -80,6 +82,9 @@ def config_to_evaluate(source: Path, overrides: list[str]) -> tuple[Loaded, bool
     base = config_for(source, neutral)
     loaded = config_for(source, [*neutral, *overrides])
     typed = {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides}
+    if whole := _whole(loaded, typed):
+        overrides = [*whole, *overrides]
+        loaded = config_for(source, [*neutral, *overrides])
     given = (loaded.given - base.given) | typed
     unread = [path for path in sorted(given & loaded.given) if path.partition(".")[0] not in _READ]
     if unread:
@@ -87,6 +92,21 @@ def config_to_evaluate(source: Path, overrides: list[str]) -> tuple[Loaded, bool
     if not any(path.partition(".")[0] in _RANKS for path in given) and not _is_single(base):
         loaded = config_for(source, [*neutral, *overrides, "trainer=single"])
     return loaded, _needs_own_tokenizer(base, loaded, given)
+
+
+def _whole(loaded: Loaded, typed: set[str]) -> list[str]:
+    """What makes an evaluation on files of the user's take all of them, unless the words say what is to be held out.
+
+    Of data to train on a share is held out, and only that would be evaluated on.
+    """
+    names = {name.removeprefix("data.") for name in typed}
+    if names & {"eval_files", "eval_split", "eval_fraction"}:
+        return []
+    given = next((name for name in ("files", "data_files") if name in names), None)
+    patterns = getattr(loaded.config.data, given or "", [])
+    if not patterns:
+        return []
+    return [f"data.eval_files=[{','.join(map(quoted, patterns))}]", "max_eval_samples=null", "max_eval_steps=-1"]
 
 
 def _is_single(loaded: Loaded) -> bool:

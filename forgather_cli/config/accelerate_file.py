@@ -102,8 +102,9 @@ def _is_set(value: Any) -> bool:
 def accelerate_settings(path: Path, *, own_decoder: bool) -> dict[str, Any]:
     """Our settings by dotted path, ``precision`` as the option's name, for what the file says; no others.
 
-    ``own_decoder``: the model is the decoder, whose layers stand for the Hugging Face classes they equal. Raises
-    ConfigError with every problem, naming file and key.
+    ``own_decoder``: the model is the decoder, whose layers stand for the Hugging Face classes they equal. Layer classes
+    named for another model become ``trainer.block_classes``, which are looked for in the model once it is built.
+    Raises ConfigError with every problem, naming file and key.
     """
     file = _File(path, _read(path))
     _check_kind(file)

@@ -30,7 +30,8 @@ class Build:
     """A config on its way from composition to ``Config``.
 
     ``options``: chosen option by group; ``chosen``: groups chosen on the command line; ``in_recipe``: paths that a
-    recipe sets, with its file; ``problems`` collects the mistakes of every stage.
+    recipe sets, with its file; ``files`` those of the recipe and what it starts from, innermost first; ``problems``
+    collects the mistakes of every stage.
     """
 
     search: SearchPath
@@ -42,6 +43,7 @@ class Build:
     problems: list[str]
     typed: dict[str, str] = field(default_factory=dict)
     on_command_line: set[str] = field(default_factory=set)
+    files: list[Path] = field(default_factory=list)
 
     def change(self, changes: Iterable[Change]) -> None:
         """Apply value changes in order; those that cannot be made become problems."""
@@ -93,7 +95,7 @@ class Build:
         self.problems += resolved.problems
         config = self._decoded(resolved)
         if config and not self._unknown_options():
-            self.problems += cross_check(config, self.given(), frozenset(self.on_command_line | self.chosen))
+            self.problems += cross_check(config, self._layers())
         if config and not self.problems:
             self.problems += target_problems(config)
         if self.problems or config is None:
@@ -102,7 +104,12 @@ class Build:
 
     def given(self) -> frozenset[str]:
         """Paths set by recipe or command line, and groups chosen on the command line."""
-        return frozenset({*self.in_recipe, *self.on_command_line, *self.chosen})
+        return frozenset(self._layers())
+
+    def _layers(self) -> dict[str, int]:
+        """Those paths with how late they were set: recipes from the innermost on, then the command line."""
+        recipes = {path: self.files.index(file) for path, file in self.in_recipe.items()}
+        return {**recipes, **dict.fromkeys(self.on_command_line | self.chosen, len(self.files))}
 
     def _decoded(self, resolved: Plain) -> Config | None:
         tree = resolved.tree
@@ -132,7 +139,8 @@ class Build:
         if not isinstance(name, str) or name == "???" or kinds.get("trainer") != "fsdp2":
             return
         try:
-            said = accelerate_settings(Path(name).expanduser(), own_decoder=kinds.get("model") != "_target_")
+            own_decoder = kinds.get("model") in ("decoder", "pretrained")
+            said = accelerate_settings(Path(name).expanduser(), own_decoder=own_decoder)
         except ConfigError as error:
             self.problems += error.problems
             return

@@ -1,18 +1,23 @@
-"""Settings that contradict each other, and settings that nothing will read."""
+"""Settings that contradict each other; those that nothing will read are in ``unread.py``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.control_limits import control_problems
+from forgather_cli.config.device_limits import wrong_device
 from forgather_cli.config.divergence_limits import divergence_problems
+from forgather_cli.config.evaluation_limits import best_model_problems
 from forgather_cli.config.fsdp2_limits import fsdp2_problems
-from forgather_cli.config.hf_limits import hf_problems, void_in_hf
+from forgather_cli.config.hf_limits import hf_problems
+from forgather_cli.config.loss_limits import loss_problems
 from forgather_cli.config.model_limits import model_problems
+from forgather_cli.config.optimizer_limits import optimizer_problems
 from forgather_cli.config.options import did_you_mean
 from forgather_cli.config.pipeline_limits import pipeline_problems
 from forgather_cli.config.precision_limits import precision_problems
@@ -21,52 +26,50 @@ from forgather_cli.config.schema import (
     Config,
     DDPSettings,
     FSDP2Settings,
-    HfSettings,
     MuonSettings,
     PipelineSettings,
     SingleSettings,
     Target,
 )
+from forgather_cli.config.unread import is_stream, unread
 from forgather_cli.errors import ConfigError
 
-_SEVERAL_RANKS = (
-    "nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts",
-    "replication_check",
-)  # fmt: skip
-"""Settings that only a job of several ranks reads."""
 _ENDPOINT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
-_DISPATCH = ("dispatch_batches", "dispatch_eval_batches")
 
 
-def cross_check(config: Config, given: frozenset[str], command_line: frozenset[str] = frozenset()) -> list[str]:
+def cross_check(config: Config, layers: Mapping[str, int] = MappingProxyType({})) -> list[str]:
     """Problems between settings, each naming both and the remedy.
 
-    ``given`` are the paths that recipe or command line set, ``command_line`` those of the latter. A recipe's setting
-    that the command line makes void (``save_strategy=no`` over ``save_steps``) is no mistake.
+    ``layers`` are the paths that recipe or command line set, with how late that was. A setting that a later one makes
+    void (``save_strategy=no`` on the command line, ``save_steps`` in the recipe) is no mistake.
     """
+    given = frozenset(layers)
     return [
         *_length(config),
         *_batch(config),
         *_optimizer_in_backward(config),
         *_smaller_batches(config),
-        *_best_model(config),
+        *best_model_problems(config),
         *_loading(config),
         *_memory(config),
         *_trainer(config),
         *_launch(config),
+        *_device(config),
         *_trackers(config),
         *hf_problems(config),
         *model_problems(config),
+        *optimizer_problems(config.optimizer),
         *precision_problems(config),
+        *loss_problems(config),
         *control_problems(config, given),
         *divergence_problems(config, given),
-        *_unread(config, given, command_line),
+        *unread(config, layers),
     ]
 
 
 def world_problems(config: Config, world: int) -> list[str]:
     """Problems of a config that is to be trained by ``world`` ranks, however it says so itself."""
-    return cross_check(replace(config, nproc_per_node=world, nnodes=1, node_rank=0), frozenset())
+    return cross_check(replace(config, nproc_per_node=world, nnodes=1, node_rank=0))
 
 
 def known_world(config: Config) -> int | None:
@@ -90,9 +93,12 @@ def _length(config: Config) -> Iterator[str]:
     epochs = config.num_train_epochs
     if config.max_steps == 0:
         yield "max_steps: 0 trains nothing; set max_steps=-1 to train by num_train_epochs, or a number of steps"
-    elif config.max_steps == -1 and epochs == -1 and not isinstance(config.data, Target):
+    elif config.max_steps > 0:
+        return
+    elif epochs == -1 and not is_stream(config.data):
+        assert not isinstance(config.data, Target)
         yield f"max_steps: -1 with num_train_epochs=-1 never ends on data={config.data.type}; set one of them"
-    elif config.max_steps == -1 and epochs <= 0 and epochs != -1:
+    elif epochs <= 0 and epochs != -1:
         yield f"num_train_epochs: must be above 0 with max_steps=-1, got {epochs:g}; set one of them"
 
 
@@ -155,16 +161,6 @@ def _groups(config: Config) -> dict[str, Any]:
     return {} if isinstance(config.optimizer, Target) else config.optimizer.groups
 
 
-def _best_model(config: Config) -> Iterator[str]:
-    best, metric = "load_best_model_at_end", config.metric_for_best_model
-    if config.load_best_model_at_end and config.eval_strategy == "no" and not config.eval_on_save:
-        yield f"{best}: needs evaluations, got eval_strategy=no; set eval_strategy=steps or eval_on_save=true"
-    if config.load_best_model_at_end and config.save_strategy == "no":
-        yield f"{best}: needs checkpoints, got save_strategy=no; set save_strategy=steps"
-    if config.greater_is_better and metric.endswith(("loss", "perplexity")):
-        yield f"greater_is_better: true keeps the worst metric_for_best_model={metric}; set greater_is_better=false"
-
-
 def _loading(config: Config) -> Iterator[str]:
     if config.dataloader_num_workers:
         return
@@ -206,6 +202,11 @@ def _launch(config: Config) -> Iterator[str]:
         yield f"device: {config.device} is one device for {world} ranks; set device=cuda, and each takes its own"
 
 
+def _device(config: Config) -> Iterator[str]:
+    if problem := wrong_device(config.device):
+        yield f"device: {problem}"
+
+
 def _post_local_sgd(trainer: DDPSettings, ranks: int | None) -> Iterator[str]:
     if trainer.comm_hook != "none":
         yield (
@@ -232,70 +233,3 @@ def _trackers(config: Config) -> Iterator[str]:
             yield f"{path}.names: unknown tracker, got {name!r};{near} One of your own is given as module.Class"
     for name in trackers.init_kwargs.keys() - set(trackers.names):
         yield f"{path}.init_kwargs.{name}: nothing reads it, since {name} is not among {path}.names; leave it out"
-
-
-def _unread(config: Config, given: frozenset[str], command_line: frozenset[str]) -> Iterator[str]:
-    """Settings given explicitly that nothing will read."""
-    for path, because, remedy in _void(config):
-        if path in given and (path in command_line or because not in command_line):
-            name, cause = path.rpartition(".")[2], because.rpartition(".")[2]
-            yield f"{name}: nothing reads it with {cause}={_value(config, because)}; {remedy} or leave {name} out"
-
-
-def _void(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(setting, the setting that makes it void, what would make it count) for this config."""
-    for kind, names in (
-        ("logging", ("logging_steps", "logging_first_step")),
-        ("eval", ("eval_steps",)),
-        ("save", ("save_steps",)),
-    ):
-        if getattr(config, f"{kind}_strategy") != "steps":
-            yield from ((name, f"{kind}_strategy", f"set {kind}_strategy=steps") for name in names)
-    if config.eval_strategy == "no":
-        yield "eval_delay", "eval_strategy", "set eval_strategy=steps"
-    if config.overwrite_output_dir and config.resume_from_checkpoint is True:
-        yield "overwrite_output_dir", "resume_from_checkpoint", "set resume_from_checkpoint=false"
-    if config.save_strategy == "no":
-        yield "eval_on_save", "save_strategy", "set save_strategy=steps"
-    if isinstance(config.trainer, DDPSettings):
-        yield from _void_ddp(config.trainer)
-    if isinstance(config.trainer, SingleSettings):
-        yield from ((name, "trainer", "choose trainer=ddp, fsdp2 or pipeline") for name in _SEVERAL_RANKS)
-    yield from _void_data(config)
-    if not config.torch_compile:
-        for name in ("backend", "mode", "dynamic", "fullgraph"):
-            yield f"torch_compile_{name}", "torch_compile", "set torch_compile=true"
-    if config.max_steps > 0:
-        yield "num_train_epochs", "max_steps", "set max_steps=-1"
-
-
-def _void_data(config: Config) -> Iterator[tuple[str, str, str]]:
-    data = config.data
-    is_stream = isinstance(data, Target) or (isinstance(data, HfSettings) and data.streaming)
-    if not isinstance(data, Target) and data.tokenizer != "bpe":
-        yield "data.bpe_vocab_size", "data.tokenizer", "set tokenizer=bpe"
-    if isinstance(data, HfSettings):
-        yield from void_in_hf(data)
-    if not is_stream:
-        remedy = "ranks read its samples by number; give iterable data (data._target_, or data=hf with streaming=true)"
-        yield from ((f"data.{name}", "data", remedy) for name in _DISPATCH)
-    elif isinstance(config.trainer, SingleSettings):
-        yield from ((f"data.{name}", "trainer", "choose trainer=ddp, fsdp2 or pipeline") for name in _DISPATCH)
-
-
-def _void_ddp(trainer: DDPSettings) -> Iterator[tuple[str, str, str]]:
-    local, unused = "trainer.post_local_sgd", "trainer.find_unused_parameters"
-    if not trainer.post_local_sgd.enabled:
-        for name in ("start_step", "period", "post_local_gradient_allreduce", "subgroup"):
-            yield f"{local}.{name}", f"{local}.enabled", "set post_local_sgd.enabled=true"
-    if not trainer.find_unused_parameters:
-        yield "trainer.skip_all_reduce_unused_params", unused, "set find_unused_parameters=true"
-
-
-def _value(config: Config, path: str) -> Any:
-    """A setting's value as it is typed; of a group its option's type."""
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    value = getattr(value, "type", value)
-    return str(value).lower() if isinstance(value, bool) else value

@@ -56,6 +56,7 @@ def load_config(
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     build = Build(search, composed.cfg, composed.options, source.name, parsed.chosen, dict(source.given), problems)
+    build.files = source.files
     build.change([*source.bare, *parsed.changes])
     return _loaded(build, source.path, source.text, overrides)
 

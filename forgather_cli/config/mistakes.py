@@ -12,6 +12,44 @@ from forgather_cli.config import schema
 from forgather_cli.config.options import GROUPS, SearchPath, did_you_mean
 from forgather_cli.config.paths import Setting, is_list, lookup, members, option_type, root_keys, settings
 
+_SHORT = {
+    "learning_rate": "lr max_lr peak_lr",
+    "num_train_epochs": "epochs num_epochs n_epochs max_epochs",
+    "max_steps": "steps num_steps n_steps total_steps max_iters train_steps num_train_steps",
+    "global_batch_size or per_device_train_batch_size": "batch_size bs bsz train_batch_size",
+    "per_device_train_batch_size": "micro_batch_size batch_size_per_device mbs",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "global_batch_size": "gbs total_batch_size",
+    "gradient_accumulation_steps": "grad_accum grad_accum_steps accumulation_steps accumulate_grad_batches grad_acc",
+    "weight_decay": "wd decay",
+    "max_grad_norm": "clip grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping",
+    "warmup_steps": "warmup warmup_ratio warmup_iters num_warmup_steps",
+    "precision": "bf16 fp16 fp32 fp8 dtype torch_dtype mixed_precision amp",
+    "lr_scheduler": "scheduler lr_scheduler_type lr_schedule",
+    "optimizer": "optim opt",
+    "logging_steps": "log_every log_interval log_every_n_steps log_steps",
+    "eval_steps": "eval_every eval_interval val_interval",
+    "save_steps": "save_every save_interval checkpoint_interval",
+    "output_dir": "out out_dir outdir output run_dir save_dir",
+    "resume_from_checkpoint": "resume checkpoint ckpt",
+    "dataloader_num_workers": "workers num_workers",
+    "nproc_per_node": "gpus nproc num_gpus n_gpus ngpus num_processes ranks world_size",
+    "nnodes": "nodes num_nodes n_nodes",
+    "torch_compile": "compile",
+    "gradient_checkpointing": "grad_checkpointing activation_checkpointing recompute",
+    "seq_len": "sequence_length seq_length max_length max_seq_len max_seq_length block_size context_length ctx ctx_len",
+    "hidden_size": "d_model dim n_embd hidden_dim width embed_dim",
+    "num_hidden_layers": "layers n_layer n_layers num_layers depth",
+    "num_attention_heads": "heads n_head n_heads num_heads",
+    "num_key_value_heads": "kv_heads n_kv_heads num_kv_heads",
+    "betas": "beta1 beta2 adam_beta1 adam_beta2",
+    "eps": "adam_epsilon adam_eps",
+    "data.files": "data_path data_dir dataset_path train_file train_files",
+    "callbacks.trackers": "report_to wandb",
+}
+"""What is suggested -> names that it has elsewhere, or for short."""
+ELSEWHERE = {name: setting for setting, names in _SHORT.items() for name in names.split()}
+
 _MUST_BE = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -19,6 +57,7 @@ _MUST_BE = {
     "bool_type": "true or false",
     "string_type": "text",
     "list_type": "a list",
+    "tuple_type": "a list",
     "dict_type": "a mapping",
     "dataclass_type": "a mapping of settings",
     "dataclass_exact_type": "a mapping of settings",
@@ -105,6 +144,8 @@ def _words(path: str, errors: list[Any], say: Speech) -> str:
         )
     if kind == "missing":
         return missing(path, say)
+    if kind == "too_long":
+        return f"{name}: must have {first['ctx']['max_length']} values, got {_shown(first['input'])}{where}; give fewer"
     if kind == "unexpected_keyword_argument":
         return unknown(path, say)
     if kind.startswith("union_tag"):
@@ -146,6 +187,9 @@ def _nearest(name: str) -> str:
     """`` did you mean ...?``: siblings of a dotted name, else what may stand alone, or a callback's setting in full."""
     parent, dot, last = name.rpartition(".")
     siblings = {setting.leaf: path for path, setting in settings().items() if path == f"{parent}.{setting.leaf}"}
+    if name in ELSEWHERE:
+        setting = ELSEWHERE[name]
+        return f" did you mean {setting}{_option_like(name, setting)}?"
     if dot:
         return did_you_mean(last, list(siblings), shown=siblings)
     in_full = [path for path in settings() if path.startswith("callbacks.") and path.endswith(f".{name}")]
@@ -153,6 +197,11 @@ def _nearest(name: str) -> str:
         return f" did you mean {' or '.join(in_full)}?"
     leaves = [setting.leaf for path, setting in settings().items() if "." in path and not path.startswith("callbacks.")]
     return did_you_mean(name, [*root_keys(), *GROUPS, *dict.fromkeys(leaves)])
+
+
+def _option_like(name: str, group: str) -> str:
+    """``=name`` where a group has an option of that name: bf16=true means precision=bf16."""
+    return f"={name}" if group in GROUPS and name in _types(group) else ""
 
 
 def _options(group: str, say: Speech) -> list[str]:
@@ -202,6 +251,8 @@ def _remedy(errors: list[Any], name: str) -> str:
         return f"; write {name}={int(value)}"
     if "list_type" in kinds and isinstance(value, str):
         return f"; write {name}=[{value}]"
+    if "tuple_type" in kinds:  # betas alone are of this type
+        return f"; write {name}=[0.9,0.95]"
     if kinds == {"string_type"} and isinstance(value, int | float):
         return f"""; write {name}="'{value}'\""""
     return ""

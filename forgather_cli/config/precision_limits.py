@@ -12,7 +12,7 @@ from forgather_cli.config.schema import (
     DDPSettings,
     FP8Settings,
     FP16Settings,
-    LinearCrossEntropySettings,
+    FusedLoss,
     PipelineSettings,
     QATSettings,
 )
@@ -99,9 +99,12 @@ def _converted(config: Config, precision: FP8Settings | QATSettings) -> Iterator
         except re.error as error:
             sound = False
             yield f"precision.exclude: not a regular expression ({error}), got {pattern!r}; mend it"
-    fused = isinstance(config.loss, LinearCrossEntropySettings)
-    if fused and sound and not any(re.search(pattern, "lm_head") for pattern in precision.exclude):
+    if (
+        isinstance(config.loss, FusedLoss)
+        and sound
+        and not any(re.search(pattern, "lm_head") for pattern in precision.exclude)
+    ):
         yield (
-            f"precision.exclude: loss=linear_cross_entropy multiplies with the head's weight itself, which "
+            f"precision.exclude: loss={config.loss.type} multiplies with the head's weight itself, which "
             f"precision={precision.type} does not change; set precision.exclude=[lm_head] or loss=cross_entropy"
         )

@@ -17,7 +17,8 @@ class Recipe:
     """A recipe with those it starts from.
 
     ``nodes`` are the configs that Hydra composes, by name, ``primary`` the outermost. ``bare`` are root keys that
-    stand for a path in a group, innermost recipe first; ``given`` the paths set in the ordinary way, with their file.
+    stand for a path in a group, innermost recipe first; ``given`` the paths set in the ordinary way, with their file;
+    ``files`` those of all recipes, innermost first.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Recipe:
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     bare: list[Change] = field(default_factory=list)
     given: dict[str, Path] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -58,6 +60,7 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
         defaults.append(entry)
     defaults = [*(entry for entry in defaults if entry != "_self_"), "_self_"]  # a recipe outranks option files
     recipe.nodes[node] = {"defaults": defaults, **_body(recipe, body, file)}
+    recipe.files.append(file)
     return node
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.config.decode import load_tree
 from forgather_cli.config.load import Loaded, load_resumed
+from forgather_cli.config.overrides import parse_lines
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir, step_of
 
@@ -26,17 +28,10 @@ def reload_config(
     """
     run = RunDir(run_dir)
     _check_run(run)
-    loaded = load_resumed(run.newest_config(), overrides, config_dir=config_dir, edited=edited)
-    if "output_dir" in loaded.given:
-        raise ConfigError(
-            f"output_dir: resume goes on in {run_dir}; for a new run from its weights use "
-            f"forgather train output_dir=... resume_from_checkpoint={run_dir}/checkpoints/step-..."
-        )
-    if "overwrite_output_dir" in loaded.given and loaded.config.overwrite_output_dir:
-        raise ConfigError("overwrite_output_dir: resume goes on with the run, it deletes nothing; leave it out")
-    changes = _resumption(run, loaded)
-    config = replace(loaded.config, **changes)
-    return replace(loaded, config=config, tree={**loaded.tree, **changes}, given=loaded.given | set(changes))
+    _check_overrides(run_dir, overrides)
+    changes = _resumption(run)
+    loaded = load_resumed(run.newest_config(), overrides, config_dir=config_dir, edited={**changes, **(edited or {})})
+    return replace(loaded, given=loaded.given | set(changes))
 
 
 def recompose(run: RunDir, overrides: Sequence[str], *, config_dir: Path | None = None) -> Loaded:
@@ -44,16 +39,28 @@ def recompose(run: RunDir, overrides: Sequence[str], *, config_dir: Path | None 
     return load_resumed(run.newest_config(), overrides, config_dir=config_dir)
 
 
-def _resumption(run: RunDir, loaded: Loaded) -> dict[str, Any]:
-    """Settings that make a start go on with the run.
+def _resumption(run: RunDir) -> dict[str, Any]:
+    """Settings that make a start go on with the run, where the command line does not say otherwise.
 
     A run that itself began from another's checkpoint begins there again as long as it has none of its own.
     """
     changes: dict[str, Any] = {"output_dir": str(run.root), "overwrite_output_dir": False}
-    if run.checkpoint_steps() or not isinstance(loaded.config.resume_from_checkpoint, str):
-        again = {"resume_from_checkpoint": True, "resume_components": "all"}
-        changes |= {key: value for key, value in again.items() if key not in loaded.given}
+    began = load_tree(run.newest_config()).get("resume_from_checkpoint")
+    if run.checkpoint_steps() or not isinstance(began, str):
+        changes |= {"resume_from_checkpoint": True, "resume_components": "all"}
     return changes
+
+
+def _check_overrides(run_dir: Path, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for settings that only a new run has."""
+    remedies = {
+        "output_dir": f"resume goes on in {run_dir}; for a new run from its weights use "
+        f"forgather train output_dir=... resume_from_checkpoint={run_dir}/checkpoints/step-...",
+        "overwrite_output_dir": "resume goes on with the run, it deletes nothing; leave it out",
+    }
+    typed = {item.key_or_group for item in parse_lines(overrides)[0]}
+    if problems := [f"{name}: {remedy}" for name, remedy in remedies.items() if name in typed]:
+        raise ConfigError(problems)
 
 
 def _check_run(run: RunDir) -> None:

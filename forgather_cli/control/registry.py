@@ -243,7 +243,9 @@ def _same_directory(run_dir: str, word: str) -> bool:
 def _newest(*, only: bool) -> Entry:
     alive = running()
     if not alive:
-        raise ControlError(f"no job is running on {socket.gethostname()}; forgather control list shows what is known")
+        raise ControlError(
+            f"no job that takes commands is running on {socket.gethostname()}; name another by its run directory"
+        )
     if only and len(alive) > 1:
         raise ControlError(f"{len(alive)} jobs are running: {_listed(alive)}; name one of them, or latest")
     return alive[-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from forgather_cli.config.schema import QuantizeRecipe
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, DataError
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 LOGIT_BOUND = 1e-4
@@ -35,7 +35,9 @@ class FinalizeOptions:
         if self.best and self.average is not None:
             problems.append("--best: excludes --average; leave one out")
         if self.average is not None and self.average < 2:
-            problems.append(f"--average: must be 2 or more, got {self.average}")
+            problems.append(
+                f"--average: must be 2 or more, got {self.average}; leave it out for the newest checkpoint alone"
+            )
         if self.max_divergence is not None and not self.max_divergence > 0:
             problems.append(f"--max-divergence: must be above 0, got {self.max_divergence:g}")
         elif self.quantize is not None and self.max_divergence is not None and self.max_divergence < 1:
@@ -52,3 +54,12 @@ class FinalizeOptions:
         if self.max_divergence is not None:
             return self.max_divergence
         return LOGIT_BOUND if self.quantize is None else PERPLEXITY_BOUND
+
+
+def read_given(option: str, path: Path, content: str) -> str:
+    """The text of the file that an option names and that is to hold ``content``. Raises DataError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise DataError(f"{option}: cannot read {path} ({reason}); give a file of {content}") from error

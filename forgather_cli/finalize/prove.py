@@ -173,7 +173,7 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
         "bound": options.bound,
         "bound_on": "max_logit_difference" if options.quantize is None else "perplexity_ratio",
     }
-    _judge(proof, directory)
+    _judge(proof)
     return proof
 
 
@@ -183,21 +183,28 @@ def _compared(reference: Reference, options: FinalizeOptions) -> str:
     return "the source"
 
 
-def _judge(proof: dict[str, Any], directory: Path) -> None:
+def _judge(proof: dict[str, Any]) -> None:
     on = proof["bound_on"]
     if not math.isfinite(proof["perplexity_source"]):
         raise ProofError("the source's loss is not finite, so there is nothing to keep to; finalize another checkpoint")
     if proof[on] <= proof["bound"] and math.isfinite(proof["perplexity_result"]):
         return
     what = {
-        "max_logit_difference": f"a logit differs by {proof[on]:.3g} from {proof['compared_with']}",
-        "perplexity_ratio": f"the perplexity is {proof[on]:.4g} times the source's "
+        "max_logit_difference": f"a logit differs by {_above(proof, 3)} from {proof['compared_with']}",
+        "perplexity_ratio": f"the perplexity is {_above(proof, 4)} times the source's "
         f"({proof['perplexity_result']:.5g} for {proof['perplexity_source']:.5g})",
     }[on]
     raise ProofError(
         f"the result is not the source's model: {what} on {proof['tokens']:,} tokens ({proof['sample']}), the bound is "
-        f"{proof['bound']:g}; nothing was written. --max-divergence X sets another bound"
+        f"{proof['bound']:.15g}; nothing was written. --max-divergence X sets another bound"
     )
+
+
+def _above(proof: dict[str, Any], digits: int) -> str:
+    """What is bounded, in ``digits`` digits, or as many as show that it is above the bound."""
+    value = proof[proof["bound_on"]]
+    shown = (f"{value:.{n}g}" for n in range(digits, 18))
+    return next((text for text in shown if not float(text) <= proof["bound"]), f"{value}")
 
 
 class _Difference:

@@ -15,6 +15,7 @@ from forgather_cli.data.build import load_data
 from forgather_cli.data.loader import EvalLoader
 from forgather_cli.data.tokenize import Tokenizer
 from forgather_cli.errors import DataError, ForgatherError
+from forgather_cli.finalize.options import read_given
 from forgather_cli.loss import num_targets
 
 MAX_TOKENS = 2048
@@ -66,7 +67,7 @@ def choose_sample(text: Path | None, config: Config | None, tokenizer: Tokenizer
     """
     limit = min(_MAX_LENGTH, longest or _MAX_LENGTH)
     if text is not None:
-        return _of_text(_read(text), tokenizer, limit, str(text))
+        return _of_text(read_given("--text", text, "plain text"), tokenizer, limit, str(text))
     if config is None:
         return _of_text(BUILT_IN, tokenizer, limit, "a built-in text, as the source belongs to no run")
     try:
@@ -74,14 +75,6 @@ def choose_sample(text: Path | None, config: Config | None, tokenizer: Tokenizer
     except ForgatherError as error:
         why = str(error).splitlines()[0]
         return _of_text(BUILT_IN, tokenizer, limit, f"a built-in text, as the run's data cannot be read ({why})")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise DataError(f"--text: cannot read {path} ({reason})") from error
 
 
 def _of_text(text: str, tokenizer: Tokenizer, limit: int, origin: str) -> Sample:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_of, last_checkpoints
-from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import NAME
-from forgather_cli.checkpoint.retention import best_checkpoint
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, run_of
 from forgather_cli.source import Located, locate
 
 REPORT = "finalize_report.json"
@@ -102,21 +101,30 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
     run = RunDir(source)
     if not run.checkpoints.is_dir():
         given = "--best" if options.best else "--average"
-        raise ConfigError(f"{given}: chooses among the checkpoints of a run, but {source} is not a run's directory")
+        raise ConfigError(
+            f"{given}: chooses among the checkpoints of a run, but {source} is not a run's directory; "
+            f"{_remedy(source, given)}"
+        )
     if options.best:
-        return Chosen(locate(_best(run)))
+        best = _best(run)
+        return Chosen(Located(best.path / "model", best, run_of(best.path)))
     assert options.average is not None
     members = last_checkpoints(run, options.average)
     enough_of(run, members, options.average, "--average", say)
     newest = Reader(members[-1])
-    return Chosen(Located(newest.path / "model", newest, run), tuple(members))
+    return Chosen(Located(newest.path / "model", newest, run_of(newest.path)), tuple(members))
 
 
-def _best(run: RunDir) -> Path:
-    best = best_checkpoint(run)
+def _remedy(source: Path, given: str) -> str:
+    run = run_of(source)
+    return f"leave {given} out" + ("" if run is None else f", or give {run.root}")
+
+
+def _best(run: RunDir) -> Reader:
+    best = best_valid(run)
     if best is None:
         raise SetupError(
-            f"--best: no healthy checkpoint of {run.root} has the metric the run was judged by; train with evaluation "
-            "(eval_strategy=steps), or leave --best out"
+            f"--best: no whole and healthy checkpoint of {run.root} has the metric the run was judged by; train with "
+            "evaluation (eval_strategy=steps), or leave --best out"
         )
-    return best.path
+    return best

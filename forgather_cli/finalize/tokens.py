@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.data.chat import ChatTemplate
-from forgather_cli.data.tokenize import FileTokenizer, Tokenizer
+from forgather_cli.data.file_tokenizer import FileTokenizer
+from forgather_cli.data.tokenize import Tokenizer
 from forgather_cli.errors import DataError
+from forgather_cli.finalize.options import read_given
 
 _ANSWER = "forgather answers"
 
@@ -34,11 +36,7 @@ def read_new_tokens(path: Path) -> list[NewToken]:
 
     Tokens are special unless an object says otherwise. Raises DataError with the line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise DataError(f"--add-tokens: cannot read {path} ({reason})") from error
+    text = read_given("--add-tokens", path, "tokens, one a line")
     tokens = [_token(path, place, entry) for place, entry in _entries(path, text)]
     if not tokens:
         raise DataError(f"--add-tokens: {path} names no token; write one a line, or a JSON list")
@@ -124,17 +122,13 @@ def add_to_tokenizer(directory: Path, tokens: Sequence[NewToken]) -> dict[str, i
 
 def read_chat_template(path: Path) -> str:
     """The text of a template file that compiles. Raises DataError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise DataError(f"--chat-template: cannot read {path} ({reason})") from error
+    text = read_given("--chat-template", path, "a Jinja template")
     if not text.strip():
-        raise DataError(f"--chat-template: {path} is empty")
+        raise DataError(f"--chat-template: {path} is empty; write a Jinja template into it, or leave the option out")
     try:
         ChatTemplate(text, {})
     except DataError as error:
-        raise DataError(f"--chat-template: {path}: {error}") from error
+        raise DataError(f"--chat-template: {path}: {error}; correct it there, or leave the option out") from error
     return text
 
 

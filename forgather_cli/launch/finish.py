@@ -33,7 +33,8 @@ def finish(config: Config, run: RunDir, trainer: Trainer) -> Ending:
     if wanted and not aborted and step not in run.checkpoint_steps():
         raise TrainingError(_not_saved(run, ending.message, step))
     if ending.message == _DONE and 0 < step == trainer.state.resumed_step:
-        print(f"\nnothing left to train: step {step} is the last; raise max_steps to go on")
+        setting = "max_steps" if config.max_steps > 0 else "num_train_epochs"
+        print(f"\nnothing left to train: step {step} is the last; raise {setting} to go on")
     outcome.write_outcome(run, ending.code, ending.message, step)
     _print_places(run)
     return ending

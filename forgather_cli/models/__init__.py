@@ -4,7 +4,6 @@ layers.py      linear, embedding and norm, each of which says how its parameters
 rope.py        rotary position embedding and its scaling types
 cache.py       keys and values of positions already seen
 decoder.py     the model
-families.py    which Hugging Face architecture a set of settings is
 init.py        parameters from (seed, name); memory for models built on meta
 pretrained.py  config.json to settings and back
 files.py       safetensors files of a Hugging Face directory, read by rows

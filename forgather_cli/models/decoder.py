@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forgather_cli.config.families import output_bias
+from forgather_cli.config.model_limits import decoder_problems
 from forgather_cli.config.schema import DecoderSettings
 from forgather_cli.errors import ModelError
 from forgather_cli.models.cache import KVCache, LayerCache
-from forgather_cli.models.families import family_of, output_bias
 from forgather_cli.models.layers import Embedding, Linear, RMSNorm, to_autocast
 from forgather_cli.models.rope import RotaryEmbedding, rotate
 
@@ -299,11 +300,8 @@ def resolve_decoder(settings: DecoderSettings, *, vocab_size: int, seq_len: int)
             f"model.vocab_size: the tokenizer has {vocab_size} tokens, got {s.vocab_size}; "
             f"set model.vocab_size=null or at least {vocab_size}, or take another data.tokenizer"
         )
-    if s.head_dim is None and s.hidden_size % s.num_attention_heads:
-        raise ModelError(
-            f"model.hidden_size: must be a multiple of model.num_attention_heads={s.num_attention_heads}, "
-            f"got {s.hidden_size}; change one of them or set model.head_dim"
-        )
+    if problem := next(decoder_problems(s), None):
+        raise ModelError(problem)
     resolved = dataclasses.replace(
         s,
         intermediate_size=s.intermediate_size or -(-8 * s.hidden_size // 96) * 32,
@@ -313,23 +311,6 @@ def resolve_decoder(settings: DecoderSettings, *, vocab_size: int, seq_len: int)
         max_position_embeddings=s.max_position_embeddings or seq_len,
         attention_output_bias=output_bias(s),
     )
-    _check(resolved, seq_len)
+    if seq_len > (longest := resolved.max_position_embeddings or seq_len):
+        _log.warning("data.seq_len=%d is longer than model.max_position_embeddings=%d", seq_len, longest)
     return resolved
-
-
-def _check(s: DecoderSettings, seq_len: int) -> None:
-    assert s.num_key_value_heads is not None
-    assert s.head_dim is not None
-    assert s.max_position_embeddings is not None
-    if s.num_attention_heads % s.num_key_value_heads:
-        raise ModelError(
-            f"model.num_key_value_heads: must divide model.num_attention_heads={s.num_attention_heads}, "
-            f"got {s.num_key_value_heads}"
-        )
-    if s.head_dim % 2:
-        raise ModelError(f"model.head_dim: rotary embedding needs an even head size, got {s.head_dim}")
-    if seq_len > s.max_position_embeddings:
-        _log.warning(
-            "data.seq_len=%d is longer than model.max_position_embeddings=%d", seq_len, s.max_position_embeddings
-        )
-    family_of(s)

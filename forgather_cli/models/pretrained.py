@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from forgather_cli.config.families import FAMILIES, family_of
 from forgather_cli.config.schema import DecoderSettings, RopeScaling
 from forgather_cli.errors import ModelError
-from forgather_cli.models.families import FAMILIES, family_of
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},

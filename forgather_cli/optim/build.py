@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from forgather_cli.config.optimizer_limits import groups_of, label
 from forgather_cli.config.schema import AdamWSettings, MuonSettings, OptimizerOption, Target
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
-from forgather_cli.optim.groups import Assignment, assign, empty_groups, groups_of, label
+from forgather_cli.optim.groups import Assignment, assign, empty_groups
 from forgather_cli.optim.state import ParameterOptimizer
 from forgather_cli.sharding import is_sharded
 from forgather_cli.targets import call, import_target

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forgather_cli.config.optimizer_limits import DEFAULT_GROUP, EVERYWHERE, check_groups, groups_of, label
 from forgather_cli.config.schema import (
     AdafactorSettings,
     AdamWSettings,
@@ -28,10 +29,7 @@ from forgather_cli.targets import accepts, import_target
 if TYPE_CHECKING:
     from torch import nn
 
-DEFAULT_GROUP = "default"
 _NOT_HIDDEN = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|(lm_)?head|score|classifier)(\.|$)")
-_EVERYWHERE = {"lr": 0.0, "lr_scale": 0.0, "weight_decay": 0.0}
-_ADJUST_LR = ("original", "match_rms_adamw")
 _ADAFACTOR_EPS = (2.0**-23, 1e-3)
 """Adafactor's defaults for fp32 parameters. For bf16 ones torch 2.13 takes 2^-7, more than most gradients, which it
 then does not normalise any more (``torch/optim/_adafactor.py: eps1 = torch.finfo(param.dtype).eps``)."""
@@ -71,75 +69,6 @@ class Description:
 
     parameters: list[ParameterRow]
     empty_groups: list[str]
-
-
-# ----------------------------------------------------------------------------------------------------------- checks
-
-
-def groups_of(option: OptimizerOption) -> dict[str, GroupSettings]:
-    """The option's groups; a ``_target_`` has none of its own and gets the shipped ones."""
-    return AdamWSettings().groups if isinstance(option, Target) else option.groups
-
-
-def label(option: OptimizerOption) -> str:
-    """The option's name as typed, or the last part of its ``_target_``."""
-    return option.path.rpartition(".")[2] if isinstance(option, Target) else option.type
-
-
-def check_groups(option: OptimizerOption) -> list[str]:
-    """Every mistake in ``optimizer.groups`` that can be seen without parameters, one line each."""
-    return [problem for name, group in groups_of(option).items() for problem in _group_problems(name, group, option)]
-
-
-def _group_problems(name: str, group: GroupSettings, main: OptimizerOption) -> Iterator[str]:
-    where = f"optimizer.groups.{name}"
-    if name == DEFAULT_GROUP:
-        yield f"{where}: this name stands for the parameters that no regex matches; choose another"
-    try:
-        re.compile(group.regex)
-    except re.error as error:
-        yield f"{where}.regex: not a regular expression ({error}), got {group.regex!r}"
-    if "lr" in group.settings and "lr_scale" in group.settings:
-        yield f"{where}.settings: lr and lr_scale exclude each other; leave one out"
-    own = group.optimizer
-    if own is not None and not isinstance(own, Target) and own.groups != type(own)().groups:
-        yield f"{where}.optimizer.groups: nothing reads it; groups are set in optimizer.groups only"
-    option = own or main
-    if not isinstance(option, Target):
-        known = _EVERYWHERE | _own_settings(option)
-        for key, value in group.settings.items():
-            problem = _problem(key, value, known, label(option))
-            if problem:
-                yield f"{where}.settings.{key}: {problem}"
-
-
-def _own_settings(option: Any) -> dict[str, Any]:
-    """The option's settings that may differ from group to group, with their values."""
-    names = (f.name for f in dataclasses.fields(option))
-    return {name: getattr(option, name) for name in names if name not in ("type", "groups", "fused")}
-
-
-def _problem(key: str, value: Any, known: dict[str, Any], kind: str) -> str | None:
-    if key not in known:
-        return f"{kind} has no such setting; it has {', '.join(sorted(known))}"
-    reference = known[key]
-    if key == "adjust_lr":
-        return None if value in _ADJUST_LR else f"must be one of {', '.join(_ADJUST_LR)}, got {value!r}"
-    if isinstance(reference, bool):
-        return None if isinstance(value, bool) else f"must be true or false, got {value!r}"
-    if isinstance(reference, tuple):
-        good = isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_number(v) and 0 <= v < 1 for v in value)
-        return None if good else f"must be two numbers from 0 up to below 1, got {value!r}"
-    if isinstance(reference, int):
-        return None if isinstance(value, int) and value > 0 else f"must be a positive whole number, got {value!r}"
-    low, high = (-math.inf, 0) if key == "beta2_decay" else (0, math.inf)
-    bound = "at most 0" if key == "beta2_decay" else "at least 0"
-    good = _is_number(value) and low <= value <= high
-    return None if good else f"must be a number, {bound}, got {value!r}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # ------------------------------------------------------------------------------------------------------- assignment
@@ -199,7 +128,7 @@ def _assign_group(
         "lr": group.settings.get("lr", lr * group.settings.get("lr_scale", 1.0)),
         "weight_decay": group.settings.get("weight_decay", weight_decay),
     }
-    own = {key: value for key, value in group.settings.items() if key not in _EVERYWHERE}
+    own = {key: value for key, value in group.settings.items() if key not in EVERYWHERE}
     for kind in sorted(kinds, reverse=True):  # muon before adamw
         full_name = f"{name}.{kind}" if isinstance(option, MuonSettings) else name
         settings = _torch_settings(option, kind, common, own, f"optimizer.groups.{name}.settings")

@@ -40,14 +40,15 @@ def _panels(found: Sequence[History], look: Look) -> list[Panel]:
     names = list(dict.fromkeys(name for each in found for name in metric_names(each.records)))
     if not look.metrics:
         return [panel for panel in PANELS if {*panel.metrics, *panel.points} & set(names)]
-    problems = [
-        f"--metric: nothing was logged as {wanted!r};{did_you_mean(wanted, names)} Logged: {', '.join(names)}"
-        for wanted in look.metrics
-        if wanted not in names
-    ]
-    if problems:
+    if problems := [_unknown(wanted, names) for wanted in look.metrics if wanted not in names]:
         raise ConfigError(problems)
     return [panel_of(name) for name in look.metrics]
+
+
+def _unknown(wanted: str, names: list[str]) -> str:
+    near = did_you_mean(wanted, names)
+    logged = f"{'Logged' if near else 'logged'}: {', '.join(names)}"
+    return f"--metric: nothing was logged as {wanted!r};{near} {logged}"
 
 
 # -------------------------------------------------------------------------------------------------------------- layout

@@ -52,7 +52,8 @@ def _problems(asked: Asked) -> list[str]:
         return problems
     if asked.heatmap not in get_args(Kind):
         near = did_you_mean(asked.heatmap, get_args(Kind))
-        problems.append(f"--heatmap: must be one of {', '.join(get_args(Kind))}, got {asked.heatmap!r};{near}")
+        kinds = f"must be one of {', '.join(get_args(Kind))}, got {asked.heatmap!r}"
+        problems.append(f"--heatmap: {kinds}{';' if near else ''}{near}")
     for name, given in (
         ("--x", asked.x != "step"), ("--metric", asked.metrics), ("--smooth", asked.smooth), ("--log-y", asked.log_y),
     ):  # fmt: skip

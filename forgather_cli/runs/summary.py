@@ -90,19 +90,33 @@ def state_of(run: RunDir) -> tuple[str, str]:
     """How a run stands, in one word, and why."""
     ended = read_outcome(run)
     if ended is None:
-        return ("running" if _is_held(run) else "unfinished"), ""
+        holder = holder_of(run)
+        return ("running" if holder is not None and holder.is_running else "unfinished"), ""
     return {DONE: "done", STOPPED: "stopped"}.get(ended.code, "ended" if ended.code > 128 else "failed"), ended.reason
 
 
-def _is_held(run: RunDir) -> bool:
-    """True if the process that has taken the directory still runs; False if it was on another machine."""
+@dataclass(frozen=True)
+class Holder:
+    """The process that has last taken a run directory."""
+
+    pid: int
+    hostname: str
+
+    @property
+    def is_running(self) -> bool | None:
+        """None for one of another machine, which cannot be known here."""
+        if self.hostname != socket.gethostname():
+            return None
+        return self.pid != os.getpid() and is_running(self.pid)
+
+
+def holder_of(run: RunDir) -> Holder | None:
+    """Who has last taken the directory; None if that cannot be read."""
     try:
-        holder = _HOLDER.match(run.lock.read_text(encoding="utf-8"))
+        found = _HOLDER.match(run.lock.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
-        return False
-    if holder is None or holder[2] != socket.gethostname() or int(holder[1]) == os.getpid():
-        return False
-    return is_running(int(holder[1]))
+        return None
+    return found and Holder(int(found[1]), found[2])
 
 
 def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
@@ -111,13 +125,14 @@ def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
     Takes the names of Summary, of the metrics they come from (``eval_loss``, ``loss``), and of differing settings.
     """
     settings = {key for each in summaries for key in each.settings}
-    names = [each.name for each in fields(Summary) if each.name not in ("settings", "reason")]
+    own = [each.name for each in fields(Summary) if each.name not in ("settings", "reason")]
     name = _SHORT.get(by, by)
-    if name not in names and name not in settings:
-        known = [*names, *_SHORT, *settings]
+    if name not in own and name not in settings:
+        known = [*own, *_SHORT, *settings]
         near = did_you_mean(by, known)
-        raise ConfigError(f"--sort: nothing to sort by is called {by!r};{near} Known: {', '.join(sorted(known))}")
-    values = [(getattr(each, name) if name in names else each.settings.get(name), each) for each in summaries]
+        names = f"{'Known' if near else 'known'}: {', '.join(sorted(known))}"
+        raise ConfigError(f"--sort: nothing to sort by is called {by!r};{near} {names}")
+    values = [(getattr(each, name) if name in own else each.settings.get(name), each) for each in summaries]
     known_ones = [pair for pair in values if pair[0] is not None]
     return [*(each for _, each in sorted(known_ones, key=lambda pair: _key(pair[0]))),
             *(each for value, each in values if value is None)]  # fmt: skip

@@ -30,7 +30,8 @@ def build_strategy(
     """
     device = pick_device(args.device)
     if loss is None:
-        loss = build_loss(getattr(args, "loss", None), loss_fn=loss_fn, fused_loss_factory=fused_loss_factory)
+        option = getattr(args, "loss", None)
+        loss = build_loss(option, loss_fn=loss_fn, fused_loss_factory=fused_loss_factory, device=device)
     precision = getattr(args, "precision", None)
     scaler = LossScaler.of(precision)
     if scaler is not None:

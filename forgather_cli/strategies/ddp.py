@@ -69,6 +69,8 @@ class DataParallel(Strategy):
         if init is not None:
             init(model)
         self.parts = [model]
+        # a buffer that is no part of the state follows from settings (rotary frequencies): it is equal everywhere
+        self._sends_buffers = self._settings.broadcast_buffers and _has_buffers(model)
         self._with_loss = ModelWithLoss(model, self._loss)
         if self._world.size > 1:
             self._replica = DistributedDataParallel(
@@ -76,6 +78,7 @@ class DataParallel(Strategy):
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 **self._arguments,
             )
+            self._replica.broadcast_buffers = self._sends_buffers
             self._rebuild_buckets(model)
             self._register_hook(self._replica, model)
 
@@ -144,7 +147,7 @@ class DataParallel(Strategy):
         if self._local is not None and self._replica is not None:
             self._local.begin_step(num_tokens)
             # while each rank trains by itself, buffers too are sent only where the weights were averaged
-            self._replica.broadcast_buffers = self._settings.broadcast_buffers and self._local.settled
+            self._replica.broadcast_buffers = self._sends_buffers and self._local.settled
 
     def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Any:
         """(sum over targets, number of targets); an exchange of gradients begins in its backward."""
@@ -203,6 +206,11 @@ class _OrNothing(nn.Module):
         # sums over nothing: zero, and so are their gradients, whatever the weights are
         sums = [p.flatten()[:0].sum(dtype=torch.float32) for p in self.parameters() if p.requires_grad]
         return torch.stack(sums).sum(), torch.zeros((), device=sums[0].device)
+
+
+def _has_buffers(model: nn.Module) -> bool:
+    """True if its state has buffers."""
+    return any(not isinstance(tensor, nn.Parameter) for tensor in model.state_dict(keep_vars=True).values())
 
 
 def _with_last(microbatches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:

@@ -22,10 +22,11 @@ def blocks_to_shard(model: nn.Module, classes: Sequence[str] | None) -> list[nn.
     blocks = blocks_of(model) if classes is None else list(_of_classes(model, set(classes)))
     missing = set(classes or ()) - {type(block).__name__ for block in blocks}
     if missing:
-        found = ", ".join(sorted({type(block).__name__ for block in blocks_of(model)})) or "none"
+        found = ", ".join(sorted({type(block).__name__ for block in blocks_of(model)}))
+        remedy = f"name its repeated blocks, {found}, or leave it out" if found else "leave it out"
         raise ModelError(
-            f"trainer.block_classes: {type(model).__name__} has no {', '.join(sorted(missing))}; the classes of its "
-            f"repeated blocks: {found}"
+            "trainer.block_classes (in an accelerate_config: fsdp_transformer_layer_cls_to_wrap): "
+            f"{type(model).__name__} has no {', '.join(sorted(missing))}; {remedy}"
         )
     blocks = _separate(blocks, model)
     for unit in (*blocks, None):

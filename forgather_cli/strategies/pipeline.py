@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from forgather_cli import distributed
 from forgather_cli.config.pipeline_layout import ZERO_BUBBLE, Stage, layout_lines, stage_layout
 from forgather_cli.config.schema import PipelineSettings, PrecisionOption
+from forgather_cli.errors import ModelError
 from forgather_cli.loss import Loss, model_kwargs, model_logits, num_targets
 from forgather_cli.models.init import allocate
 from forgather_cli.models.stages import cuttable, fresh_models, hidden_states, replace_parameter, tied_names
@@ -37,6 +38,12 @@ class Pipeline(Strategy):
     data_group = None
 
     def __init__(self, settings: PipelineSettings, device: torch.device, loss: Loss, autocast: Autocast) -> None:
+        """Raises ModelError for a loss that the schedule would have to split."""
+        if settings.schedule in ZERO_BUBBLE and not loss.is_separable:
+            raise ModelError(
+                f"loss: {type(loss).__name__} has one backward for inputs and weights, which "
+                f"schedule={settings.schedule} splits; set loss=linear_cross_entropy or schedule=1F1B"
+            )
         self.device = device
         self.supports = Supports(
             optimizer_in_backward=False, fp16=False, torch_compile=settings.schedule not in ZERO_BUBBLE

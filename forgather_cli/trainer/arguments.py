@@ -8,6 +8,7 @@ from typing import Any
 
 from forgather_cli.config.decode import decode_settings
 from forgather_cli.config.schema import (
+    HF_PROJECT,
     AdafactorSettings,
     AdamWSettings,
     BF16Settings,
@@ -47,7 +48,7 @@ _HF_DEFAULTS: dict[str, Any] = {
 _HF_GROUPS = {"no_decay": GroupSettings(regex=r"norm\w*\.weight$|bias$", settings={"weight_decay": 0.0})}
 # settings of that library that change nothing here, with the reason why it is safe to accept them
 _ACCEPTED = {
-    "report_to", "disable_tqdm", "run_name", "remove_unused_columns", "label_names", "log_level", "save_safetensors",
+    "report_to", "disable_tqdm", "remove_unused_columns", "label_names", "log_level", "save_safetensors",
     "data_seed", "do_train", "do_eval", "do_predict", "include_num_input_tokens_seen", "logging_nan_inf_filter",
     "group_by_length", "save_only_model", "eval_do_concat_batches",
 }  # fmt: skip
@@ -73,6 +74,8 @@ class HFSettings(RunSettings):
     ddp_broadcast_buffers: bool | None = None
     dispatch_batches: bool | None = None  # as a recipe's data.dispatch_batches
     dispatch_eval_batches: bool | None = None
+    run_name: str | None = None  # with project, for callbacks of that library that send metrics to a service
+    project: str = HF_PROJECT
 
 
 class TrainingArguments(HFSettings):

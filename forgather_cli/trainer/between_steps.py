@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forgather_cli.distributed import all_sum
 from forgather_cli.trainer import schedule
+from forgather_cli.trainer.best import check_metric
 from forgather_cli.trainer.evaluate import EvaluationStopped
 from forgather_cli.trainer.metrics import Interval
 
@@ -162,6 +163,7 @@ class BetweenSteps:
         try:
             self._eval_metrics = self._trainer.evaluate()
             self._evaluated_step = self._state.global_step
+            check_metric(self._args, self._state.global_step, self._eval_metrics, self._trainer.cpu_group)
         except EvaluationStopped:
             self._discarded_step = self._state.global_step
             log.info("the evaluation at step %d was stopped and discarded", self._discarded_step)

@@ -75,8 +75,11 @@ def _batch(trainer: Trainer) -> str:
 
 def _steps(trainer: Trainer) -> str:
     steps, args = trainer.state.max_steps, trainer.args
-    epochs = f" ({args.num_train_epochs:g} epochs)" if args.max_steps < 0 <= args.num_train_epochs else ""
-    return f"{steps:,}{epochs}" if steps else "until the data ends"
+    number = args.num_train_epochs
+    epochs = f"{number:g} epoch{'' if number == 1 else 's'}" if args.max_steps < 0 <= number else ""
+    if not steps:
+        return f"{epochs}, until the data ends" if epochs else "until the data ends"
+    return f"{steps:,} ({epochs})" if epochs else f"{steps:,}"
 
 
 def _device(device: torch.device) -> str:

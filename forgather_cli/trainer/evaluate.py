@@ -85,7 +85,7 @@ def evaluate(
     """Collective. Sum of losses over the split divided by its number of targets; ``rounds`` are those of ``in_rounds``.
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
-    float range), tokens (counted targets), runtime (seconds), samples_per_second.
+    float range), tokens (counted targets), runtime (seconds), samples_per_second. Without a target there is no loss.
     """
     start = time.perf_counter()
     loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
@@ -102,16 +102,12 @@ def evaluate(
     total, targets, samples_seen = distributed.all_sum(sums, world.group).tolist()
     samples_seen /= world.size // strategy.data_size
     seconds = time.perf_counter() - start
-    if not targets:
-        log.warning("the evaluation split has no targets (every label is -100): its loss is 0 and says nothing")
-    mean = total / max(targets, 1.0)
-    return {
-        f"{prefix}_loss": mean,
-        f"{prefix}_perplexity": _exp(mean),
-        f"{prefix}_tokens": int(targets),
-        f"{prefix}_runtime": seconds,
-        f"{prefix}_samples_per_second": samples_seen / seconds,
-    }
+    metrics = {"tokens": int(targets), "runtime": seconds, "samples_per_second": samples_seen / seconds}
+    if targets:
+        metrics = {"loss": total / targets, "perplexity": _exp(total / targets), **metrics}
+    else:
+        log.warning("the %s split has no targets (every label is -100), and so no loss: check its labels", prefix)
+    return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
 def _exp(value: float) -> float:

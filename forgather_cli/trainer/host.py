@@ -1,22 +1,14 @@
-"""What the loop does to its process: random seeds, Python's garbage collector, and words for running out of memory."""
+"""What the loop does to its process: random seeds, and Python's garbage collector."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import re
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from forgather_cli.config.batch import smaller_micro_batch
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.errors import OutOfMemoryError
 
 _MASK = (1 << 64) - 1
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def mix(*numbers: int) -> int:
@@ -72,62 +64,3 @@ def _release_cuda_cache(threshold: float) -> None:
     reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     if reserved > threshold * total and reserved - allocated > 0.1 * total:
         torch.cuda.empty_cache()
-
-
-_EARLY = 10  # first steps of a process, in which auto_find_batch_size starts again
-_OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory|bad_alloc|ALLOC_FAILED")
-"""Words of CUDA's allocator and of the CPU's, of oneDNN, and of cuDNN and cuBLAS about memory of their own."""
-
-
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))
-
-
-def out_of_memory_explained(step: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Turn a step's out-of-memory error into one that names the step, the shapes, memory by kind and what helps."""
-
-    @functools.wraps(step)
-    def explained(trainer: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return step(trainer, *args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            batch, smaller = trainer.batch_plan.micro_batch, _smaller_batch(trainer)
-            raise OutOfMemoryError(_memory_report(trainer, args[0], error), batch, smaller) from error
-
-    return explained  # type: ignore[return-value]  # positional self against a named one
-
-
-def _smaller_batch(trainer: Any) -> int | None:
-    """What to start again with; None where that is not asked for, or training is past its first steps."""
-    done = trainer.state.global_step - trainer.state.resumed_step
-    if not trainer.args.auto_find_batch_size or done >= _EARLY:
-        return None
-    return smaller_micro_batch(trainer.batch_plan, trainer.strategy.batch_multiple)
-
-
-def _memory_report(trainer: Any, step: Any, error: BaseException) -> str:
-    shapes = {tuple(batch["input_ids"].shape) for batch in step.microbatches}
-    shape = " or ".join(f"{b} x {t}" for b, t in sorted(shapes)) or "none"
-    weights = sum(p.numel() * p.element_size() for part in trainer.strategy.parts for p in part.parameters())
-    state = sum(t.numel() * t.element_size() for t in trainer.optimizer.state_tensors().values())
-    a = trainer.args
-    helps = [
-        (
-            a.per_device_train_batch_size > 1,
-            f"a smaller per_device_train_batch_size (now {a.per_device_train_batch_size}"
-            f"{'' if a.auto_find_batch_size else '; auto_find_batch_size=true finds one'})",
-        ),
-        (not a.gradient_checkpointing, "gradient_checkpointing=true"),
-        (getattr(getattr(a, "loss", None), "type", "") != "linear_cross_entropy", "loss=linear_cross_entropy"),
-        (a.precision.type == "fp32", "precision=bf16"),
-        (not a.fuse_optim_with_backward, "fuse_optim_with_backward=true with max_grad_norm=null"),
-    ]
-    remedies = ", ".join(text for useful, text in helps if useful)
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return (
-        f"out of memory in step {trainer.state.global_step + 1}, micro-batches of {shape} tokens: weights "
-        f"{weights / 2**20:.0f} MiB, gradients up to {weights / 2**20:.0f} MiB, optimizer {state / 2**20:.0f} MiB, the "
-        f"rest activations ({reason}); most likely to help: {remedies or 'a smaller model'}"
-    )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, Rows, Sharing, total_bytes
-from forgather_cli.checkpoint.gather import gather, on_rank_0
-from forgather_cli.checkpoint.load import Reader, named, newest_valid, restore_components
-from forgather_cli.checkpoint.retention import best_checkpoint
+from forgather_cli.checkpoint.gather import gather
+from forgather_cli.checkpoint.load import Reader, best_valid, named, newest_valid
+from forgather_cli.checkpoint.restore import restore_components
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.distributed import all_sum
 from forgather_cli.errors import CheckpointError
@@ -185,12 +185,9 @@ class Persistence:
         return {"config": self._trainer.config_tree, "data": self._trainer.data_description}
 
     def trial(self) -> None:
-        """Collective. Before the first step: try to store every state, to write, and look for room.
-
-        Raises SetupError.
+        """Collective. Before the first step: try to store every state, to write, and look for room. Whatever
+        save_strategy says, since a signal saves in any case. Raises SetupError.
         """
-        if self._trainer.args.save_strategy == "no":
-            return
         model, optimizer = self._model_rows(), self._optimizer_rows()
         expected = 0 if optimizer else 2 * total_bytes(model)  # AdamW's two moments, before the first step makes them
         self._checkpointer.trial(self._components(), rows={**model, **optimizer}, num_bytes=expected)
@@ -352,18 +349,19 @@ class Persistence:
         return read.to(parameter.dtype) if follows else read
 
     def load_best(self) -> None:
-        """Put the kept checkpoint with the best metric into the model and say which it is."""
-        t = self._trainer
-        best = on_rank_0(lambda: best_checkpoint(t.run_dir), t.cpu_group)
+        """Collective. Put the best of the checkpoints that are kept and whole into the model, and say which it is."""
+        t, rule = self._trainer, self._checkpointer.best_by
+        best = best_valid(t.run_dir, rule, t.args.verify_checkpoint, t.cpu_group)
         if best is None:
-            log.warning("load_best_model_at_end: no checkpoint has %s", t.args.metric_for_best_model)
+            log.warning(
+                "load_best_model_at_end: no whole and healthy checkpoint has %s; the weights stay those of step %d",
+                rule.metric, t.state.global_step,
+            )  # fmt: skip
             return
-        load_model(Reader(best.path), named_tensors(t.strategy.parts), t.cpu_group)
+        load_model(best, named_tensors(t.strategy.parts), t.cpu_group)
         t.state.best_model_checkpoint = str(best.path)
-        value = self._checkpointer.best_by.value(best.metrics)
-        log.info(
-            "the best model is loaded: step %d, %s %.6g, %s", best.step, t.args.metric_for_best_model, value, best.path
-        )
+        value = rule.value(best.manifest.metrics)
+        log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, rule.metric, value, best.path)
 
 
 def _is_parameter(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from forgather_cli.callbacks.base import Divergence
 from forgather_cli.checkpoint.encoding import Encoded, decode
 from forgather_cli.checkpoint.gather import gather, on_rank_0
-from forgather_cli.checkpoint.load import Reader, healthy_ones
+from forgather_cli.checkpoint.load import Reader, healthy_ones, whole_ones
 from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
 from forgather_cli.errors import CheckpointError, DivergenceError
@@ -178,8 +178,7 @@ class Recovery:
         t.persistence.put_back(reader, set(COMPONENTS) - {"data"})
         self._norms = LateReader(t.strategy.device)
         t.metrics.restart_clock()
-        t.state.epoch = t.epochs.done()
-        t.state.max_steps = t.epochs.total_steps() or 0
+        t.epochs.reckon()
         t.state.healthy, t.control.divergence = True, None
         for entry in t.state.log_history:
             if entry["step"] > record.to_step:
@@ -197,13 +196,9 @@ class Recovery:
         found = [
             reader for reader in healthy_ones(t.run_dir, t.cpu_group) if reader.step <= now and self._is_past(reader)
         ]
-        for reader in self._by_trust(found, now if asked.sound_step is None else asked.sound_step):
-            try:
-                reader.verify(t.args.verify_checkpoint, t.cpu_group)
-                return reader
-            except CheckpointError as error:
-                if t.world.rank == 0:
-                    log.warning("%s", error)
+        by_trust = self._by_trust(found, now if asked.sound_step is None else asked.sound_step)
+        for reader in whole_ones(by_trust, t.args.verify_checkpoint, t.cpu_group):
+            return reader
         raise DivergenceError(
             f"{asked.reason}; there is no healthy checkpoint to roll back to: lower save_steps, or start again with a "
             "lower learning_rate or a smaller max_grad_norm"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
 from forgather_cli.checkpoint.gather import gather
-from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
@@ -30,11 +30,13 @@ from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
 from forgather_cli.trainer import setup
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments
+from forgather_cli.trainer.best import track_best
 from forgather_cli.trainer.between_steps import BetweenSteps
 from forgather_cli.trainer.describe import describe
+from forgather_cli.trainer.device_errors import evaluation_explained, step_explained
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
 from forgather_cli.trainer.evaluate import PredictionOutput, Uninterrupted, evaluate, in_rounds, predict
-from forgather_cli.trainer.host import garbage_collection, out_of_memory_explained, seed_step
+from forgather_cli.trainer.host import garbage_collection, seed_step
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.persistence import Persistence
 from forgather_cli.trainer.rollback import Recovery
@@ -160,12 +162,14 @@ class Trainer:
         loader = self._eval_loader(eval_dataset)
         rounds = in_rounds(loader, self.cpu_group, self.stopping)
         on_batch = partial(self.emit, "on_prediction_step", eval_dataloader=loader)
-        metrics = evaluate(self.strategy, rounds, self.world, prefix=metric_key_prefix, on_batch=on_batch)
+        what = f"the evaluation at step {self.state.global_step}"
+        with evaluation_explained(what, rounds, self.args, self.strategy, self.optimizer) as watched:
+            metrics = evaluate(self.strategy, watched, self.world, prefix=metric_key_prefix, on_batch=on_batch)
         metrics["epoch"] = self.state.epoch
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         self.emit("on_log", logs=metrics)
         self.emit("on_evaluate", metrics=metrics)
-        self._track_best(metrics)  # Hugging Face's early stopping compares with the best one before this
+        track_best(self.args, self.state, metrics)  # after it: Hugging Face's early stopping compares with the old best
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -173,7 +177,8 @@ class Trainer:
         loader = self._eval_loader(test_dataset)
         rounds = in_rounds(loader, self.cpu_group, Uninterrupted())
         on_batch = partial(self.emit, "on_prediction_step", eval_dataloader=loader)
-        logits, labels = predict(self.strategy, rounds, self.cpu_group, on_batch)
+        with evaluation_explained("the prediction", rounds, self.args, self.strategy, self.optimizer) as watched:
+            logits, labels = predict(self.strategy, watched, self.cpu_group, on_batch)
         metrics: dict[str, float] = {}
         if labels is not None:
             rounds = in_rounds(loader, self.cpu_group, Uninterrupted())
@@ -218,16 +223,15 @@ class Trainer:
         self.control = TrainerControl()
         self.stopping.begin()
         args, state, strategy = self.args, self.state, self.strategy
-        self.batch_plan: BatchPlan = batch_plan(args, strategy.data_size, multiple_of=strategy.batch_multiple)
+        self.batch_plan = batch_plan(args, strategy.data_size, multiple_of=strategy.batch_multiple)
         self.persistence, self.recovery = Persistence(self), Recovery(self)
         reader = self.persistence.find(resume) if resume else None
         if reader is not None and args.seed < 0:
             self.seed = reader.state("trainer")["seed"]  # drawn at random by the first start
         self.train_loader = setup.train_loader(self)
-        self.epochs = Epochs(
-            args, state, self.train_loader, self.stopping.ticket, look_ahead=self.cpu_group is not None
-        )
-        state.max_steps = self.epochs.total_steps() or 0
+        ticket, look_ahead = self.stopping.ticket, self.cpu_group is not None
+        self.epochs = Epochs(args, state, self.control, self.train_loader, ticket, look_ahead=look_ahead)
+        self.epochs.reckon()
         self.optimizer, self.lr_scheduler, callback = self._make_optimizer(strategy, state.max_steps or None)
         if callback is not None:
             self.callbacks.add(callback)
@@ -242,7 +246,7 @@ class Trainer:
         )
         if reader is not None:
             self.persistence.restore(reader)
-            state.max_steps = self.epochs.total_steps() or 0
+            self.epochs.reckon()
         self.recovery.begin(reader)
         self.persistence.trial()
         state.num_train_epochs = args.num_train_epochs
@@ -261,11 +265,10 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         """Steps until the data or the epoch ends, or training does; then the work that is due once per epoch."""
-        control, epochs = self.control, self.epochs
-        epoch, first, data_ended = epochs.epoch, self.state.global_step, False
-        control.should_epoch_stop = False
+        control, epochs, data_ended = self.control, self.epochs, False
+        epochs.begin()
         self.emit("on_epoch_begin")
-        while not (self._finished() or control.should_epoch_stop or epochs.is_full(first)):
+        while not (self._finished() or control.should_epoch_stop or epochs.is_full()):
             start = time.perf_counter()
             step = epochs.next_step()
             self.metrics.waited(time.perf_counter() - start)
@@ -275,18 +278,13 @@ class Trainer:
             loss, norm = self.step(step)
             self.state.epoch = epochs.done()
             self._between_steps.after_step(loss, norm)
-            first = min(first, self.state.global_step)  # which a rollback may have taken to before this epoch
             self._garbage.after_step(self.state.global_step)
         if self.stopped_by is not None or control.should_abort_without_save:
             return  # in the middle of an epoch, which a resume ends
-        if data_ended and self.args.num_train_epochs < 0 and not self.state.max_steps:
-            control.should_training_stop = True
-        if data_ended or control.should_epoch_stop or epochs.data_is_used_up():
-            epochs.roll_over(epoch + 1)  # before a save, so that a resume from it begins the next epoch
-        self.state.epoch = epochs.done()
+        epochs.end(data_ended=data_ended)  # before a save, so that a resume from it begins the next epoch
         self._between_steps.after_epoch()
 
-    @out_of_memory_explained
+    @step_explained
     def step(self, step: WorldStep) -> tuple[Tensor, Tensor | None]:
         """One optimizer step: gradients of the whole step, clip, optimizer, scheduler. Waits for the device under fp16
         alone: a step whose gradients overflowed is counted, but leaves weights, moments and schedule as they are.
@@ -365,14 +363,6 @@ class Trainer:
     def poll_stop(self) -> bool:
         """Collective. True if any rank has been told to stop: the run is to end. Waits for all ranks."""
         return self.stopping.poll()
-
-    def _track_best(self, metrics: dict[str, float]) -> None:
-        value = metrics.get(self.args.metric_for_best_model, metrics.get(f"eval_{self.args.metric_for_best_model}"))
-        best = self.state.best_metric
-        if value is None:
-            return
-        if best is None or (value > best if self.args.greater_is_better else value < best):
-            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
     def emit(self, event: str, *, quietly: bool = False, **kwargs: Any) -> None:
         """Send an event to the callbacks that handle it, with the run's objects; see ``CallbackList``."""

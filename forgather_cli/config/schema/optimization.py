@@ -169,9 +169,30 @@ class LinearCrossEntropySettings(_LossBase):
     chunk_size: PositiveInt = 256  # tokens
 
 
+@settings
+class LigerSettings(_LossBase):
+    """Head and loss together in the kernels of liger-kernel."""
+
+    type: Literal["liger"] = "liger"
+
+
+@settings
+class CutCrossEntropySettings:
+    """Head and loss together in the kernels of cut-cross-entropy, which know neither z_loss nor label_smoothing."""
+
+    type: Literal["cut_cross_entropy"] = "cut_cross_entropy"
+
+
+KernelLoss = LigerSettings | CutCrossEntropySettings
+"""Options that are computed by an optional package."""
+FusedLoss = LinearCrossEntropySettings | KernelLoss
+"""Options that apply the head's weight themselves."""
+
 LossOption = Annotated[
     Annotated[CrossEntropySettings, Tag("cross_entropy")]
     | Annotated[LinearCrossEntropySettings, Tag("linear_cross_entropy")]
+    | Annotated[LigerSettings, Tag("liger")]
+    | Annotated[CutCrossEntropySettings, Tag("cut_cross_entropy")]
     | TargetOption,
     by_type,
 ]

@@ -17,6 +17,7 @@ from forgather_cli.config.schema.base import (
 )
 from forgather_cli.config.schema.callbacks import CallbackOption
 from forgather_cli.config.schema.data import DataOption
+from forgather_cli.config.schema.hugging_face import HuggingFaceArguments
 from forgather_cli.config.schema.model import ModelOption
 from forgather_cli.config.schema.optimization import LossOption, OptimizerOption, SchedulerOption
 from forgather_cli.config.schema.precision import PrecisionOption
@@ -24,7 +25,7 @@ from forgather_cli.config.schema.trainer import TrainerOption
 
 
 @settings
-class RunSettings:
+class RunSettings(HuggingFaceArguments):
     """Run-level settings. Steps are optimizer steps, batch sizes are sequences, times are seconds."""
 
     output_dir: str | None = None  # null: outputs/<recipe>/<date>_<time>
@@ -54,7 +55,7 @@ class RunSettings:
     eval_on_start: bool = False
     eval_on_save: bool = False
     max_eval_samples: PositiveInt | None = None
-    max_eval_steps: Annotated[int, Ge(-1)] = -1
+    max_eval_steps: Literal[-1] | PositiveInt = -1
 
     save_strategy: Interval = "steps"
     save_steps: PositiveInt = 500

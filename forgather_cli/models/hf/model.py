@@ -133,8 +133,8 @@ class CausalLM(nn.Module):
         if not self._has_plain_head:
             if len(seen) != 1 or not torch.equal(logits, probe):
                 raise ModelError(
-                    f"loss=linear_cross_entropy: {type(self.theirs).__name__} does more to its logits than its output "
-                    "layer does (a soft cap or a scale); set loss=cross_entropy"
+                    f"loss: {type(self.theirs).__name__} does more to its logits than its output layer does (a soft "
+                    "cap or a scale), which a loss that applies that layer itself leaves out; set loss=cross_entropy"
                 )
             self._has_plain_head = True
         return seen[0]

@@ -1,0 +1,82 @@
+"""What a loss is to a strategy, and what losses that apply the head themselves share.
+
+Legend: B sequences, T tokens, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from forgather_cli.errors import ModelError
+from forgather_cli.loss.labels import model_kwargs, num_targets
+
+
+class Counter(Protocol):
+    """What looks at predictions in passing: see ``tally.py``."""
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Logits (B, T, V) of a batch with labels (B, T)."""
+
+    def add_hidden(self, head: Any, hidden: Tensor, labels: Tensor, *, chunk_size: int = 256) -> None:
+        """What ``head`` is applied to, (B, T, E); logits of only ``chunk_size`` tokens may be made at a time."""
+
+
+class Loss(ABC):
+    """What is minimised: a sum over the targets of a batch."""
+
+    tally: Counter | None = None
+    """Set by an evaluation that counts more than the loss."""
+    is_likelihood: bool = False
+    """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
+    is_separable: bool = True
+    """False if gradients of inputs and weights come from one backward, which no schedule can split in two."""
+
+    @abstractmethod
+    def check(self, model: nn.Module) -> None:
+        """Raise ModelError, by name, for what ``model`` lacks for this loss."""
+
+    @abstractmethod
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
+        """Sum over targets, 0-dim fp32. ``num_items`` counts the targets of the whole step; None: of this batch."""
+
+
+def check_fusable(model: nn.Module, what: str) -> None:
+    """Raise ModelError if ``model`` does not let a loss apply its head; ``what`` is the setting that wants to."""
+    lacking = [name for name in ("hidden_states()", "head") if not hasattr(model, name.removesuffix("()"))]
+    if lacking:
+        raise ModelError(
+            f"{what}: {type(model).__name__} has no {' and no '.join(lacking)}; the model must return hidden states "
+            f"from hidden_states(...) and have its output layer as head, or set loss=cross_entropy"
+        )
+
+
+def head_and_hidden(
+    model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, tally: Counter | None, *, chunk_size: int = 256
+) -> tuple[Any, Tensor]:
+    """The output layer and what it is applied to, (B, T, E); ``tally`` gets to see both."""
+    fusable: Any = model
+    head, hidden = fusable.head, fusable.hidden_states(**inputs)
+    if tally is not None:
+        tally.add_hidden(head, hidden, labels, chunk_size=chunk_size)
+    return head, hidden
+
+
+class ModelWithLoss(nn.Module):
+    """Model and loss as one module, so that a wrapper around it (FSDP2, DDP) sees head and loss in one forward."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        loss.check(model)
+        self.model = model
+        self.loss = loss
+
+    def forward(self, batch: dict[str, Tensor], num_items: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(sum over targets fp32, number of targets), both 0-dim. ``num_items``: targets of the whole step."""
+        labels = batch.get("labels")
+        if labels is None:
+            raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
+        total = self.loss.total(self.model, model_kwargs(batch), labels, num_items)
+        return total, num_targets(labels)

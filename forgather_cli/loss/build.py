@@ -1,0 +1,61 @@
+"""The loss that settings select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from forgather_cli.config.schema import (
+    CrossEntropySettings,
+    CutCrossEntropySettings,
+    LigerSettings,
+    LinearCrossEntropySettings,
+    LossOption,
+    Target,
+)
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.kernels import CutCrossEntropy, Liger, check_device
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy, LossFn, UserFusedLoss, UserLoss
+from forgather_cli.targets import import_target
+
+
+def build_loss(
+    option: LossOption | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    fused_loss_factory: Callable[[nn.Module], LossFn] | None = None,
+    device: torch.device | None = None,
+) -> Loss:
+    """The loss of a config option, or of the user's function, which takes precedence; cross entropy by default.
+
+    A ``_target_`` is a function (its arguments are bound) or a class whose instances are called. Raises ModelError, and
+    SetupError for kernels whose package is missing or that do not run on ``device``.
+    """
+    if fused_loss_factory is not None:
+        return UserFusedLoss(fused_loss_factory)
+    if loss_fn is not None:
+        return UserLoss(loss_fn)
+    match option:
+        case Target():
+            return UserLoss(_from_target(option))
+        case LinearCrossEntropySettings(z_loss=z_loss, label_smoothing=smoothing, chunk_size=chunk_size):
+            return LinearCrossEntropy(z_loss=z_loss, label_smoothing=smoothing, chunk_size=chunk_size)
+        case LigerSettings(z_loss=z_loss, label_smoothing=smoothing):
+            if device is not None:
+                check_device(device)
+            return Liger(z_loss=z_loss, label_smoothing=smoothing)
+        case CutCrossEntropySettings():
+            return CutCrossEntropy()
+    option = option or CrossEntropySettings()
+    return CrossEntropy(z_loss=option.z_loss, label_smoothing=option.label_smoothing)
+
+
+def _from_target(target: Target) -> LossFn:
+    found = import_target(target.path, "loss")
+    if isinstance(found, type):
+        made: LossFn = found(**target.kwargs)
+        return made
+    return partial(found, **target.kwargs)

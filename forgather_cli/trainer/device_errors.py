@@ -1,0 +1,147 @@
+"""Words for running out of memory and for other errors of the device: where, shapes, memory by kind, what helps."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from forgather_cli.config.batch import smaller_micro_batch
+from forgather_cli.config.schema import FusedLoss, RunSettings
+from forgather_cli.errors import OutOfMemoryError
+from forgather_cli.strategies.base import Batch, Strategy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Rounds = Iterator[tuple[Batch, bool]]
+
+_EARLY = 10  # first steps of a process, in which auto_find_batch_size starts again
+_OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory|bad_alloc|ALLOC_FAILED")
+"""Words of CUDA's allocator and of the CPU's, of oneDNN, and of cuDNN and cuBLAS about memory of their own."""
+_OF_DEVICE = re.compile(r"(CUDA|HIP|MPS|cuDNN|MIOpen) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS_\w+|device-side assert")
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+def _is_of_device(error: RuntimeError | MemoryError) -> bool:
+    return isinstance(error, torch.AcceleratorError) or bool(_OF_DEVICE.search(str(error)))
+
+
+def step_explained(step: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Of a Trainer's step: out of memory becomes an OutOfMemoryError that says what helps; other errors of the device
+    get a note with step, shapes and memory.
+    """
+
+    @functools.wraps(step)
+    def explained(trainer: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return step(trainer, *args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            batches: list[Batch] = args[0].microbatches  # type: ignore[attr-defined]  # of a WorldStep
+            place = f"in step {trainer.state.global_step + 1}, micro-batches of {_shapes(batches)}"
+            memory = _memory(trainer.strategy, trainer.optimizer, gradients=True)
+            if _is_out_of_memory(error):
+                batch, smaller = trainer.batch_plan.micro_batch, _smaller_batch(trainer)
+                told = _out_of_memory(place, memory, error, _helps_training(trainer.args))
+                raise OutOfMemoryError(told, batch, smaller) from error
+            if _is_of_device(error):
+                error.add_note(_note(place, memory))
+            raise
+
+    return explained  # type: ignore[return-value]  # positional self against a named one
+
+
+@contextmanager
+def evaluation_explained(
+    what: str, rounds: Iterable[tuple[Batch, bool]], args: RunSettings, strategy: Strategy, optimizer: Any = None
+) -> Iterator[Rounds]:
+    """The same for a pass over a split, ``what`` in messages; the rounds to go through are what it yields."""
+    newest: list[Batch] = []
+
+    def watched() -> Rounds:
+        for batch, counted in rounds:
+            newest[:] = [batch]
+            yield batch, counted
+
+    try:
+        yield watched()
+    except (RuntimeError, MemoryError) as error:
+        place = f"in {what}, batches of {_shapes(newest)}"
+        memory = _memory(strategy, optimizer, gradients=False)
+        if _is_out_of_memory(error):
+            raise OutOfMemoryError(_out_of_memory(place, memory, error, _helps_evaluation(args))) from error
+        if _is_of_device(error):
+            error.add_note(_note(place, memory))
+        raise
+
+
+def _smaller_batch(trainer: Any) -> int | None:
+    """What to start again with; None where that is not asked for, or training is past its first steps."""
+    done = trainer.state.global_step - trainer.state.resumed_step
+    if not trainer.args.auto_find_batch_size or done >= _EARLY:
+        return None
+    return smaller_micro_batch(trainer.batch_plan, trainer.strategy.batch_multiple)
+
+
+# ------------------------------------------------------------------------------------------------------------ the words
+
+
+def _out_of_memory(place: str, memory: str, error: BaseException, helps: list[tuple[bool, str]]) -> str:
+    remedies = ", ".join(text for useful, text in helps if useful)
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"out of memory {place}: {memory}, the rest activations ({reason}); most likely to help: "
+        f"{remedies or 'a smaller model'}"
+    )
+
+
+def _note(place: str, memory: str) -> str:
+    return (
+        f"{place}: {memory}, besides activations; a device reports errors late, so the call above may not be the one "
+        "that failed: with CUDA_LAUNCH_BLOCKING=1 it is"
+    )
+
+
+def _shapes(batches: list[Batch]) -> str:
+    shapes = {tuple(batch["input_ids"].shape) for batch in batches}
+    return (" or ".join(f"{b} x {t}" for b, t in sorted(shapes)) or "no") + " tokens"
+
+
+def _memory(strategy: Strategy, optimizer: Any, *, gradients: bool) -> str:
+    """By kind, as far as sizes tell: it asks the device nothing, which may answer no more."""
+    weights = sum(p.numel() * p.element_size() for part in strategy.parts for p in part.parameters())
+    tensors = {} if optimizer is None else optimizer.state_tensors()
+    state = sum(t.numel() * t.element_size() for t in tensors.values())
+    of_gradients = f"gradients up to {weights / 2**20:.0f} MiB, " if gradients else ""
+    return f"weights {weights / 2**20:.0f} MiB, {of_gradients}optimizer {state / 2**20:.0f} MiB"
+
+
+def _helps_training(args: RunSettings) -> list[tuple[bool, str]]:
+    """(whether it may help, what to set)."""
+    size, finds = args.per_device_train_batch_size, args.auto_find_batch_size
+    found = "" if finds else "; auto_find_batch_size=true finds one"
+    return [
+        (size > 1, f"a smaller per_device_train_batch_size (now {size}{found})"),
+        (not args.gradient_checkpointing, "gradient_checkpointing=true"),
+        *_helps_both(args),
+        (not args.fuse_optim_with_backward, "fuse_optim_with_backward=true with max_grad_norm=null"),
+    ]
+
+
+def _helps_evaluation(args: RunSettings) -> list[tuple[bool, str]]:
+    size = args.per_device_eval_batch_size
+    return [(size > 1, f"a smaller per_device_eval_batch_size (now {size})"), *_helps_both(args)]
+
+
+def _helps_both(args: Any) -> list[tuple[bool, str]]:
+    """``args``: a whole Config, or a Python user's arguments, which have no loss option."""
+    return [
+        (not isinstance(getattr(args, "loss", None), FusedLoss), "loss=linear_cross_entropy"),
+        (args.precision.type == "fp32", "precision=bf16"),
+    ]

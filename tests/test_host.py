@@ -1,0 +1,93 @@
+"""What the loop does to its process: when Python's garbage is collected, and when cached device memory is released."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.config.schema import RunSettings
+from forgather_cli.trainer import Trainer, TrainingArguments
+from forgather_cli.trainer.host import garbage_collection
+
+
+class Litter(TrainerCallback):
+    """Leaves more garbage in each step than the collector lets lie, and notes after which steps it is collected."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.collected: list[int] = []
+        self.enabled: set[bool] = set()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+        self.enabled.add(gc.isenabled())
+        for _ in range(10 * gc.get_threshold()[0]):
+            cycle: list[Any] = []
+            cycle.append(cycle)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = None
+
+    def heard(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and self.step is not None:
+            self.collected.append(self.step)
+
+
+def test_garbage_is_collected_every_gc_steps_and_at_no_other_moment(tmp_path: Path) -> None:
+    frozen, litter = gc.get_freeze_count(), Litter()
+    args = TrainingArguments(str(tmp_path), max_steps=7, gc_steps=3, save_strategy="no", report_to="none", use_cpu=True)
+    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[litter])
+    gc.callbacks.append(litter.heard)
+    try:
+        trainer.train()
+    finally:
+        gc.callbacks.remove(litter.heard)
+    assert litter.collected == [3, 6]
+    assert litter.enabled == {False}
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen)
+
+
+def test_a_collector_that_was_off_stays_off_and_one_that_was_on_is_on_after_an_error() -> None:
+    for was_on in (True, False):
+        gc.enable() if was_on else gc.disable()
+        try:
+            with pytest.raises(ZeroDivisionError), garbage_collection(RunSettings()):
+                raise ZeroDivisionError
+            assert gc.isenabled() == was_on
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("threshold", "reserved", "allocated", "released"),
+    [
+        (0.8, 81, 70, True),
+        (0.8, 80, 0, False),  # not above the threshold
+        (0.8, 95, 85, False),  # no more than a tenth of the device can be won
+        (None, 99, 0, False),
+    ],
+)
+def test_cuda_memory_is_released_above_the_threshold_where_a_tenth_can_be_won(
+    monkeypatch: pytest.MonkeyPatch, threshold: float | None, reserved: int, allocated: int, released: bool
+) -> None:
+    """torch.cuda as it would answer on a device of 100 bytes."""
+    emptied: list[bool] = []
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=100),
+        "memory_reserved": lambda: reserved,
+        "memory_allocated": lambda: allocated,
+        "empty_cache": lambda: emptied.append(True),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    garbage_collection(RunSettings(gc_threshold=threshold)).after_step(1)
+    assert emptied == [True] * released

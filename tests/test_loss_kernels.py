@@ -1,0 +1,333 @@
+"""Losses in kernels of other packages: the calls, against modules that stand in for them, and what is refused.
+
+The real packages need Triton, a wheel of 280 MB, and their kernels a GPU. Where they are installed,
+``test_the_packages_give_the_gradients_of_plain_pytorch`` runs what of them runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from program import forgather
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from forgather_cli.config.schema import (
+    CutCrossEntropySettings,
+    DDPSettings,
+    FSDP2Settings,
+    KernelLoss,
+    LigerSettings,
+    PipelineSettings,
+)
+from forgather_cli.errors import ModelError, SetupError
+from forgather_cli.loss import CutCrossEntropy, Liger, Loss, ModelWithLoss, build_loss
+from forgather_cli.models.decoder import Decoder
+from forgather_cli.models.init import init_parameters
+from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.strategies.ddp import DataParallel
+from forgather_cli.strategies.fsdp2 import FullyShard
+from forgather_cli.tally import Tally
+
+CPU = torch.device("cpu")
+STANDINS = Path(__file__).parent / "standins"
+PACKAGES = ("liger_kernel", "cut_cross_entropy")
+B, T, V, E = 3, 17, 53, 16
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """The packages' names mean the modules in ``standins``."""
+    theirs = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in PACKAGES}
+    sys.path.insert(0, str(STANDINS))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(STANDINS))
+        for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+            del sys.modules[name]
+        sys.modules.update(theirs)
+
+
+@pytest.fixture
+def standins() -> Iterator[None]:
+    with standing_in():
+        yield
+
+
+class Head(nn.Module):
+    """A model whose hidden states are its own parameter."""
+
+    def __init__(self, *, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden = nn.Parameter(torch.randn(B, T, E))
+        self.head = nn.Linear(E, V, bias=bias)
+
+    def hidden_states(self, input_ids: Tensor) -> Tensor:
+        return self.hidden
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden_states(input_ids))
+        return logits
+
+
+def batch(ignored: float = 0.3) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, V, (B, T), generator=generator)
+    labels[torch.rand(B, T, generator=generator) < ignored] = -100
+    return {"input_ids": labels.clamp(min=0), "labels": labels}
+
+
+def results(loss: Loss, model: nn.Module, given: Batch) -> list[Tensor]:
+    """Sum over targets, and the gradients of a seventh of it."""
+    total, _ = ModelWithLoss(model, loss)(given)
+    assert (total.dim(), total.dtype) == (0, torch.float32)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [total.detach(), *torch.autograd.grad(total / 7, trained)]
+
+
+def defined(model: nn.Module, given: Batch, z_loss: float = 0.0, label_smoothing: float = 0.0) -> list[Tensor]:
+    """The same by torch's cross entropy of the model's logits."""
+    logits = model(given["input_ids"])[:, :-1].flatten(0, 1).float()
+    targets = given["labels"][:, 1:].flatten()
+    total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
+    total = total + z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [total.detach(), *torch.autograd.grad(total / 7, trained)]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor], near: float = 1e-5) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).norm() <= near * theirs.norm() + 1e-6
+
+
+LIGER = [{}, {"z_loss": 0.01}, {"label_smoothing": 0.1}, {"z_loss": 0.003, "label_smoothing": 0.2}]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", LIGER, ids=["plain", "z_loss", "label_smoothing", "both"])
+def test_liger_gets_the_options_the_head_and_the_next_labels(
+    standins: None, options: dict[str, float], bias: bool
+) -> None:
+    loss, model = build_loss(LigerSettings(**options)), Head(bias=bias)
+    assert loss.is_likelihood == (not options)
+    assert_equal(results(loss, model, batch()), defined(model, batch(), **options))
+    with torch.no_grad():
+        total, _ = ModelWithLoss(model, loss)(batch())
+    assert_equal([total], defined(model, batch(), **options)[:1])
+
+
+@pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
+def test_a_tied_decoder_gets_the_gradients_of_plain_pytorch(standins: None, option: KernelLoss) -> None:
+    model = tiny.decoder(tie_word_embeddings=True)
+    assert_equal(results(build_loss(option), model, batch()), defined(model, batch()))
+
+
+@pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
+def test_a_head_above_a_frozen_body_is_trained(standins: None, option: KernelLoss) -> None:
+    model = Head()
+    model.hidden.requires_grad_(False)
+    assert_equal(results(build_loss(option), model, batch()), defined(model, batch()))
+
+
+@pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
+def test_no_targets_give_zero_and_no_gradient(standins: None, option: KernelLoss) -> None:
+    found = results(build_loss(option), Head(), batch(ignored=1.0))
+    assert len(found) == 3
+    assert not any(t.any() for t in found)
+
+
+@pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
+def test_products_follow_autocast(standins: None, option: KernelLoss) -> None:
+    model, exact = Head(), defined(Head(), batch())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = results(build_loss(option), model, batch()), defined(model, batch())
+    assert found[0] != exact[0], "rounded to bf16"
+    assert_equal(found[:1], expected[:1])
+    assert_equal(found, exact, near=0.01)
+
+
+def test_an_evaluation_counts_predictions_beside_them(standins: None) -> None:
+    model, given = Head(), batch()
+    right = (model(given["input_ids"]).argmax(-1)[:, :-1] == given["labels"][:, 1:]).sum()
+    for loss in (Liger(), CutCrossEntropy()):
+        loss.tally = tally = Tally(CPU)
+        ModelWithLoss(model, loss)(given)
+        assert tally.correct == right
+
+
+# ------------------------------------------------------------------------------------------------------ several ranks
+
+
+def on_meta() -> Decoder:
+    with torch.device("meta"):
+        return Decoder(tiny.decoder_settings(tie_word_embeddings=True))
+
+
+def pipeline(loss: Loss) -> Strategy:
+    from forgather_cli.strategies.pipeline import Pipeline  # with torch.distributed.pipelining, on the ranks alone
+
+    return Pipeline.from_settings(PipelineSettings(n_microbatches=2), CPU, loss, None)
+
+
+STRATEGIES: dict[str, Callable[[Loss], Strategy]] = {
+    "ddp": lambda loss: DataParallel(CPU, loss, nullcontext, DDPSettings()),
+    "fsdp2": lambda loss: FullyShard(CPU, loss, FSDP2Settings(), None),
+    "pipeline": pipeline,
+}
+
+
+def trained() -> dict[str, tuple[float, dict[str, Tensor]]]:
+    """This rank's share of the loss, and its gradients, by strategy and loss."""
+    found, given = {}, batch_of_4()
+    with standing_in():
+        for name, make in STRATEGIES.items():
+            for kind in (Liger, CutCrossEntropy):
+                strategy = make(kind())
+                strategy.materialize(on_meta, partial(init_parameters, seed=0))
+                mine = slice(strategy.data_rank, None, strategy.data_size)
+                share = strategy.forward_backward([{k: v[mine] for k, v in given.items()}], targets(given))
+                parameters = [item for part in strategy.parts for item in part.named_parameters()]
+                grads = {n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for n, p in parameters}
+                found[f"{name}, {kind.__name__}"] = (float(share), grads)
+    return found
+
+
+def batch_of_4() -> Batch:
+    samples = tiny.RandomTokens(4, ragged=True)
+    return {key: torch.stack([samples[n][key] for n in range(4)]) for key in ("input_ids", "labels")}
+
+
+def targets(given: Batch) -> Tensor:
+    return (given["labels"][:, 1:] != -100).sum().float()
+
+
+def test_ranks_get_the_gradients_of_one_device() -> None:
+    model, given = tiny.decoder(tie_word_embeddings=True), batch_of_4()
+    total, count = ModelWithLoss(model, build_loss())(given)
+    loss = total / count
+    loss.backward()
+    ranks = run_ranks(2, trained)
+    assert len(ranks[0]) == 6
+    for name in ranks[0]:
+        assert sum(rank[name][0] for rank in ranks) == pytest.approx(loss.item(), rel=1e-5)
+        grads = {key: grad for rank in ranks for key, grad in rank[name][1].items()}
+        assert grads.keys() == dict(model.named_parameters()).keys()
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(grads[key], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_what_they_cannot_do_is_said_by_name(standins: None) -> None:
+    with pytest.raises(SetupError, match="loss=liger: needs a CUDA GPU and Triton, got device cpu; set loss=linear_cr"):
+        build_loss(LigerSettings(), device=CPU)
+    with pytest.raises(ModelError, match=r"loss=cut_cross_entropy: takes no bias, .* Head has one; set loss=liger or"):
+        ModelWithLoss(Head(bias=True), CutCrossEntropy())
+    for loss, name in ((Liger(), "liger"), (CutCrossEntropy(), "cut_cross_entropy")):
+        with pytest.raises(ModelError, match=rf"loss={name}: Linear has no hidden_states\(\) and no head"):
+            ModelWithLoss(nn.Linear(2, 2), loss)
+
+
+def test_fp32_is_refused_where_the_backward_is_a_kernel(standins: None) -> None:
+    loss = CutCrossEntropy()
+    with FakeTensorMode():
+        hidden, labels = torch.empty(B, T, E, device="cuda"), torch.zeros(B, T, dtype=torch.int64, device="cuda")
+        head = SimpleNamespace(weight=torch.empty(V, E, device="cuda"), bias=None)
+        model: Any = SimpleNamespace(head=head, hidden_states=lambda: hidden)
+        with pytest.raises(ModelError, match="takes hidden states in bf16 or fp16, got fp32; set precision=bf16 or"):
+            loss.total(model, {}, labels, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "missing", "message"),
+    [
+        ("liger", "liger_kernel", "loss=liger: needs the package liger-kernel; pip install 'forgather[kernels]'"),
+        ("liger", "triton", "loss=liger: needs the package triton; pip install 'forgather[kernels]'"),
+        ("cut_cross_entropy", "cut_cross_entropy", "loss=cut_cross_entropy: needs the package cut-cross-entropy; pip"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_before_anything_starts(
+    standins: None,
+    option: str,
+    missing: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.chdir(tmp_path)
+    assert forgather("train", "model=nano", "data=synthetic", f"loss={option}", "output_dir=run") == 2
+    assert message in capfd.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named_where_a_loss_is_made(standins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
+    with pytest.raises(SetupError, match="needs the package cut-cross-entropy; pip install 'forgather"):
+        build_loss(CutCrossEntropySettings())
+
+
+# ---------------------------------------------------------------------------------------------------- the real packages
+
+CALLED = {
+    "liger_kernel": ("liger_kernel.transformers", "LigerFusedLinearCrossEntropyLoss"),
+    "cut_cross_entropy": ("cut_cross_entropy", "linear_cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("package", CALLED)
+def test_the_packages_give_the_gradients_of_plain_pytorch(package: str) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: it brings Triton, 280 MB")
+    # another process: Triton reads the variable at its import, and then runs kernels without a GPU
+    command = [sys.executable, "-c", f"import test_loss_kernels as t; t.compare({package!r})"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path])}
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def compare(package: str) -> None:
+    """The real one against plain PyTorch, and its arguments with those of what stands in for it."""
+    module, name = CALLED[package]
+    signature = inspect.signature(getattr(import_module(module), name))
+    if package == "liger_kernel":
+        for options in LIGER:
+            for bias in (False, True):
+                model = Head(bias=bias)
+                assert_equal(results(Liger(**options), model, batch()), defined(model, batch(), **options))
+                model.hidden.requires_grad_(False)
+                assert_equal(results(Liger(**options), model, batch()), defined(model, batch(), **options))
+        assert not any(t.any() for t in results(Liger(), Head(), batch(ignored=1.0)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_equal(results(Liger(), Head(bias=True), batch()), defined(Head(bias=True), batch()), near=0.01)
+            found = results(Liger(), Head(), batch())
+    else:
+        assert_equal(results(CutCrossEntropy(), Head(), batch()), defined(Head(), batch()))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = results(CutCrossEntropy(), Head(), batch())
+    assert_equal(found, defined(Head(), batch()), near=0.01)
+    with standing_in():
+        known = inspect.signature(getattr(import_module(module), name)).parameters
+        assert [n for n in known if n in signature.parameters] == [n for n in signature.parameters if n in known]
