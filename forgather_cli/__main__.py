@@ -6,10 +6,12 @@ from typing import NoReturn
 
 from forgather_cli.cli.app import main
 from forgather_cli.launch.exits import leave
+from forgather_cli.launch.startup import collect_less
 
 
 def run() -> NoReturn:
     """The command as a process of its own."""
+    collect_less()
     try:
         main()
     except SystemExit as end:

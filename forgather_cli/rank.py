@@ -32,6 +32,7 @@ from forgather_cli.launch.meeting import FAREWELL, Meeting, Shared
 from forgather_cli.launch.orphans import end_with_parent
 from forgather_cli.launch.place import Place, enter, launched
 from forgather_cli.launch.rank_log import lasting_output, rank_log
+from forgather_cli.launch.startup import collect_less
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -247,4 +248,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    collect_less()
     leave(main())

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from forgather_cli.launch.startup import collect_less
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every case of the parity suite, not a selection (hours)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    collect_less()
     home = tempfile.TemporaryDirectory(prefix="forgather-tests-")
     config.add_cleanup(home.cleanup)
     os.environ["XDG_CONFIG_HOME"] = home.name

@@ -23,6 +23,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from forgather_cli.launch.startup import collect_less
+
 _SETTLE = 2.0  # seconds that the other ranks get to fail too, once one has
 _COLLECT = 8  # functions after which a rank looks for garbage: a look at the libraries' 300,000 objects takes 0.15 s
 _IDLE = 0.5  # seconds without work after which it looks too
@@ -108,6 +110,7 @@ def _collect(count: int, deadline: float) -> tuple[dict[int, Any], dict[int, Bas
 
 def _serve(connection: Connection) -> None:
     """A rank process: run what comes until the connection closes."""
+    collect_less()
     import torch
 
     torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from forgather_cli.config.decode import load_saved, to_tree
 from forgather_cli.config.load import Loaded
 from forgather_cli.launch.exits import leave
 from forgather_cli.launch.rank_log import lasting_output
+from forgather_cli.launch.startup import collect_less
 
 
 @lasting_output()
@@ -24,4 +25,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    collect_less()
     leave(main())
