@@ -42,8 +42,10 @@ def unguarded_construction() -> Iterator[None]:
 def unguard_step(optimizer: Optimizer) -> None:
     """Let the optimizer's ``step`` not import dynamo; its hooks and its profiler range stay."""
     guard = getattr(type(optimizer).step, "__wrapped__", None)  # inside torch's profile_hook_step
-    if guard is None or guard.__code__.co_qualname != _GUARD or optimizer.defaults["differentiable"]:
+    code = getattr(guard, "__code__", None)  # a user's step may be wrapped in any callable
+    if code is None or code.co_qualname != _GUARD or optimizer.defaults["differentiable"]:
         return
     if not _nothing_to_spare():
+        assert guard is not None
         step = Optimizer.profile_hook_step(torch.no_grad()(guard.__wrapped__))
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
