@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from forgather_cli.config.schema import PythonStdlibSettings, SyntheticSettings, Target, TextSettings, TokensSettings
+from forgather_cli.data import cache as cache_module
 from forgather_cli.data.build import load_data
 from forgather_cli.data.cache import build_once, find
 from forgather_cli.data.counts import cached_token_counts
@@ -99,6 +102,18 @@ def test_fingerprint_follows_everything_that_changes_samples(corpus: Path, cache
     fingerprints.append(load(text(corpus, cache)).fingerprint)
     assert len(set(fingerprints)) == len(fingerprints)
     assert load(text(corpus, cache)).fingerprint == fingerprints[-1]
+
+
+def test_other_content_of_the_same_size_and_time_is_read_anew(corpus: Path, cache: str) -> None:
+    before, stat = load(text(corpus, cache)), corpus.stat()
+    other = corpus.with_name("other.jsonl")
+    other.write_text(corpus.read_text().swapcase().replace('"TEXT"', '"text"'))
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    subprocess.run(["cp", "-p", str(other), str(corpus)], check=True)
+    assert (corpus.stat().st_size, corpus.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    after = load(text(corpus, cache))
+    assert after.fingerprint != before.fingerprint
+    assert all_tokens(after.train) != all_tokens(before.train)
 
 
 def test_bpe_is_trained_once_and_on_training_text_only(corpus: Path, cache: str, tmp_path: Path) -> None:
@@ -273,6 +288,30 @@ def test_one_builder_waits_for_the_other(tmp_path: Path) -> None:
     second.tell()
     first.tell()
     assert (first.ends(), second.ends()) == ("first", "first")
+
+
+def test_a_wait_for_another_builder_is_told_and_told_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_SILENCE", 0.01)
+    monkeypatch.setattr(cache_module, "_REMINDER", 0.01)
+    first = Builder(tmp_path, "first")
+    first.tell()
+    assert first.hears() == "writing"
+
+    def let_go(record: logging.LogRecord) -> bool:
+        if len(caplog.records) == 1:
+            first.tell()
+        return True
+
+    caplog.handler.addFilter(let_go)
+    assert cache_module.build_once(tmp_path, "kind", "key", lambda directory: {"by": "second"})[1]["by"] == "first"
+    caplog.handler.removeFilter(let_go)
+    assert first.ends() == "first"
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) >= 2
+    for word in (f"pid {first.process.pid}", socket.gethostname(), "kind-key", str(tmp_path)):
+        assert word in told[0]
 
 
 def test_a_nodes_first_rank_builds_even_if_another_is_there_before(tmp_path: Path) -> None:

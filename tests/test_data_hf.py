@@ -95,6 +95,16 @@ def test_the_fingerprint_is_that_of_the_content(folder: Path) -> None:
     assert cached_token_counts(option(folder, "a.jsonl")) is None
 
 
+def test_other_content_of_the_same_size_and_time_is_read_anew(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.jsonl", str(tmp_path / "cache")
+    fingerprints = set()
+    for text in ("one", "two"):
+        path.write_text((json.dumps({"text": text * 20}) + "\n") * 30)
+        os.utime(path, (1e9, 1e9))
+        fingerprints.add(load(option(tmp_path, "a.jsonl", cache_dir=cache)).fingerprint)
+    assert len(fingerprints) == 2
+
+
 def test_a_saved_directory_its_splits_and_slices(folder: Path) -> None:
     saved = option(folder, dataset=str(folder / "saved"), eval_split="validation")
     data = load(saved)

@@ -1,6 +1,6 @@
 """The data cache on disk: directories that are built once, by one process, and appear whole or not at all.
 
-    <cache_dir>/content/<stamp>.json      paths, sizes and times of a corpus -> hash of its content
+    <cache_dir>/content/<stamp>.json      paths, inodes, sizes and times of a corpus -> hash of its content
     <cache_dir>/tokenizers/<key>/         trained tokenizers
     <cache_dir>/tokens/<key>/             tokenized corpora
     <cache_dir>/indexes/<key>/            document borders of token files
@@ -17,8 +17,10 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +28,12 @@ from typing import IO, Any
 
 from forgather_cli.errors import DataError
 
+log = logging.getLogger(__name__)
+
 Meta = dict[str, Any]
+_SILENCE = 3.0  # seconds that a wait for another process may take without a word
+_REMINDER = 60.0  # seconds between two later ones
+_LOOK = 0.05  # seconds
 _PATIENCE = 10.0  # seconds that a rank leaves a cache to its node's first
 _ABANDONED = 14 * 86400.0  # seconds without a change after which nobody is still building
 
@@ -158,9 +165,28 @@ def _give_way(root: Path, name: str, is_done: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def _locked(root: Path, name: str) -> Iterator[None]:
-    """Hold an flock; the kernel drops it when the process dies. The file stays, since removing it would race."""
+    """Hold an flock; the kernel drops it when the process dies. The file stays, since removing it would race.
+
+    It says who holds it, for those who wait and tell so.
+    """
     with _lock_file(root, name) as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        start, silence = time.monotonic(), _SILENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - start
+            if waited > silence:
+                holder = Path(handle.name).read_text().strip() or "another process"
+                log.warning(
+                    "waiting for %s, which builds %s in the data cache %s, for %.0f s now", holder, name, root, waited
+                )
+                silence = waited + _REMINDER
+            time.sleep(_LOOK)
+        handle.truncate(0)
+        handle.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        handle.flush()
         yield
 
 

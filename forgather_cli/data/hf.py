@@ -24,7 +24,7 @@ from forgather_cli.config.schema import HfSettings
 from forgather_cli.data import reading
 from forgather_cli.data.cache import Meta, digest, recall, remember_once
 from forgather_cli.data.reading import Damage, Document, kind_of
-from forgather_cli.data.sources import Piece, find_files
+from forgather_cli.data.sources import Piece, find_files, stamp_of
 from forgather_cli.errors import DataError
 
 _VERSION = 1  # of the rules below that decide what a document is
@@ -80,7 +80,10 @@ class _Source:
         is_local = self._path in _FORMATS or directory.is_dir()
         self._path = str(directory) if directory.is_dir() else self._path
         self._saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        self._cache = str(root / "datasets") if is_local else None
+        # the library knows a local file by its modification time alone (datasets 5.2, data_files.py)
+        ours = [name for names in self._files.values() for name in names if os.path.isfile(name)]
+        stamp = digest([stamp_of(Path(name)) for name in ours])
+        self._cache = str(root / "datasets" / stamp) if is_local else None
         self.is_remote = not is_local or any("://" in name for names in self._files.values() for name in names)
         self._found: Any = None
 

@@ -95,7 +95,7 @@ class Corpus:
         return sum(source.path.stat().st_size for source in self.all_files)
 
     def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
-        """The content is hashed once; afterwards paths, sizes and modification times stand for it."""
+        """The content is hashed once; afterwards paths, inodes, sizes and times stand for it."""
         content = content_hash(root, self.all_files, read=read)
         rules = [_VERSION, len(self.files), self.eval_fraction, self.by_name, self.text_key]
         return None if content is None else digest([content, rules])
@@ -138,8 +138,7 @@ def _groups(parts: Sequence[tuple[int, Part]]) -> Iterator[list[tuple[int, Part]
 
 def content_hash(root: Path, files: Sequence[SourceFile], *, read: bool = True) -> str | None:
     """Hash of the bytes and labels of files, in order; see ``Corpus.fingerprint``. Raises DataError."""
-    stats = [source.path.stat() for source in files]
-    stamp = digest([[str(f.path), f.label, s.st_size, s.st_mtime_ns] for f, s in zip(files, stats, strict=True)])
+    stamp = digest([[source.label, *stamp_of(source.path)] for source in files])
     note = root / "content" / f"{stamp}.json"
 
     def read_all() -> Meta:
@@ -149,6 +148,15 @@ def content_hash(root: Path, files: Sequence[SourceFile], *, read: bool = True) 
 
     known = remember_once(root, note, read_all) if read else recall(note)
     return None if known is None else str(known["content"])
+
+
+def stamp_of(path: Path) -> list[Any]:
+    """What stands for a file's content while nobody writes to it.
+
+    Size and modification time do not: ``cp -p``, ``rsync -t`` and ``tar`` keep them, but none keeps inode and ctime.
+    """
+    stat = path.stat()
+    return [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns]
 
 
 def available_cores() -> int:
