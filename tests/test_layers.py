@@ -68,7 +68,9 @@ ALLOWED = {
 }  # fmt: skip
 
 # third-party package -> the only layer that may import it
-ONLY_IN = {"typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "plots"}
+ONLY_IN = {
+    "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "plots", "h11": "control",
+}  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = (
     "cli",
     "config",

@@ -159,7 +159,7 @@ class TrainerControlCallback(TrainerCallback):
         self._about = {**about, "run_dir": run_dir}
         try:
             self._server = ControlServer(
-                job_id, self._commands, self.status, host=settings.host, ports=ports, token=token
+                job_id, self._commands, {"status": self.status}, host=settings.host, ports=ports, token=token
             )
             entry = self._new_entry(self._server.port)
             registry.register(entry, token)
