@@ -69,7 +69,8 @@ ALLOWED = {
 
 # third-party package -> the only layer that may import it
 ONLY_IN = {
-    "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "plots", "h11": "control",
+    "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "plots",
+    "h11": "control",
 }  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = (
     "cli",
