@@ -52,7 +52,9 @@ TYPED_WRONG = {
         "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected; "
         "choose trainer=pipeline or leave n_microbatches out"
     ),
-    "files=[x]": "files: only data=instruct|text|tokens has this setting, but data=python_stdlib is selected;",
+    "files=[x]": (
+        "files: only data=text|tokens|instruct has this setting, but data=python_stdlib is selected; choose data=text"
+    ),
     "momentum=0.1": "momentum: only optimizer=muon|sgd has this setting, but optimizer=adamw is selected;",
     "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",
     "recipe=x": "recipe: is named by the first word",
@@ -128,7 +130,44 @@ def test_names_from_elsewhere_are_no_settings_of_ours_and_stand_for_some() -> No
     }
     for name, meant in ELSEWHERE.items():
         assert name not in known, name
-        assert set(meant.split(" or ")) <= known | {"callbacks.trackers"}
+        assert set(meant.split(" or ")) <= known | {"callbacks.trackers", "trainer=fsdp2"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("deepspeed", "trainer=fsdp2"), ("ddp", "trainer=ddp"), ("lerning_rate", "learning_rate"), ("seeds", "seed"),
+        ("learningrate", "learning_rate"), ("evaluation_strategy", "eval_strategy"), ("min_lr", "min_lr_ratio"),
+        ("n_micro_batches", "n_microbatches"), ("save_total", "save_total_limit"), ("num_eval_steps", "eval_steps"),
+        ("lr_scheduler.warmup", "lr_scheduler.warmup_steps"), ("weigth_decay", "weight_decay"),
+        *((other, None) for other in ("step_size", "top_p", "ddp_backend", "lora", "T_max", "push_to_hub")),
+    ],
+)  # fmt: skip
+def test_suggestions_are_the_same_words_mistyped_and_no_others(
+    problems: Problems, typed: str, meant: str | None
+) -> None:
+    (found,) = problems(f"{typed}=1")
+    assert found.startswith(f"{typed}: unknown setting;")
+    assert f"did you mean {meant}?" in found if meant else "did you mean" not in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wrong", "near"),
+    [
+        (["data=txt", "data.files=[a]"], "data=txt", "text"),
+        (["trainer=dpp", "trainer.comm_hook=x"], "trainer=dpp", "ddp"),
+        (["precision=bf61", "precision.x=1"], "precision=bf61", "bf16"),
+        (["loss=ce", "loss.x=1"], "loss=ce", "cross_entropy"),
+        (["lr_scheduler=cosin", "lr_scheduler.x=1"], "lr_scheduler=cosin", "cosine"),
+    ],
+)
+def test_a_mistyped_option_with_a_setting_of_it_is_one_mistake_beside_others(
+    problems: Problems, overrides: list[str], wrong: str, near: str
+) -> None:
+    (found,) = problems(*overrides)
+    assert found.startswith(f"{wrong}: no such option;")
+    assert near in found
+    assert len(problems(*overrides, "max_steps=x", "learning_rat=1")) == 3
 
 
 def test_all_mistakes_are_reported_at_once(problems: Problems) -> None:

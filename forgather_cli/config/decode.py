@@ -32,7 +32,7 @@ def decode(
     """A plain resolved tree as ``Config``. Unknown keys, wrong types and missing values raise one ConfigError.
 
     ``options`` are the chosen options by group, for messages; ``speech`` says how paths were typed. Nothing is said of
-    ``unresolved`` paths, which another message covers.
+    ``unresolved`` paths, which another message covers: a ConfigError of them alone has no problems.
     """
     from pydantic import ValidationError
 
@@ -46,6 +46,7 @@ def decode(
     except ValidationError as error:
         known = {*missing, *unresolved, *infinite}
         problems += mistakes.from_pydantic(error.errors(include_url=False), given, say, known)
+        raise ConfigError(problems) from error  # without problems where other messages cover all of them
     if problems:
         raise ConfigError(problems)
     return config

@@ -22,11 +22,14 @@ _SHORT = {
     "global_batch_size": "gbs total_batch_size",
     "gradient_accumulation_steps": "grad_accum grad_accum_steps accumulation_steps accumulate_grad_batches grad_acc",
     "weight_decay": "wd decay",
-    "max_grad_norm": "clip grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping",
+    "max_grad_norm": "clip grad_clip clip_grad clip_grad_norm gradient_clip gradient_clip_val gradient_clipping",
     "warmup_steps": "warmup warmup_ratio warmup_iters num_warmup_steps",
-    "precision": "bf16 fp16 fp32 fp8 dtype torch_dtype mixed_precision amp",
+    "precision": "bf16 fp16 fp32 fp8 dtype torch_dtype amp_dtype mixed_precision amp",
     "lr_scheduler": "scheduler lr_scheduler_type lr_schedule",
     "optimizer": "optim opt",
+    "trainer": "strategy ddp fsdp2 pipeline single",
+    "trainer=fsdp2": "fsdp deepspeed zero zero_stage",
+    "device": "use_cpu no_cuda cuda gpu accelerator",
     "logging_steps": "log_every log_interval log_every_n_steps log_steps",
     "eval_steps": "eval_every eval_interval val_interval",
     "save_steps": "save_every save_interval checkpoint_interval",
@@ -36,12 +39,17 @@ _SHORT = {
     "nproc_per_node": "gpus nproc num_gpus n_gpus ngpus num_processes ranks world_size",
     "nnodes": "nodes num_nodes n_nodes",
     "torch_compile": "compile",
-    "gradient_checkpointing": "grad_checkpointing activation_checkpointing recompute",
+    "gradient_checkpointing": "grad_checkpointing activation_checkpointing checkpointing recompute",
     "seq_len": "sequence_length seq_length max_length max_seq_len max_seq_length block_size context_length ctx ctx_len",
     "hidden_size": "d_model dim n_embd hidden_dim width embed_dim",
     "num_hidden_layers": "layers n_layer n_layers num_layers depth",
     "num_attention_heads": "heads n_head n_heads num_heads",
     "num_key_value_heads": "kv_heads n_kv_heads num_kv_heads",
+    "attn_implementation": "flash_attn flash_attention use_flash_attention attention",
+    "model.path": "model_name model_name_or_path pretrained pretrained_model",
+    "tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "data.dataset": "dataset_name hf_dataset",
+    "min_lr_ratio": "eta_min lr_min min_lr lr_min_ratio",
     "betas": "beta1 beta2 adam_beta1 adam_beta2",
     "eps": "adam_epsilon adam_eps",
     "data.files": "data_path data_dir dataset_path train_file train_files",
@@ -173,7 +181,8 @@ def unknown(path: str, say: Speech) -> str:
 
 
 def _elsewhere(name: str, group: str, setting: Setting, where: str, say: Speech) -> str:
-    having = [option for option in _options(group, say) if _type_of(group, option, say) in setting.types]
+    kinds = {option: _type_of(group, option, say) for option in _options(group, say)}
+    having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
     which = "|".join(having or setting.types)
     chosen = f"{group}={say.options[group]}"
     remedy = f"remove it with ~{name}" if where else f"leave {name} out"
