@@ -1,14 +1,14 @@
-"""The golden runs: how those in ``tests/golden/`` were made, and how one is gone on with.
+"""The golden runs: how those in ``tests/golden/`` were made. ``tests/test_golden.py`` goes on with them.
 
-Each folder there is a run that ended after ``STOPPED`` of ``MAX_STEPS`` steps, as the commit in its ``expected.json`` left
-it: ``config.yaml``, ``origin.yaml``, ``metrics.jsonl`` and the checkpoint, which format version 1 promises to be readable.
-``expected.json`` (records of the steps after it) and ``expected.safetensors`` (weights after the last step) are those of
-the same run uninterrupted. ``data/`` has what they were trained on.
+Each folder there is a run that was cut off after ``STOPPED`` of ``MAX_STEPS`` steps, as the commit that its
+``expected.json`` names left it: ``config.yaml``, ``origin.yaml``, ``metrics.jsonl`` and the checkpoint, which format
+version 1 promises to be readable. ``expected.json`` (records of the steps after it) and ``expected.safetensors``
+(weights after the last step) are those of the same run uninterrupted. ``data/`` has what they were trained on.
 
     scripts/make_golden [CASE...]    # trains the cases that are not there yet; never touches one that is
 
 Component keys, kinds, class names of optimizers and callbacks, seeds and all that goes into a digest are format: where
-a golden run can no longer be resumed, the code is wrong and not the folder.
+a golden run cannot be resumed any more, the code is wrong and not the folder.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Notes(TrainerCallback):
         self.stop_after = stop_after
         self.state: dict[str, Any] = {
             "steps": [], "total": torch.zeros((), dtype=torch.float64), "seen": np.zeros(3, np.int32), "pair": (1, "ü"),
-            "bytes": b"\x00\xff", "nothing": None, "yes": True, "half": 0.5, "infinite": float("inf"), "nested": {"": {}},
-            "bf16": torch.arange(4, dtype=torch.bfloat16),
+            "bytes": b"\x00\xff", "nothing": None, "yes": True, "half": 0.5, "infinite": float("inf"),
+            "nested": {"": {}}, "bf16": torch.arange(4, dtype=torch.bfloat16),
         }  # fmt: skip
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -88,10 +88,11 @@ CASES: dict[str, tuple[str, ...]] = {
     # the default tokenizer; saved within a logging interval
     "single": (*_TEXT, "logging_steps=4"),
     "single-muon": (*_TEXT, _LETTERS, _TIED, "optimizer=muon", "lr_scheduler=wsd", "model.residual_dropout=0.1"),
-    "single-adafactor": ("data=instruct", "data.files=[data/chats.jsonl]", "data.chat_template=chatml", "data.seq_len=64",
-                         *_HELD_OUT, "optimizer=adafactor", "lr_scheduler=constant", _TIED),
-    "single-bf16_true": (*_TEXT, "data.tokenizer=bpe", "data.bpe_vocab_size=270", "precision=bf16_true", "optimizer=sgd",
-                         "optimizer.momentum=0.9", "optimizer.nesterov=true", "lr_scheduler=inverse_sqrt", _TIED),
+    "single-adafactor": ("data=instruct", "data.files=[data/chats.jsonl]", "data.chat_template=chatml",
+                         "data.seq_len=64", *_HELD_OUT, "optimizer=adafactor", "lr_scheduler=constant", _TIED),
+    "single-bf16_true": (*_TEXT, "data.tokenizer=bpe", "data.bpe_vocab_size=270", "precision=bf16_true",
+                         "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true",
+                         "lr_scheduler=inverse_sqrt", _TIED),
     "ddp": ("trainer=ddp", "data=tokens", "data.files=[data/tokens.npy]", "data.document_separator=0", _LETTERS,
             *_HELD_OUT, "data.isolate_documents=true", "load_best_model_at_end=true", "eval_steps=3"),
     "ddp-post_local_sgd": ("trainer=ddp", *_TEXT, _LETTERS, "trainer.post_local_sgd.enabled=true",
@@ -104,7 +105,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "fsdp2": ("trainer=fsdp2", *_TEXT, _LETTERS, _TIED, "data.packing=best_fit", "data.isolate_documents=true",
               "lr_scheduler=linear", "eval_steps=2", "+callbacks.parameter_norms={}", "+callbacks.early_stopping={}",
               "+callbacks.divergence={threshold: 3.0}"),
-    "fsdp2-muon": ("trainer=fsdp2", *_TEXT, _LETTERS, "optimizer=muon", "per_device_train_batch_size=2", "logging_steps=4"),
+    "fsdp2-muon": ("trainer=fsdp2", *_TEXT, _LETTERS, "optimizer=muon", "per_device_train_batch_size=2",
+                   "logging_steps=4"),
     "fsdp2-optimizers": ("trainer=fsdp2", *_TEXT, _LETTERS, _TIED, *_GROUPS),
     "1F1B": (*_pipeline("1F1B", 2), "data=synthetic", "data.num_samples=50", "data.num_eval_samples=6",
              "data.ragged=true", _LETTERS),
@@ -112,7 +114,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "Interleaved1F1B": (*_pipeline("Interleaved1F1B"), *_TEXT, _LETTERS, _TIED, *_GROUPS),
     "LoopedBFS": (*_pipeline("LoopedBFS"), *_TEXT, _LETTERS, "loss=linear_cross_entropy", "chunk_size=20",
                   "logging_steps=4"),
-    "InterleavedZeroBubble": (*_pipeline("InterleavedZeroBubble"), *_TEXT, _LETTERS, "optimizer=muon", "data.packing=pad"),
+    "InterleavedZeroBubble": (*_pipeline("InterleavedZeroBubble"), *_TEXT, _LETTERS, "optimizer=muon",
+                              "data.packing=pad"),
     "ZBVZeroBubble": (*_pipeline("ZBVZeroBubble"), *_TEXT, _LETTERS, _TIED),
     "DualPipeV": (*_pipeline("DualPipeV"), *_TEXT, _LETTERS, *_GROUPS),
 }  # fmt: skip

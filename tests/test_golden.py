@@ -1,0 +1,177 @@
+"""Runs that format version 1 left behind go on: in their own layout, and on one device (see ``golden_runs``)."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from golden_runs import CASES, GOLDEN, MAX_STEPS, STOPPED
+from parity import checkpoint_tensors
+from program import forgather
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forgather_cli import worker
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.config.resume import reload_config
+from forgather_cli.config.schema import Config
+from forgather_cli.run_dir import RunDir
+
+SAME, PARITY, ROUNDED, MUON = 1e-6, 1e-5, 1e-2, 0.02
+"""Relative differences: in the same layout; in another one (SPEC's table of guarantees); of losses where steps round to
+bf16 or fp16, or each rank trained by itself; and of the update, where Muon rounds to bf16."""
+
+STORED = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
+ELSEWHERE = [name for name in STORED if not name.startswith("single") and name != "ddp-shards"]
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_every_case_is_stored() -> None:
+    assert sorted(CASES) == STORED
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_golden_run_goes_on_as_it_would_have(tmp_path: Path, name: str) -> None:
+    run = go_on(name, tmp_path / name)
+    assert_near(new_records(run), expected_records(name), SAME)
+    assert_weights(run, name, SAME)
+    assert_notes(run)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_golden_run_goes_on_on_one_device(tmp_path: Path, name: str) -> None:
+    run = go_on(name, tmp_path / name, "trainer=single")
+    saved, found, expected = settings_of(name), new_records(run), expected_records(name)
+    if saved["optimizer"]["type"] == "muon":
+        assert_near(found[:1], expected[:1], PARITY)
+        assert_losses(found, expected, ROUNDED)
+        assert share_of_update(run, name) <= MUON
+    elif saved["precision"]["type"] != "fp32" or "local" in name:
+        assert_losses(found[:1], expected[:1], PARITY)  # the weights are those that were saved, or their mean
+        assert_losses(found, expected, ROUNDED)
+    else:
+        assert_near(found, expected, PARITY)
+        assert_weights(run, name, PARITY)
+    assert_notes(run)
+
+
+def test_shards_of_two_ranks_are_refused_on_one_device(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = copied("ddp-shards", tmp_path / "run")
+    assert forgather("resume", str(run.root), "trainer=single", *data_paths("ddp-shards", tmp_path)) == 2
+    assert "ignore_data_skip=true" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ going on
+
+
+def copied(name: str, path: Path) -> RunDir:
+    shutil.copytree(GOLDEN / name, path, ignore=shutil.ignore_patterns("expected.*"))
+    return RunDir(path)
+
+
+def go_on(name: str, path: Path, *overrides: str) -> RunDir:
+    """A copy of the golden run, trained to its end: by ``forgather resume``, or on ranks of the pool as it does."""
+    run, given = copied(name, path), [*data_paths(name, path), *overrides]
+    if settings_of(name)["trainer"]["type"] == "single" or "trainer=single" in overrides:
+        assert forgather("resume", str(path), *given) == 0
+    else:
+        run_ranks(2, train, reload_config(path, given).config, run)
+    return run
+
+
+def train(config: Config, run: RunDir) -> None:
+    """On each rank."""
+    try:
+        worker.run(config, run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def data_paths(name: str, path: Path) -> list[str]:
+    """Overrides by which the run finds its data in this checkout, and a cache of its own in ``path``."""
+    data = settings_of(name)["data"]
+    lists = {key: data[key] for key in ("files", "data_files", "eval_files") if data.get(key)}
+    found = [f"data.{key}={json.dumps([str(GOLDEN / file) for file in files])}" for key, files in lists.items()]
+    if "/" in data["tokenizer"]:
+        found.append(f"data.tokenizer={json.dumps(str(GOLDEN / data['tokenizer']))}")
+    return [*found, f"data.cache_dir={json.dumps(str(path / 'cache'))}"] if data["cache_dir"] else found
+
+
+# ----------------------------------------------------------------------------------------------------- what is compared
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((GOLDEN / name / "config.yaml").read_text()))
+
+
+def expected_records(name: str) -> list[dict[str, Any]]:
+    return list(json.loads((GOLDEN / name / "expected.json").read_text())["records"])
+
+
+def new_records(run: RunDir) -> list[dict[str, Any]]:
+    """Of training and evaluation, after the checkpoint."""
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [record for record in records if record["step"] > STOPPED and {"loss", "eval_loss"} & record.keys()]
+
+
+def assert_near(found: list[dict[str, Any]], expected: list[dict[str, Any]], near: float) -> None:
+    """Losses and norms relative; all else that was expected is equal."""
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    measured = ("loss", "grad_norm", "max_grad_norm", "eval_loss")
+    for ours, theirs in zip(found, expected, strict=True):
+        for key, value in theirs.items():
+            wanted = pytest.approx(value, rel=near, abs=0) if key in measured else value
+            assert ours.get(key) == wanted, f"{key} of step {theirs['step']}"
+
+
+def assert_losses(found: list[dict[str, Any]], expected: list[dict[str, Any]], near: float) -> None:
+    keys = ("step", "loss", "eval_loss", "tokens", "total_tokens", "epoch", "eval_tokens")
+    assert_near(found, [{key: value for key, value in record.items() if key in keys} for record in expected], near)
+
+
+def weights_of(file: Path) -> dict[str, Tensor]:
+    return dict(load_file(file))
+
+
+def assert_weights(run: RunDir, name: str, near: float) -> None:
+    """Relative and absolute, after the last step."""
+    weights = checkpoint_tensors(run, MAX_STEPS)
+    for key, expected in weights_of(GOLDEN / name / "expected.safetensors").items():
+        apart = (weights[key] - expected).abs() - near * expected.abs()
+        assert apart.max() <= near, f"{key}: up to {apart.max():.2e} apart"
+
+
+def share_of_update(run: RunDir, name: str) -> float:
+    """How far the final weights are apart, of how far training has moved them since the checkpoint."""
+    golden = GOLDEN / name
+    before = weights_of(golden / f"checkpoints/step-{STOPPED:08d}/model/model.safetensors")
+    after, found = weights_of(golden / "expected.safetensors"), checkpoint_tensors(run, MAX_STEPS)
+    apart = sum(float((found[key] - after[key]).square().sum()) for key in after)
+    return math.sqrt(apart / sum(float((after[key] - before[key]).square().sum()) for key in after))
+
+
+def assert_notes(run: RunDir) -> None:
+    """The user's callback has gone on from its state, whose types have come back."""
+    notes = Reader(run.checkpoint(MAX_STEPS)).state("callbacks")["notes"]
+    assert notes["steps"] == list(range(1, MAX_STEPS + 1))
+    assert notes["total"] == sum(notes["steps"])
+    assert notes["total"].dtype == torch.float64
+    assert notes["seen"].tolist() == [0, MAX_STEPS, 2 * MAX_STEPS]
+    assert (notes["pair"], notes["bytes"], notes["infinite"]) == ((1, "ü"), b"\x00\xff", math.inf)
+    assert (notes["nothing"], notes["yes"], notes["half"], notes["nested"]) == (None, True, 0.5, {"": {}})
+    assert torch.equal(notes["bf16"], torch.arange(4, dtype=torch.bfloat16))
