@@ -10,19 +10,73 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+    from forgather_cli.config.schema import (
+        AdafactorSettings,
+        AdamWSettings,
+        BF16Settings,
+        BF16TrueSettings,
+        ConstantSettings,
+        CosineSettings,
+        CrossEntropySettings,
+        CutCrossEntropySettings,
+        DDPSettings,
+        FP8Settings,
+        FP16Settings,
+        FP32Settings,
+        FSDP2Settings,
+        GroupSettings,
+        InfiniteSettings,
+        InverseSqrtSettings,
+        LigerSettings,
+        LinearCrossEntropySettings,
+        LinearSettings,
+        MuonSettings,
+        PipelineSettings,
+        PostLocalSGD,
+        QATSettings,
+        SGDSettings,
+        SingleSettings,
+        WSDSettings,
+    )
     from forgather_cli.trainer import Trainer, TrainingArguments, TrainOutput
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdafactorSettings",
+    "AdamWSettings",
+    "BF16Settings",
+    "BF16TrueSettings",
+    "ConstantSettings",
+    "CosineSettings",
+    "CrossEntropySettings",
+    "CutCrossEntropySettings",
+    "DDPSettings",
+    "FP8Settings",
+    "FP16Settings",
+    "FP32Settings",
+    "FSDP2Settings",
+    "GroupSettings",
+    "InfiniteSettings",
+    "InverseSqrtSettings",
+    "LigerSettings",
+    "LinearCrossEntropySettings",
+    "LinearSettings",
+    "MuonSettings",
+    "PipelineSettings",
+    "PostLocalSGD",
+    "QATSettings",
+    "SGDSettings",
+    "SingleSettings",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "WSDSettings",
     "__version__",
-]
+]  # fmt: skip
 
 _HOMES = {
     "TrainOutput": "forgather_cli.trainer",
@@ -32,12 +86,13 @@ _HOMES = {
     "TrainerState": "forgather_cli.callbacks.base",
     "TrainingArguments": "forgather_cli.trainer",
 }
+"""Name -> module; the others are settings."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_HOMES.get(name, "forgather_cli.config.schema")), name)
     globals()[name] = value
     return value
 

@@ -53,9 +53,14 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
+def world_size() -> int:
+    """Processes of the job, whether they have joined yet or not."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_world(device: torch.device) -> None:
     """Collective. Join the process group that the environment describes (torchrun's), where there is none yet."""
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if dist.is_initialized() or world_size() == 1:
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 

@@ -210,9 +210,9 @@ def test_evaluation_is_the_sum_over_all_targets_divided_by_their_number(tmp_path
 
 def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     curves = []
-    for strategy in ("no", "steps"):
+    for evaluation in ({}, {"eval_strategy": "steps", "eval_steps": 2}):
         curve = Curve()
-        args = arguments(tmp_path / strategy, max_steps=6, eval_strategy=strategy, eval_steps=2, save_strategy="no")
+        args = arguments(tmp_path / str(len(curves)), max_steps=6, save_strategy="no", **evaluation)
         model = tiny.decoder(attention_dropout=0.2, residual_dropout=0.2)
         Trainer(model, args, None, tiny.RandomTokens(), tiny.RandomTokens(8), callbacks=[curve]).train()
         curves.append(curve.points)
@@ -310,6 +310,7 @@ def test_epochs(tmp_path: Path) -> None:
         max_steps=-1,
         num_train_epochs=2,
         logging_strategy="epoch",
+        logging_steps=500,
         eval_strategy="epoch",
         save_strategy="epoch",
     )
@@ -535,7 +536,7 @@ class FailsInStep(FakeStrategy):
 
 
 def test_another_error_of_the_device_says_where_it_was_and_stays_what_it_is(tmp_path: Path) -> None:
-    args, data = arguments(tmp_path, eval_on_start=True, per_device_eval_batch_size=2), tiny.RandomTokens()
+    args, data = arguments(tmp_path, per_device_eval_batch_size=2), tiny.RandomTokens()
     with pytest.raises(torch.AcceleratorError, match="device-side assert") as caught:
         Trainer(nn.Linear(1, 1), args, None, data, strategy=FailsInStep()).train()
     [note] = caught.value.__notes__

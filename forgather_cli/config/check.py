@@ -125,7 +125,7 @@ def _optimizer_in_backward(config: Config) -> Iterator[str]:
         yield f"{fused}: takes one optimizer, and optimizer=muon brings AdamW for the rest; choose optimizer=adamw"
     elif own := [name for name, group in _groups(config).items() if group.optimizer is not None]:
         yield f"{fused}: takes one optimizer, optimizer.groups.{own[0]}.optimizer is another; set it to null"
-    if isinstance(config.trainer, DDPSettings | PipelineSettings):
+    if not isinstance(config.trainer, Target) and not config.trainer.supports_optimizer_in_backward:
         yield f"{fused}: not possible with trainer={config.trainer.type}; choose trainer=single or trainer=fsdp2"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from forgather_cli.config import mistakes
 from forgather_cli.config.mistakes import Speech
 from forgather_cli.config.options import GROUPS
-from forgather_cli.config.schema import CallbackSettings, Config, RunSettings, Target
+from forgather_cli.config.schema import CallbackSettings, Config, Target
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def option_types(tree: dict[str, Any]) -> dict[str, str]:
     return {group: "_target_" if "_target_" in option else str(option.get("type")) for group, option in found.items()}
 
 
-def to_tree(config: RunSettings) -> dict[str, Any]:
-    """The settings as plain dicts and lists; of a ``Config``, ``decode`` gives back an equal one."""
+def to_tree(config: Any) -> dict[str, Any]:
+    """Settings of the schema as plain dicts and lists; of a ``Config``, ``decode`` gives back an equal one."""
     tree = _plain(config)
     assert isinstance(tree, dict)
     return tree

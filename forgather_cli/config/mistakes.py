@@ -174,7 +174,7 @@ def unknown(path: str, say: Speech) -> str:
         known = [p.split(".")[1] for p in settings() if p.startswith("callbacks.")]
         near = did_you_mean(path.split(".")[1], sorted(set(known)))
         return f"{name}: unknown callback{where};{near} One of your own needs {path}._target_=module.Class"
-    if say.fields:
+    if say.fields and "." not in path:
         return f"{name}: unknown setting;{did_you_mean(name, list(say.fields)) or ' leave it out'}"
     near = _nearest(name)
     return f"{name}: unknown setting{where};{near or ' forgather config show lists all'}"

@@ -48,11 +48,8 @@ def _group_problems(name: str, group: GroupSettings, main: OptimizerOption) -> I
     where = f"optimizer.groups.{name}"
     if name == DEFAULT_GROUP:
         yield f"{where}: this name stands for the parameters that no regex matches; choose another"
-    try:
-        re.compile(group.regex)
-    except re.error as error:
-        remedy = "mend it, with a backslash before a sign that means itself"
-        yield f"{where}.regex: not a regular expression ({error}), got {group.regex!r}; {remedy}"
+    if problem := regex_problem(where, group.regex):
+        yield problem
     if "lr" in group.settings and "lr_scale" in group.settings:
         yield f"{where}.settings: lr and lr_scale exclude each other; leave one out"
     own = group.optimizer
@@ -68,6 +65,16 @@ def _group_problems(name: str, group: GroupSettings, main: OptimizerOption) -> I
     if isinstance(option, SGDSettings) and (own or {"nesterov", "momentum"} & group.settings.keys()):
         nesterov, momentum = (group.settings.get(key, getattr(option, key)) for key in ("nesterov", "momentum"))
         yield from _nesterov(f"{where}.settings.nesterov", nesterov, momentum)
+
+
+def regex_problem(where: str, regex: str) -> str | None:
+    """What is wrong with the regular expression of a group."""
+    try:
+        re.compile(regex)
+    except re.error as error:
+        remedy = "mend it, with a backslash before a sign that means itself"
+        return f"{where}.regex: not a regular expression ({error}), got {regex!r}; {remedy}"
+    return None
 
 
 def _own_settings(option: Any) -> dict[str, Any]:

@@ -90,16 +90,23 @@ def assign(
     if problems:
         raise ConfigError(problems)
     groups = groups_of(option)
+    made: list[Assignment] = []
+    for group_name, parameters in members_of(groups, named_parameters).items():
+        group = groups.get(group_name, GroupSettings(regex=""))
+        made += _assign_group(group_name, group, group.optimizer or option, parameters, lr, weight_decay)
+    return made
+
+
+def members_of(
+    groups: dict[str, GroupSettings], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """The parameters of each group and of ``default``, in their order; tied ones once."""
     members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in (*groups, DEFAULT_GROUP)}
     patterns = {name: re.compile(group.regex) for name, group in groups.items()}
     for name, parameter in _unique(named_parameters):
         found = next((key for key, pattern in patterns.items() if pattern.search(name)), DEFAULT_GROUP)
         members[found].append((name, parameter))
-    made: list[Assignment] = []
-    for group_name, parameters in members.items():
-        group = groups.get(group_name, GroupSettings(regex=""))
-        made += _assign_group(group_name, group, group.optimizer or option, parameters, lr, weight_decay)
-    return made
+    return members
 
 
 def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -35,7 +35,7 @@ class DataParallel(Strategy):
     """
 
     name = "ddp"
-    supports = Supports(optimizer_in_backward=False, fp16=True, torch_compile=True)
+    supports = Supports(optimizer_in_backward=DDPSettings.supports_optimizer_in_backward, fp16=True, torch_compile=True)
     model_group = None
 
     def __init__(

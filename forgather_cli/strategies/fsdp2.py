@@ -46,7 +46,9 @@ class FullyShard(Strategy):
     """
 
     name = "fsdp2"
-    supports = Supports(optimizer_in_backward=True, fp16=True, torch_compile=True)
+    supports = Supports(
+        optimizer_in_backward=FSDP2Settings.supports_optimizer_in_backward, fp16=True, torch_compile=True
+    )
 
     def __init__(
         self,

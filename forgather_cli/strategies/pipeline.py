@@ -46,7 +46,9 @@ class Pipeline(Strategy):
             )
         self.device = device
         self.supports = Supports(
-            optimizer_in_backward=False, fp16=False, torch_compile=settings.schedule not in ZERO_BUBBLE
+            optimizer_in_backward=PipelineSettings.supports_optimizer_in_backward,
+            fp16=False,
+            torch_compile=settings.schedule not in ZERO_BUBBLE,
         )
         self.batch_multiple = settings.n_microbatches
         self._settings, self._loss, self._autocast = settings, loss, autocast

@@ -19,7 +19,9 @@ class SingleDevice(Strategy):
     """Trains in this process on one device; the reference for all other strategies."""
 
     name = "single"
-    supports = Supports(optimizer_in_backward=True, fp16=True, torch_compile=True)
+    supports = Supports(
+        optimizer_in_backward=SingleSettings.supports_optimizer_in_backward, fp16=True, torch_compile=True
+    )
     data_rank = 0
     data_size = 1
     data_group = None

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import os
 from typing import Any
 
-from forgather_cli.config.decode import decode_settings
+from forgather_cli.config.decode import decode_settings, to_tree
 from forgather_cli.config.schema import (
     HF_PROJECT,
     AdafactorSettings,
     AdamWSettings,
     BF16Settings,
+    CallbackSettings,
     Config,
     ConstantSettings,
     CosineSettings,
+    CrossEntropySettings,
     DDPSettings,
     FP16Settings,
     FP32Settings,
     GroupSettings,
+    InfoSettings,
     InverseSqrtSettings,
+    JsonSettings,
     LinearSettings,
+    LossOption,
+    MetricsSettings,
     OptimizerOption,
     PrecisionOption,
+    ProgressSettings,
     RunSettings,
     SchedulerOption,
     SGDSettings,
@@ -30,7 +37,9 @@ from forgather_cli.config.schema import (
     TrainerOption,
     settings,
 )
+from forgather_cli.distributed import world_size
 from forgather_cli.errors import ConfigError
+from forgather_cli.strategies.base import Strategy
 
 # where a Hugging Face script relies on a default that differs from a recipe's (transformers 5.23, training_args.py)
 _HF_DEFAULTS: dict[str, Any] = {
@@ -78,6 +87,26 @@ class HFSettings(RunSettings):
     project: str = HF_PROJECT
 
 
+@settings
+class Groups:
+    """A recipe's groups as a Python user gave them; None: what the Hugging Face names say."""
+
+    trainer: TrainerOption | None = None
+    precision: PrecisionOption | None = None
+    optimizer: OptimizerOption | None = None
+    lr_scheduler: SchedulerOption | None = None
+    loss: LossOption | None = None
+
+
+_STAND_FOR = {
+    "trainer": ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    "precision": ("bf16", "fp16"),
+    "optimizer": ("optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    "lr_scheduler": ("lr_scheduler_type", "warmup_steps"),
+}
+"""Group -> the Hugging Face names that stand for it."""
+
+
 class TrainingArguments(HFSettings):
     """``TrainingArguments("out", max_steps=100, ...)``; unknown names and wrong types raise ConfigError.
 
@@ -85,21 +114,41 @@ class TrainingArguments(HFSettings):
     ``warmup_steps``, ``warmup_ratio``, ``adam_beta1/2``, ``adam_epsilon``, ``bf16``, ``fp16``, ``use_cpu`` and
     ``ddp_*``; in a process that torchrun or the like has started beside others, ranks train data-parallel. Defaults are
     Hugging Face's where a script would notice: learning rate 5e-5, 3 epochs, logging every 500 steps, no evaluation.
+
+    A recipe's groups ``trainer``, ``precision``, ``optimizer``, ``lr_scheduler`` and ``loss`` go by their names too: an
+    option's name (``trainer="fsdp2"``), its settings (``trainer=FSDP2Settings(cpu_offload=True)``), or a dict with
+    ``type`` or ``_target_``. One that is given stands in the place of the Hugging Face names for it.
     """
 
     def __init__(self, output_dir: str | None = None, **kwargs: Any) -> None:
+        own = {f.name: kwargs.pop(f.name, None) for f in dataclasses.fields(Groups)}
         values = {**_HF_DEFAULTS, **_translate(kwargs)}
         if output_dir is not None:
             values["output_dir"] = str(output_dir)
         checked = decode_settings(HFSettings, values)
-        if checked.bf16 and checked.fp16:
-            raise ConfigError("fp16: excludes bf16, got true for both; set one of them")
         for f in dataclasses.fields(checked):
             object.__setattr__(self, f.name, getattr(checked, f.name))
+        if self.bf16 and self.fp16:
+            raise ConfigError("fp16: excludes bf16, got True for both; set one of them")
+        self.groups = as_groups(own)
+        self.typed = {group: name for group, names in _STAND_FOR.items() for name in self.given.intersection(names)}
+        """Group -> the name that says something of it."""
+        for group, names in _STAND_FOR.items():
+            twice = self.given.intersection(names) if own[group] is not None else ()
+            for name in twice:
+                raise ConfigError(f"{name}: {group} says it, got both; leave {name} out")
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Settings that differ from their defaults."""
+        defaults = {f.name: f.default for f in dataclasses.fields(HFSettings)} | _HF_DEFAULTS
+        return frozenset(name for name, default in defaults.items() if getattr(self, name) != default)
 
     @property
     def optimizer(self) -> OptimizerOption:
-        """The option that ``optim`` names. Raises ConfigError."""
+        """The option that ``optim`` names, or the group. Raises ConfigError."""
+        if self.groups.optimizer is not None:
+            return self.groups.optimizer
         if self.optim in ("adamw_torch", "adamw_torch_fused"):
             fused = None if self.optim == "adamw_torch_fused" else False
             betas = (self.adam_beta1, self.adam_beta2)
@@ -112,7 +161,9 @@ class TrainingArguments(HFSettings):
 
     @property
     def lr_scheduler(self) -> SchedulerOption:
-        """The option that ``lr_scheduler_type`` names. Raises ConfigError."""
+        """The option that ``lr_scheduler_type`` names, or the group. Raises ConfigError."""
+        if self.groups.lr_scheduler is not None:
+            return self.groups.lr_scheduler
         options: dict[str, SchedulerOption] = {
             "linear": LinearSettings(warmup_steps=self.warmup_steps),
             "cosine": CosineSettings(warmup_steps=self.warmup_steps, min_lr_ratio=0.0),
@@ -129,8 +180,10 @@ class TrainingArguments(HFSettings):
 
     @property
     def trainer(self) -> TrainerOption:
-        """Data parallel in one of several processes (torchrun, ``accelerate launch``), else one device."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        """As given, else data parallel in one of several processes (torchrun, ``accelerate launch``), or one device."""
+        if self.groups.trainer is not None:
+            return self.groups.trainer
+        if world_size() == 1:
             return SingleSettings()
         return DDPSettings(
             find_unused_parameters=bool(self.ddp_find_unused_parameters),
@@ -140,9 +193,32 @@ class TrainingArguments(HFSettings):
 
     @property
     def precision(self) -> PrecisionOption:
+        if self.groups.precision is not None:
+            return self.groups.precision
         if self.fp16:
             return FP16Settings()
         return BF16Settings() if self.bf16 else FP32Settings()
+
+    @property
+    def callbacks(self) -> CallbackSettings:
+        """What every run shows and writes; the Trainer's own ``callbacks`` come after these."""
+        shown = ProgressSettings()
+        return CallbackSettings(metrics=MetricsSettings(), info=InfoSettings(), progress=shown, json=JsonSettings())
+
+    @property
+    def loss(self) -> LossOption:
+        return self.groups.loss or CrossEntropySettings()
+
+
+def as_groups(given: dict[str, Any]) -> Groups:
+    """Options by group, each as its name, its settings, or a dict. Raises ConfigError with all that is wrong."""
+    trees: dict[str, Any] = {}
+    for group, option in given.items():
+        if isinstance(option, str):
+            trees[group] = {"type": option}
+        elif option is not None:
+            trees[group] = to_tree(option) if dataclasses.is_dataclass(option) else option
+    return decode_settings(Groups, trees)
 
 
 def _translate(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -176,3 +252,21 @@ def as_arguments(args: Config | TrainingArguments | dict[str, Any] | None) -> Co
     if args is None or isinstance(args, dict):
         return TrainingArguments(**(args or {}))
     raise ConfigError(f"args: got a {type(args).__name__}; give TrainingArguments or a dict of its settings")
+
+
+def placed(
+    args: Config | TrainingArguments, given: Strategy | TrainerOption | str | None
+) -> tuple[Config | TrainingArguments, Strategy | None]:
+    """``args`` and the strategy that was made already; an option in its place is ``args``'s. Raises ConfigError."""
+    if given is None or isinstance(given, Strategy):
+        return args, given
+    trainer = as_groups({"trainer": given}).trainer
+    assert trainer is not None
+    if isinstance(args, Config):
+        return dataclasses.replace(args, trainer=trainer), None
+    if args.groups.trainer is not None:
+        raise ConfigError("strategy: trainer in args says it too; leave one of the two out")
+    changed = copy.copy(args)
+    changed.groups = dataclasses.replace(args.groups, trainer=trainer)
+    changed.typed = {**args.typed, "trainer": "strategy"}
+    return changed, None

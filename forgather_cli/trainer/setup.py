@@ -6,7 +6,6 @@ import logging
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.checkpoint.components import Rows
 from forgather_cli.checkpoint.gather import gather
-from forgather_cli.config.schema import Config, FP16Settings, GroupSettings, RunSettings, Target
+from forgather_cli.config.schema import Config, FP16Settings, RunSettings
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
-from forgather_cli.optim.build import Optimizers, build_optimizer
-from forgather_cli.optim.in_backward import FusedBackward
-from forgather_cli.optim.schedules import Schedule, build_schedule
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.convert import Conversion, converted, converts
 from forgather_cli.sharding import held_rows, local
@@ -55,7 +50,7 @@ def transformed(
     enable_checkpointing: Callable[[nn.Module], Any] | None,
 ) -> Callable[[], nn.Module]:
     """``build`` with dtype and layers of ``precision``, ``gradient_checkpointing`` (by the user's function where one is
-    given) and ``torch_compile``.
+    given, which changes the model or returns another one) and ``torch_compile``.
 
     Block by block and in this order, before the strategy cuts or shards the model: compiled code must hold the
     recomputation, and not the strategy's hooks.
@@ -76,8 +71,11 @@ def transformed(
             cast_parameters(model, dtype)
         if done := converted(model, args.precision, strategy.device):
             _tell_once(done, told)
-        if args.gradient_checkpointing:
-            (enable_checkpointing or apply_activation_checkpointing)(model)
+        if args.gradient_checkpointing and enable_checkpointing is not None:
+            changed = enable_checkpointing(model)
+            model = changed if isinstance(changed, nn.Module) else model
+        elif args.gradient_checkpointing:
+            apply_activation_checkpointing(model)
         if args.torch_compile:
             compile_blocks(model, args)
         return model
@@ -187,55 +185,6 @@ def named_tensors(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
 
 def trainable_parameters(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [(n, t) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter) and t.requires_grad]
-
-
-@dataclass(frozen=True)
-class OptimizerRecipe:
-    """How a Trainer's optimizer and learning-rate scheduler are made, whichever of the ways it was told."""
-
-    args: Config | TrainingArguments
-    optimizers: tuple[Any, Any]
-    factory: Callable[..., Any] | None
-    cls_and_kwargs: tuple[type, dict[str, Any]] | None
-    scheduler_factory: Callable[..., Any] | None
-    groups: dict[str, Any] | None
-
-    def __call__(self, strategy: Strategy, total_steps: int | None) -> tuple[Any, Any, TrainerCallback | None]:
-        """Returns (optimizer, scheduler, the user's scheduler if it is a callback too)."""
-        parameters = trainable_parameters(strategy.parts)
-        optimizer = self._optimizer(parameters)
-        scheduler = self._scheduler(optimizer, total_steps)
-        callback = next((s for s in scheduler.schedulers if isinstance(s, TrainerCallback)), None)
-        return optimizer, scheduler, callback
-
-    def _optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> Any:
-        args = self.args
-        users = (self.optimizers[0], self.factory, self.cls_and_kwargs)
-        if args.fuse_optim_with_backward and any(way is not None for way in users):
-            raise ConfigError(
-                "fuse_optim_with_backward: an optimizer of your own cannot run in the backward pass; set it to false"
-            )
-        if self.optimizers[0] is not None:
-            return Optimizers.wrap(self.optimizers[0], parameters)
-        if self.factory is not None:
-            made = self.factory(parameters)
-            return made if isinstance(made, Optimizers) else Optimizers.wrap(made, parameters)
-        if self.cls_and_kwargs is not None:
-            cls, kwargs = self.cls_and_kwargs
-            return Optimizers.wrap(cls([p for _, p in parameters], **{"lr": args.learning_rate, **kwargs}), parameters)
-        option = args.optimizer
-        if self.groups is not None and not isinstance(option, Target):
-            groups = {k: v if isinstance(v, GroupSettings) else GroupSettings(**v) for k, v in self.groups.items()}
-            option = type(option)(**{**option.__dict__, "groups": groups})
-        build = FusedBackward if args.fuse_optim_with_backward else build_optimizer
-        return build(option, parameters, lr=args.learning_rate, weight_decay=args.weight_decay)
-
-    def _scheduler(self, optimizer: Any, total_steps: int | None) -> Any:
-        if self.optimizers[1] is not None:
-            return Schedule.wrap(self.optimizers[1])
-        if self.scheduler_factory is not None:
-            return Schedule.wrap(self.scheduler_factory(optimizer.optimizers[0]))
-        return build_schedule(self.args.lr_scheduler, optimizer, total_steps=total_steps)
 
 
 def save_model(trainer: Trainer, directory: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.batch import batch_plan
-from forgather_cli.config.schema import Config
+from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, world
@@ -29,15 +29,17 @@ from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
 from forgather_cli.trainer import setup
-from forgather_cli.trainer.arguments import TrainingArguments, as_arguments
+from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, placed
 from forgather_cli.trainer.best import track_best
 from forgather_cli.trainer.between_steps import BetweenSteps
 from forgather_cli.trainer.describe import describe
 from forgather_cli.trainer.device_errors import evaluation_explained, step_explained
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
 from forgather_cli.trainer.evaluate import PredictionOutput, Uninterrupted, evaluate, in_rounds, predict
+from forgather_cli.trainer.from_python import Objects, checked_config
 from forgather_cli.trainer.host import garbage_collection, seed_step
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
+from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings
 from forgather_cli.trainer.persistence import Persistence
 from forgather_cli.trainer.rollback import Recovery
 from forgather_cli.trainer.stopping import Stopping
@@ -86,7 +88,7 @@ class Trainer:
         loss_fn: Callable[..., Tensor] | None = None,
         fused_loss_factory: Callable[[nn.Module], Callable[..., Tensor]] | None = None,
         enable_activation_checkpoint_fn: Callable[[nn.Module], Any] | None = None,
-        strategy: Strategy | None = None,
+        strategy: Strategy | TrainerOption | str | None = None,
         init_weights: Callable[[nn.Module, int], None] | None = None,
         should_stop: Callable[[], int | None] = lambda: None,
         on_stop: Callable[[int], None] = lambda signum: None,
@@ -95,7 +97,9 @@ class Trainer:
     ) -> None:
         if (model is None) == (model_init is None):
             raise ConfigError("model: give a model or a model_init, and not both")
-        self.args = as_arguments(args)
+        if loss_fn is not None and fused_loss_factory is not None:
+            raise ConfigError("loss_fn: excludes fused_loss_factory, got both; give one")
+        self.args, made_strategy = placed(as_arguments(args), strategy)
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         self.config_tree = config_tree or {}
@@ -105,11 +109,28 @@ class Trainer:
         self.lr_scheduler: Any = None
         self.train_loader: TrainLoader | None = None
         self._warned_no_targets = False
-        self._make_optimizer = setup.OptimizerRecipe(
-            self.args, optimizers, optimizer_factory, optimizer_cls_and_kwargs, lr_scheduler_factory, optimizer_groups
+        self._make_optimizer = OptimizerRecipe(
+            self.args,
+            optimizers,
+            optimizer_factory,
+            optimizer_cls_and_kwargs,
+            lr_scheduler_factory,
+            as_group_settings(optimizer_groups),
         )
+        if isinstance(self.args, TrainingArguments):
+            objects = Objects(
+                model=model,
+                model_init=model_init,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                optimizer=self._make_optimizer,
+                loss=loss_fn or fused_loss_factory,
+                made_strategy=made_strategy,
+                enable_checkpointing=enable_activation_checkpoint_fn,
+            )
+            checked_config(self.args, objects)
 
-        self.strategy = strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
+        self.strategy = made_strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
         self.world, self.cpu_group = world(), cpu_group()
         self.seed = self._agreed_seed()
         setup.prepare_process(self.args, self.seed)

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Tag
 
 from forgather_cli.config.schema.base import Count, NonNegative, PositiveInt, TargetOption, by_type, settings
 
 
+class _TrainerBase:
+    """Facts of a strategy, for the checks, plans and the strategy itself."""
+
+    min_ranks: ClassVar[int] = 1
+    max_ranks: ClassVar[int | None] = None
+    supports_optimizer_in_backward: ClassVar[bool] = True
+    trains_given_parameters: ClassVar[bool] = True
+    """The parameters that an optimizer gets are those of the model as it was built."""
+    takes_built_model: ClassVar[bool] = True
+    """It trains a model that is there already; else it builds its own."""
+
+
 @settings
-class SingleSettings:
+class SingleSettings(_TrainerBase):
     """One device, in the process itself."""
+
+    max_ranks: ClassVar[int | None] = 1
 
     type: Literal["single"] = "single"
 
@@ -27,7 +41,9 @@ class PostLocalSGD:
 
 
 @settings
-class DDPSettings:
+class DDPSettings(_TrainerBase):
+    supports_optimizer_in_backward: ClassVar[bool] = False
+
     type: Literal["ddp"] = "ddp"
     broadcast_buffers: bool = True
     init_sync: bool = True
@@ -46,7 +62,12 @@ Schedule = Literal[
 
 
 @settings
-class PipelineSettings:
+class PipelineSettings(_TrainerBase):
+    min_ranks: ClassVar[int] = 2
+    supports_optimizer_in_backward: ClassVar[bool] = False
+    trains_given_parameters: ClassVar[bool] = False
+    takes_built_model: ClassVar[bool] = False
+
     type: Literal["pipeline"] = "pipeline"
     n_microbatches: PositiveInt = 4
     schedule: Schedule = "1F1B"
@@ -57,7 +78,9 @@ class PipelineSettings:
 
 
 @settings
-class FSDP2Settings:
+class FSDP2Settings(_TrainerBase):
+    trains_given_parameters: ClassVar[bool] = False
+
     type: Literal["fsdp2"] = "fsdp2"
     reshard_after_forward: bool = True
     cpu_offload: bool = False

@@ -1,0 +1,194 @@
+"""A Trainer that a script makes, in the words of a recipe: so that it is checked, recorded and found like one."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+
+from forgather_cli.config.check import cross_check
+from forgather_cli.config.schema import (
+    Config,
+    DataTarget,
+    RunSettings,
+    Target,
+)
+from forgather_cli.distributed import world_size
+from forgather_cli.errors import ConfigError
+from forgather_cli.strategies.base import Strategy
+from forgather_cli.trainer.arguments import TrainingArguments
+from forgather_cli.trainer.optimizers import OptimizerRecipe
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What a Trainer is given besides its settings."""
+
+    model: nn.Module | None
+    model_init: Any
+    train_dataset: Any
+    eval_dataset: Any
+    optimizer: OptimizerRecipe
+    loss: Any
+    made_strategy: Strategy | None
+    enable_checkpointing: Any
+
+
+def checked_config(args: TrainingArguments, objects: Objects) -> Config:
+    """The settings with the names of the objects. Raises ConfigError with all that a recipe would be refused for."""
+    config, size = _config(args, objects), world_size()
+    # who shares data in a strategy that was made already, it knows alone
+    min_ranks = getattr(config.trainer, "min_ranks", 1)
+    known = objects.made_strategy is None and size >= min_ranks
+    here = replace(config, nproc_per_node=size if known else "auto", nnodes=1, node_rank=0)
+    layers = dict.fromkeys(args.given - _READ_LATER, 0)
+    problems = [*_problems(args, objects, config, size), *objects.optimizer.problems(), *cross_check(here, layers)]
+    if problems:
+        raise ConfigError([_as_typed(problem, args.typed) for problem in problems])
+    return config
+
+
+_READ_LATER = {
+    "per_device_eval_batch_size", "max_eval_samples", "max_eval_steps", "metric_for_best_model", "greater_is_better",
+    "resume_components", "ignore_data_skip", "overwrite_output_dir",
+}  # fmt: skip
+"""Settings that ``evaluate()``, ``predict()`` and ``train(resume_from_checkpoint=)`` read, whatever the others say."""
+
+
+def _config(args: TrainingArguments, objects: Objects) -> Config:
+    run = {f.name: getattr(args, f.name) for f in fields(RunSettings)}
+    optimizer, lr_scheduler = args.optimizer, args.lr_scheduler
+    own, groups = objects.optimizer, objects.optimizer.groups
+    if own.way is not None:
+        optimizer = _named(own.optimizers[0] or own.factory or (own.cls_and_kwargs or [None])[0])
+    elif isinstance(groups, dict) and not isinstance(optimizer, Target):
+        optimizer = replace(optimizer, groups=groups)
+    if scheduler := own.optimizers[1] or own.scheduler_factory:
+        lr_scheduler = _named(scheduler)
+    return Config(
+        **run,
+        recipe="python",
+        model=_named(objects.model_init if objects.model is None else objects.model),
+        data=DataTarget(
+            _named(objects.train_dataset).path,
+            dispatch_batches=args.dispatch_batches,
+            dispatch_eval_batches=args.dispatch_eval_batches,
+        ),
+        trainer=args.trainer if objects.made_strategy is None else _named(objects.made_strategy),
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        loss=args.loss if objects.loss is None else _named(objects.loss),
+        precision=args.precision,
+        callbacks=args.callbacks,
+    )
+
+
+def _named(given: Any) -> Target:
+    """An object that no file can hold, by its name."""
+    named = given if inspect.isroutine(given) or isinstance(given, type) else type(given)
+    return Target(f"<{named.__module__}.{named.__qualname__}>")
+
+
+def _problems(args: TrainingArguments, objects: Objects, config: Config, size: int) -> Iterator[str]:
+    """What only a script can get wrong."""
+    for name, remedy in _OF_THE_COMMAND.items():
+        if name in args.given:
+            yield f"{name}: forgather train reads it, a script does not; leave it out, and {remedy}"
+    if (made := objects.made_strategy) is None:
+        yield from _placement(objects, config, size)
+    elif args.fuse_optim_with_backward and not made.supports.optimizer_in_backward:
+        yield f"fuse_optim_with_backward: the given strategy {made.name} cannot; set it to false"
+    if objects.eval_dataset is None:
+        for name, off in (("eval_strategy", "no"), ("eval_on_start", False), ("eval_on_save", False),
+                          ("load_best_model_at_end", False)):  # fmt: skip
+            if getattr(args, name) != off:
+                yield f"{name}: needs evaluations, and eval_dataset is missing; give one, or leave {name} out"
+    if args.max_steps < 0 and args.num_train_epochs == -1 and hasattr(objects.train_dataset, "__len__"):
+        yield "max_steps: -1 with num_train_epochs=-1 never ends on a dataset with a length; set one of them"
+    if objects.enable_checkpointing is not None and not args.gradient_checkpointing:
+        yield "enable_activation_checkpoint_fn: only gradient_checkpointing=true calls it; set that"
+    if objects.enable_checkpointing is not None and not _takes_a_model(objects.enable_checkpointing):
+        yield (
+            "enable_activation_checkpoint_fn: is called with the model alone, which "
+            f"{_named(objects.enable_checkpointing).path} cannot be; give a function of one argument"
+        )
+    yield from _said_twice(args, objects)
+
+
+_OF_THE_COMMAND = {
+    **dict.fromkeys(
+        ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts"),
+        "start the script with torchrun, which has such an option",
+    ),
+    "construct_model_on": "make the model where you want it in model_init",
+}
+
+
+def _placement(objects: Objects, config: Config, size: int) -> Iterator[str]:
+    """Where the model and its optimizer are to live."""
+    has_optimizer = objects.optimizer.optimizers[0] is not None
+    if has_optimizer and objects.model is None:
+        yield "optimizers: model_init makes parameters that they cannot hold beforehand; give optimizer_factory"
+    trainer = config.trainer
+    if isinstance(trainer, Target):
+        return
+    if trainer.max_ranks is not None and size > trainer.max_ranks:
+        yield f"trainer: {trainer.type} is one process, and this is one of {size}; choose trainer=ddp"
+    if size < trainer.min_ranks:
+        yield (
+            f"trainer: {trainer.type} needs at least {trainer.min_ranks} ranks, and this process is alone; start the "
+            f"script with torchrun --nproc_per_node={trainer.min_ranks}, or choose trainer=single"
+        )
+    if objects.model is not None and not trainer.takes_built_model:
+        yield f"model: trainer={trainer.type} builds its own parts; give a function that makes the model as model_init"
+    elif has_optimizer and not trainer.trains_given_parameters:
+        yield f"optimizers: trainer={trainer.type} makes parameters of its own; give optimizer_factory"
+
+
+def _said_twice(args: TrainingArguments, objects: Objects) -> Iterator[str]:
+    """Settings in whose place an object stands."""
+    recipe = objects.optimizer
+    scheduler = "optimizers" if recipe.optimizers[1] is not None else "lr_scheduler_factory"
+    has_scheduler = recipe.optimizers[1] is not None or recipe.scheduler_factory is not None
+    stands_for: dict[str, tuple[str, ...]] = {
+        recipe.way or "": ("optimizer", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        scheduler if has_scheduler else "": ("lr_scheduler", "lr_scheduler_type", "warmup_steps"),
+        "strategy" if objects.made_strategy is not None else "": ("trainer",),
+        "loss_fn or fused_loss_factory" if objects.loss is not None else "": ("loss",),
+    }
+    given = args.given | {f.name for f in fields(args.groups) if getattr(args.groups, f.name) is not None}
+    for argument, names in stands_for.items():
+        for name in given.intersection(names) if argument else ():
+            yield f"{name}: nothing reads it, {argument} stands in its place; leave one of the two out"
+
+
+def _takes_a_model(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # some C functions have no signature
+        return True
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+def _as_typed(problem: str, typed: dict[str, str]) -> str:
+    """A rule's words, in which settings stand as in a recipe, as the script has them: ``fp16=True``, ``None``."""
+
+    def value(match: re.Match[str]) -> str:
+        name, text = match.groups()
+        if typed.get(name) == text:  # precision=fp16
+            return f"{text}=True"
+        shown = {"null": "None", "true": "True", "false": "False"}.get(text, f'"{text}"')
+        return f"{typed.get(name, name) if name == 'trainer' else name}={shown}"
+
+    name, colon, words = problem.partition(": ")
+    name = name.replace("optimizer.groups", "optimizer_groups")
+    return typed.get(name, name) + colon + re.sub(r"\b([a-z]\w*)=([A-Za-z]\w*|1F1B)\b(?![.(])", value, words)
