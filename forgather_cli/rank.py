@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.launch import failures, outcome, process_group, signals, watch
+from forgather_cli.launch import failures, hang, outcome, process_group, signals, watch
 from forgather_cli.launch.claim import begin_training
 from forgather_cli.launch.ending import Ending, done
 from forgather_cli.launch.exits import leave, leave_now
@@ -77,6 +77,9 @@ class Rank:
         self.ended = threading.Event()
         """Set when this rank ends by itself, and needs not be told any more."""
         self.stop: signals.StopSignal
+        self.step: int | None = None
+        """Optimizer steps of the run so far, once one of this process is done."""
+        self.hang: hang.HangWatch | None = None
 
     def train(self, find: Callable[[Rank], Start]) -> Ending:
         """Train what ``find`` says. Never raises: errors are told, shown, and returned as the ending."""
@@ -127,7 +130,11 @@ class Rank:
             meeting.share(Shared(str(start.run.root.resolve()), start.lock(), text, going_on))
         if going_on:
             config = replace(config, resume_from_checkpoint=True, resume_components="all")
-        with process_group.initialised(config, place, meeting), watch.progress(self, config.hang_timeout):
+        with (
+            process_group.initialised(config, place, meeting),
+            watch.progress(self, config.hang_timeout),
+            hang.watched(self, config),
+        ):
             if start.run.evaluation.exists():
                 return self._evaluate(config, start.run)
             from forgather_cli import worker
@@ -137,7 +144,7 @@ class Rank:
                 start.run,
                 should_stop=lambda: self.stop.signum,
                 on_stop=self.stop.honour,
-                on_begin=self._begin,
+                on_step=self._stepped,
             )
             return finish(config, start.run, trainer)
 
@@ -153,10 +160,11 @@ class Rank:
             run.report.write_text(json.dumps(report), encoding="utf-8")
         return done(self.place.rank)
 
-    def _begin(self) -> None:
-        """The first step is done: settings, data and model were found sound."""
-        if self.place.rank == 0 and self.run is not None:
+    def _stepped(self, step: int) -> None:
+        """A step is done. After the first one settings, data and model were found sound."""
+        if self.step is None and self.place.rank == 0 and self.run is not None:
             begin_training(self.run)
+        self.step = step
 
 
 def _can_go_on(config: Config, run: RunDir) -> bool:

@@ -56,6 +56,11 @@ class RunDir:
         return self.root / "exit.json"
 
     @property
+    def hang(self) -> Path:
+        """Where the ranks stood when a job made no progress, the last time."""
+        return self.root / "hang.json"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

@@ -34,11 +34,11 @@ def run(
     *,
     should_stop: Callable[[], int | None] = lambda: None,
     on_stop: Callable[[int], None] = lambda signum: None,
-    on_begin: Callable[[], None] = lambda: None,
+    on_step: Callable[[int], None] = lambda step: None,
 ) -> Trainer:
     """Train as ``config`` says in ``run``; returns the trainer as training left it.
 
-    ``on_begin`` is called after the first step: settings, data and model were found sound.
+    ``on_step`` is called with the number of each step that is done.
     """
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.trainer.trainer import Trainer
@@ -57,7 +57,7 @@ def run(
         train_dataset=data.train,
         eval_dataset=data.eval,
         processing_class=data.tokenizer,
-        callbacks=[_Begins(on_begin), *build_callbacks(config.callbacks, run, config_tree=tree)],
+        callbacks=[_Steps(on_step), *build_callbacks(config.callbacks, run, config_tree=tree)],
         should_stop=should_stop,
         on_stop=on_stop,
         config_tree=tree,
@@ -88,14 +88,11 @@ def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: in
     initialize(config.model, module, seed, device_generator=draws_on_device)
 
 
-class _Begins(TrainerCallback):
-    """Tells the launcher when the first step is done."""
+class _Steps(TrainerCallback):
+    """Tells the process around the training how far it is."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
+    def __init__(self, tell: Callable[[int], None]) -> None:
         self._tell = tell
-        self._told = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._told:
-            self._told = True
-            self._tell()
+        self._tell(state.global_step)

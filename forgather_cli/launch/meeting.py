@@ -144,6 +144,21 @@ class Meeting:
                 return
             time.sleep(0.05)
 
+    # ------------------------------------------------------------------------------------------------ where ranks stand
+
+    def tell(self, key: str, text: str) -> None:
+        """Leave a word for the other ranks, in place of what lay there."""
+        self._call(lambda store: store.set(key, text))
+
+    def told(self, key: str) -> str | None:
+        """What some rank has left."""
+        text = self._read(key)
+        return None if text is None else text.decode()
+
+    def claim(self, key: str, name: str) -> bool:
+        """Leave a word where none lies, or an empty one; False if another rank was first."""
+        return bool(self._call(lambda store: store.compare_set(key, "", name)).decode() == name)
+
     # ------------------------------------------------------------------------------------------------------- the store
 
     def _read(self, key: str) -> bytes | None:

@@ -10,6 +10,7 @@ from typing import Any
 from forgather_cli.config.schema import Config, SingleSettings
 from forgather_cli.launch.meeting import Meeting, within
 from forgather_cli.launch.place import Place
+from forgather_cli.launch.standing import record_collectives
 
 _TEAR_DOWN = 10.0  # seconds
 
@@ -26,6 +27,7 @@ def initialised(config: Config, place: Place, meeting: Meeting | None) -> Iterat
         return
     import torch.distributed as dist
 
+    record_collectives()
     dist.init_process_group(
         _backend(config.device),
         store=_store(meeting),

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -26,6 +27,7 @@ GRACE = 25.0
 """Seconds from the first signal to a point where training can stop; schedulers kill after 30."""
 _OURS = f"{os.sep}forgather_cli{os.sep}"
 _SAVING = f"{_OURS}checkpoint{os.sep}"
+_GATHER = f"{_SAVING}gather.py"
 _TORCH = f"{os.sep}torch{os.sep}"
 _COLLECTIVES = (f"{_TORCH}distributed{os.sep}", f"{_TORCH}nn{os.sep}parallel{os.sep}distributed.py")
 _LAST_WORDS = 5.0  # seconds
@@ -161,20 +163,40 @@ def end_process(code: int, last_words: Callable[[], int]) -> None:
 
 def main_thread_stack() -> traceback.StackSummary:
     """Where the main thread stands, outermost call first."""
-    return traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    return thread_stack(threading.main_thread())
+
+
+def thread_stack(thread: threading.Thread, depth: int | None = None) -> traceback.StackSummary:
+    """Where a thread stands, outermost call first; of its innermost ``depth`` calls."""
+    stack = traceback.StackSummary.extract(
+        traceback.walk_stack(sys._current_frames().get(thread.ident or 0)), limit=depth, lookup_lines=False
+    )
+    stack.reverse()
+    return stack
 
 
 def standing_at(stack: traceback.StackSummary) -> str:
-    """The innermost line of ours in a stack, and the innermost of all."""
-    ours = [entry for entry in stack if _OURS in entry.filename]
-    lines = dict.fromkeys(f"{e.filename}:{e.lineno} in {e.name}" for e in [*ours[-1:], *stack[-1:]])
+    """The innermost line in a stack that is no library's, and the innermost of all."""
+    own = [entry for entry in stack if _OURS in entry.filename or not entry.filename.startswith(_libraries())]
+    lines = dict.fromkeys(f"{e.filename}:{e.lineno} in {e.name}" for e in [*own[-1:], *stack[-1:]])
     return ", inside it ".join(lines)
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """How names of files begin that are neither ours nor the user's."""
+    return ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+def is_debugged(stack: traceback.StackSummary) -> bool:
+    """A person at ``breakpoint()`` may take their time."""
+    return any(entry.filename.endswith(f"{os.sep}bdb.py") for entry in stack)
 
 
 def saves(stack: traceback.StackSummary) -> bool:
     """True if the stack's thread reads or writes a checkpoint."""
     ours = [entry.filename for entry in stack if _SAVING in entry.filename]
-    return any(not name.endswith("gather.py") for name in ours)  # which others use too
+    return any(not name.endswith(_GATHER) for name in ours)  # which others use too
 
 
 def waits_for_others(stack: traceback.StackSummary) -> bool:
@@ -187,6 +209,7 @@ def waits_for_others(stack: traceback.StackSummary) -> bool:
     inner = stack[-1]
     of_torch = itertools.takewhile(lambda entry: _TORCH in entry.filename, reversed(stack))
     in_collective = any(name in entry.filename for entry in of_torch for name in _COLLECTIVES)
+    in_collective |= inner.filename.endswith(_GATHER)  # which waits until a deadline
     return in_collective or inner.name == "_engine_run_backward" or (inner.line or "").endswith(".wait()")
 
 

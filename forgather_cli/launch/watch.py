@@ -22,7 +22,15 @@ from forgather_cli.launch.job import Job
 from forgather_cli.launch.meeting import within
 from forgather_cli.launch.orphans import is_orphan
 from forgather_cli.launch.outcome import FAILED, STOPPED, resume_command
-from forgather_cli.launch.signals import Hooks, end_process, main_thread_stack, saves, standing_at, waits_for_others
+from forgather_cli.launch.signals import (
+    Hooks,
+    end_process,
+    is_debugged,
+    main_thread_stack,
+    saves,
+    standing_at,
+    waits_for_others,
+)
 
 if TYPE_CHECKING:
     from forgather_cli.rank import Rank
@@ -79,7 +87,7 @@ def _watch_progress(rank: Rank, timeout: float, over: threading.Event) -> None:
         if still < timeout:
             continue
         stack = main_thread_stack()
-        if not (saves(stack) or _is_debugged(stack) or (rank.place.size > 1 and waits_for_others(stack))):
+        if not (saves(stack) or is_debugged(stack) or (rank.place.size > 1 and waits_for_others(stack))):
             end_process(FAILED, partial(_stands_still, rank, timeout, stack))
 
 
@@ -91,11 +99,6 @@ def _stands_still(rank: Rank, timeout: float, stack: StackSummary) -> int:
     failures.tell(rank, ending)
     rank.settle(ending)
     return rank.exit_code(ending)
-
-
-def _is_debugged(stack: StackSummary) -> bool:
-    """A person at ``breakpoint()`` may take their time."""
-    return any(entry.filename.endswith(f"{os.sep}bdb.py") for entry in stack)
 
 
 def _look_at_job(rank: Rank, job: Job) -> None:

@@ -13,6 +13,7 @@ from forgather_cli.runs.find import origin_of, settings_of
 _ABOUT_THE_RUN = {
     "output_dir", "logging_dir", "job_id", "overwrite_output_dir", "resume_from_checkpoint", "resume_components",
     "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts", "hang_timeout",
+    "hang_report_after",
 }  # fmt: skip
 """Settings that say where and how a run was started, and not what was trained."""
 _GROUPS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision")

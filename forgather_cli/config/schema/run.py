@@ -99,6 +99,7 @@ class RunSettings(HuggingFaceArguments):
     gc_steps: PositiveInt = 1000
     gc_threshold: Fraction | None = None
     speed_metrics_start_step: Count = 1
+    hang_report_after: PositiveFloat = 30.0
     hang_timeout: PositiveFloat = 1800.0
 
     nproc_per_node: PositiveInt | Literal["auto"] = "auto"

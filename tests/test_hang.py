@@ -1,0 +1,119 @@
+"""A rank that hangs is named, with where it stands; training goes on when it does; who is slow is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from program import Process
+from two_ranks import RUN, start
+
+from forgather_cli.launch.hang import odd_first, table
+from forgather_cli.launch.standing import COMPILES, RUNS, SILENT, WAITS, Collective, Standing
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def stalling(strategy: str, *acts: str, words: tuple[str, ...] = ()) -> Process:
+    """A run that does these acts on rank 1, and looks for them after a second."""
+    limits = ["max_steps=2000", "hang_report_after=1", "hang_timeout=30"]
+    stall = ["+callbacks.stall._target_=stalls.Stall", f"+callbacks.stall.acts=[{','.join(acts)}]"]
+    return start(*limits, "save_strategy=no", "eval_strategy=no", *stall, *words, strategy=strategy)
+
+
+def reported(job: Process) -> dict[str, object]:
+    """What hang.json says of the odd rank, once the terminal has it."""
+    job.read_until(r"no progress for \d+ s: rank 1 [^;]*$")
+    job.read_until(r"^rank +host")
+    assert job.read_until(r"^\d").startswith("1 ")
+    document = json.loads(RUN.hang.read_text())
+    assert [each["rank"] for each in document["ranks"]] == [1, 0]
+    assert document["ended_after_seconds"] is None
+    odd, waiting = document["ranks"]
+    assert waiting["doing"] == "waits for others"
+    assert waiting["odd"] == ""
+    return odd
+
+
+def test_who_is_waited_for_is_named_and_training_goes_on() -> None:
+    with stalling("ddp", "sleep", "data", "skip") as job:
+        job.read_until("step 5/")
+        for number, does in enumerate(["runs", "reads data"]):
+            Path(f"go-{number}").touch()
+            odd = reported(job)
+            assert "stalls.py" in odd["where"]
+            assert odd["doing"] == does
+            assert odd["collective"]["state"] == "completed"
+            Path(f"end-{number}").touch()
+            job.read_until(r"training goes on after \d+ s")
+            assert json.loads(RUN.hang.read_text())["ended_after_seconds"] >= 1
+        Path("go-2").touch()
+        odd = reported(job)
+        assert odd["collective"]["state"] == "scheduled"
+
+
+def test_who_is_slow_is_told() -> None:
+    with stalling("ddp", "slow", words=("hang_report_after=0.5", "logging_steps=100", "callbacks.json=null")) as job:
+        line = job.read_until(r"rank \d is slow")
+    assert re.search(r"WARNING rank 1 is slow, .* stands at .*stalls.py:\d+ in on_step_begin", line), line
+
+
+def test_a_stopped_process_does_not_answer() -> None:
+    with stalling("pipeline", "none") as job:
+        job.read_until("step 5/")
+        pid = int(Path("pid-1").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        odd = reported(job)
+        assert odd["doing"] == "does not answer"
+        assert f"kill -CONT {pid}" in odd["where"]
+        os.kill(pid, signal.SIGCONT)
+        job.read_until(r"training goes on after \d+ s")
+
+
+def test_a_disk_that_hangs_and_a_wrong_collective_are_named() -> None:
+    words = ("save_strategy=steps", "save_steps=5", "async_save=false", "save_timeout=4")
+    with stalling("fsdp2", "save", "mismatch", words=words) as job:
+        job.read_until("step 5/")
+        Path("go-0").touch()
+        odd = reported(job)
+        assert odd["doing"] == "saves"
+        assert odd["seconds"] >= 2
+        assert "stalls.py" in odd["where"]
+        Path("end-0").touch()
+        job.read_until(r"training goes on after \d+ s")
+        Path("go-1").touch()
+        odd = reported(job)
+        assert odd["collective"]["name"] == "broadcast"
+
+
+def standing(rank: int, doing: str = WAITS, sequence: int = 1, *, group: str = "0", unusual: bool = False) -> Standing:
+    collective = Collective(group, sequence, "all_reduce", [[3]], "scheduled")
+    return Standing(rank, "here", 7, 5, 31.0, doing, collective, unusual, "file.py:1 in work")
+
+
+@pytest.mark.parametrize(
+    ("standings", "odd"),
+    [
+        ([standing(0), standing(1, RUNS), standing(2)], [1]),
+        ([standing(0), standing(1, SILENT), standing(2, COMPILES)], [1, 2]),
+        ([standing(0), standing(1), standing(2, sequence=0)], [2]),
+        ([standing(0), standing(1, group="4", unusual=True)], [1]),
+        ([standing(0), standing(1, group="4")], []),
+        ([standing(0, RUNS), standing(1, RUNS), standing(2, RUNS, 0)], [2]),
+        ([standing(0), standing(1)], []),
+    ],
+)
+def test_the_odd_one_comes_first(standings: list[Standing], odd: list[int]) -> None:
+    found = odd_first(standings)
+    assert [each.rank for each in found if each.odd] == odd
+    assert [each.rank for each in found] == odd + [each.rank for each in standings if each.rank not in odd]
+    assert [Standing.from_json(each.to_json()) for each in found] == found
+    assert len(table(found)) == len(standings) + 1
