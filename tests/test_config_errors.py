@@ -103,6 +103,14 @@ TYPED_WRONG = {
     "max_steps==3=4": "max_steps==3=4: not an override",
     "a b=1": "a b=1: not an override",
     "learning_rate=1,2": "learning_rate=1,2: several values; add -m",
+    "+callbacks.tensorboard.scalars.x={source: loss, transform: cube}": (
+        "callbacks.tensorboard.scalars.x.transform: unknown, got 'cube'; use one of exp, log"
+    ),
+    "+callbacks.tensorboard.scalars.x={}": "callbacks.tensorboard.scalars.x.source: must name a metric, got None",
+    "+callbacks.progress.step_columns.loss={fmt: .4q}": "callbacks.progress.step_columns.loss.fmt: not a format, got",
+    "+callbacks.progress.final_metrics.lss=null": "callbacks.progress.final_metrics.lss: there is no such column",
+    "callbacks.textgen.prompts=[]": "callbacks.textgen.prompts: is empty; give texts or a YAML file",
+    "callbacks.textgen.prompts=no/such.yaml": "callbacks.textgen.prompts: cannot read no/such.yaml: No such file",
     "seed=range(3)": "seed=range(3): several values; add -m",
     "hydra.run.dir=x": "hydra.run.dir: Hydra's own settings have no effect here",
     "+max_steps=3": "+max_steps: is there already; leave the + out",

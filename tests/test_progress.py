@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
-from forgather_cli.callbacks.columns import STEP_COLUMNS, Column, fit, format_value, merge, row
+from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, Column, fit, format_value, merge, row
 from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.info import InfoCallback
 from forgather_cli.callbacks.progress import ProgressCallback
 from forgather_cli.config.schema import InfoSettings, ProgressSettings
+from forgather_cli.config.schema.callbacks import FORMATS, PROGRESS_COLUMNS, PROGRESS_RESULTS
 from forgather_cli.errors import ConfigError
 
 FINAL = {"train_runtime": 3725.0, "train_loss": 3.43, "total_tokens": 819200, "flops_per_second": 1.234e12}
@@ -166,6 +167,12 @@ def test_wrong_columns_are_config_mistakes(change: dict[str, Any], message: str)
     assert f"callbacks.progress.{message}" in str(caught.value)
 
 
+def test_what_config_knows_of_the_columns_is_what_there_is() -> None:
+    assert (*STEP_COLUMNS,) == PROGRESS_COLUMNS
+    assert (*FINAL_METRICS,) == PROGRESS_RESULTS
+    assert all(format_value(1.0, fmt) != "1.0" for fmt in FORMATS)
+
+
 def test_a_step_costs_next_to_nothing() -> None:
     callback, state, control = ProgressCallback(), TrainerState(max_steps=10), TrainerControl()
     callback.on_train_begin(None, state, control)
@@ -272,7 +279,7 @@ def test_a_number_too_wide_is_shortened() -> None:
 
 
 def test_a_column_the_user_names_is_kept_on_a_narrow_terminal() -> None:
-    columns = merge(STEP_COLUMNS, {"weight_norm": {"width": 12}}, "x")
+    columns = merge(STEP_COLUMNS, {"weight_norm": {"width": 12}})
     names = [column.name for column in fit(columns.values(), 40)]
     assert names == ["step", "epoch", "loss", "weight_norm"]
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
-from forgather_cli.callbacks.textgen import TextgenCallback, read_prompts
+from forgather_cli.callbacks.textgen import TextgenCallback
 from forgather_cli.config.schema import RunSettings, TextgenSettings
 from forgather_cli.data.byte_tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError, SetupError
@@ -192,9 +192,9 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.yaml"
     path.write_text("- def f(x):\n- |\n  two\n  lines\n- 'é'\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="must be a list of texts"):
-        read_prompts(str(path))  # the first one is a mapping to YAML
+        TextgenSettings(prompts=str(path)).texts()  # the first one is a mapping to YAML
     path.write_text("- 'def f(x):'\n- |\n  two\n  lines\n- 'é'\n", encoding="utf-8")
-    assert read_prompts(str(path)) == ["def f(x):", "two\nlines\n", "é"]
+    assert TextgenSettings(prompts=str(path)).texts() == ["def f(x):", "two\nlines\n", "é"]
 
 
 @pytest.mark.parametrize(
@@ -210,13 +210,13 @@ def test_a_wrong_prompt_file_is_a_config_mistake(tmp_path: Path, content: str, m
     path = tmp_path / "prompts.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"^callbacks\.textgen\.prompts: ") as caught:
-        read_prompts(str(path))
+        TextgenSettings(prompts=str(path)).texts()
     assert message in str(caught.value)
 
 
 def test_a_missing_prompt_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot read no/such\.yaml: No such file"):
-        read_prompts("no/such.yaml")
+        TextgenSettings(prompts="no/such.yaml").texts()
 
 
 def test_left_padded() -> None:

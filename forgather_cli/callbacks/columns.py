@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from forgather_cli.errors import ConfigError
 
 SEPARATOR = "  "
 
@@ -112,54 +110,17 @@ def format_value(value: Any, fmt: str) -> str:
         return str(value)
 
 
-def merge(
-    defaults: Mapping[str, Column], changes: Mapping[str, Mapping[str, Any] | None], path: str
-) -> dict[str, Column]:
-    """Defaults with the user's changes; null removes. Raises ConfigError, with all problems below ``path``."""
+def merge(defaults: Mapping[str, Column], changes: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Column]:
+    """Defaults with the user's changes; null removes."""
     merged = dict(defaults)
-    problems: list[str] = []
     for name, change in changes.items():
         if change is None:
-            if merged.pop(name, None) is None:
-                problems.append(f"{path}.{name}: there is no such column to remove; defaults are {', '.join(defaults)}")
+            merged.pop(name, None)
             continue
-        wrong = list(_problems(change))
-        problems += [f"{path}.{name}.{problem}" for problem in wrong]
-        if not wrong:
-            merged[name] = _changed(merged.get(name), name, change)
-    if problems:
-        raise ConfigError(problems)
-    return merged
-
-
-def _changed(column: Column | None, name: str, change: Mapping[str, Any]) -> Column:
-    if column is None:
         label = str(change.get("label", name))
-        column = Column(name, label, width=max(9, len(label)))
-    return replace(column, wanted=True, **change)
-
-
-def _problems(change: Mapping[str, Any]) -> Iterable[str]:
-    known = {f.name: f.type for f in fields(Column) if f.name in ("label", "width", "fmt", "suffix")}
-    for key, value in change.items():
-        if key not in known:
-            yield f"{key}: unknown, got {value!r}; a column has {', '.join(known)}"
-        elif key == "width" and not (isinstance(value, int) and value > 0):
-            yield f"width: must be a number of characters, got {value!r}"
-        elif key != "width" and not isinstance(value, str):
-            yield f"{key}: must be text, got {value!r}"
-        elif key == "fmt" and not _is_format(value):
-            yield f"fmt: not a format, got {value!r}; give a Python format such as .4f, or {', '.join(_SPECIAL)}"
-
-
-def _is_format(fmt: str) -> bool:
-    if fmt in _SPECIAL:
-        return True
-    try:
-        format(1 if fmt.endswith("d") else 1.0, fmt)
-    except ValueError:
-        return False
-    return True
+        column = merged.get(name) or Column(name, label, width=max(9, len(label)))
+        merged[name] = replace(column, wanted=True, **change)
+    return merged
 
 
 def fit(columns: Iterable[Column], width: int) -> list[Column]:

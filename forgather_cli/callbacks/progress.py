@@ -11,6 +11,7 @@ from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, Traine
 from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge
 from forgather_cli.callbacks.display import Display, evaluation_prefix, open_display
 from forgather_cli.config.schema import ProgressSettings
+from forgather_cli.errors import ConfigError
 
 
 class ProgressCallback(TrainerCallback):
@@ -22,9 +23,10 @@ class ProgressCallback(TrainerCallback):
 
     def __init__(self, settings: ProgressSettings | None = None) -> None:
         self.settings = settings or ProgressSettings()
-        path = "callbacks.progress"
-        self.columns = merge(STEP_COLUMNS, self.settings.step_columns, f"{path}.step_columns")
-        self.final_metrics = merge(FINAL_METRICS, self.settings.final_metrics, f"{path}.final_metrics")
+        if problems := list(self.settings.problems()):
+            raise ConfigError(problems)
+        self.columns = merge(STEP_COLUMNS, self.settings.step_columns)
+        self.final_metrics = merge(FINAL_METRICS, self.settings.final_metrics)
         self._display: Display | None = None
         self._next_advance = math.inf
         self._next_evaluation = 0.0

@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
-from forgather_cli.config.schema import TensorboardSettings
+from forgather_cli.config.schema import TRANSFORMS, TensorboardSettings
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.run_dir import RunDir
-
-Transform = Callable[[float], float]
-TRANSFORMS: dict[str, Transform] = {
-    "exp": math.exp,
-    "log": math.log,
-    "log2": math.log2,
-    "log10": math.log10,
-    "sqrt": math.sqrt,
-    "abs": abs,
-    "negate": lambda value: -value,
-    "kilo": lambda value: value / 1e3,
-    "mega": lambda value: value / 1e6,
-    "giga": lambda value: value / 1e9,
-    "tera": lambda value: value / 1e12,
-    "mib": lambda value: value / 2**20,
-    "gib": lambda value: value / 2**30,
-    "percent": lambda value: 100 * value,
-}
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A curve of the user's: the metric it shows and what is done to it."""
-
-    source: str
-    transform: Transform | None
 
 
 class TBLogger(TrainerCallback):
@@ -55,7 +28,10 @@ class TBLogger(TrainerCallback):
         self, run: RunDir, settings: TensorboardSettings | None = None, *, config_tree: dict[str, Any] | None = None
     ) -> None:
         self._directory = run.tensorboard
-        self._scalars = _decode((settings or TensorboardSettings()).scalars)
+        settings = settings or TensorboardSettings()
+        if problems := list(settings.problems()):
+            raise ConfigError(problems)
+        self._scalars = settings.scalars
         self._tree = config_tree
         self._waiting: list[tuple[str, str, int]] = []
         self._writer: Any = None
@@ -104,8 +80,8 @@ class TBLogger(TrainerCallback):
         values = {curve(name): float(value) for name, value in logs.items() if is_number(value) and name != "step"}
         for tag, scalar in self._scalars.items():
             values.pop(tag, None)
-            if scalar is not None and is_number(logs.get(scalar.source)):
-                values[tag] = _apply(scalar.transform, float(logs[scalar.source]))
+            if scalar is not None and is_number(logs.get(scalar["source"])):
+                values[tag] = _transformed(scalar.get("transform"), float(logs[scalar["source"]]))
         return values
 
     def _open(self) -> Any:
@@ -137,34 +113,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _apply(transform: Transform | None, value: float) -> float:
+def _transformed(transform: str | None, value: float) -> float:
     """NaN where the transform is not defined: a curve with a gap instead of a run that ends."""
     try:
-        return transform(value) if transform else value
+        return TRANSFORMS[transform](value) if transform else value
     except (ValueError, OverflowError, ZeroDivisionError):
         return math.nan
-
-
-def _decode(scalars: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Scalar | None]:
-    """The user's curves; raises ConfigError with all problems."""
-    decoded: dict[str, Scalar | None] = {}
-    problems: list[str] = []
-    for tag, entry in scalars.items():
-        where = f"callbacks.tensorboard.scalars.{tag}"
-        unknown = sorted(set(entry or ()) - {"source", "transform"})
-        problems += [f"{where}.{key}: unknown; a scalar has source and transform" for key in unknown]
-        if entry is None:
-            decoded[tag] = None
-        elif not isinstance(entry.get("source"), str):
-            problems.append(f"{where}.source: must name a metric, got {entry.get('source')!r}")
-        elif entry.get("transform") not in (None, *TRANSFORMS):
-            got, known = entry["transform"], ", ".join(TRANSFORMS)
-            problems.append(f"{where}.transform: unknown, got {got!r}; use one of {known}")
-        else:
-            decoded[tag] = Scalar(entry["source"], TRANSFORMS.get(entry.get("transform") or ""))
-    if problems:
-        raise ConfigError(problems)
-    return decoded
 
 
 def _table(facts: Mapping[str, Any]) -> str:

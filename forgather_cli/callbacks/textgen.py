@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
 from forgather_cli.config.schema import TextgenSettings
-from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.errors import SetupError
 from forgather_cli.models.modes import evaluation_mode
 from forgather_cli.run_dir import RunDir
 
@@ -45,7 +43,7 @@ class TextgenCallback(TrainerCallback):
         stream: StreamName = "stdout",
     ) -> None:
         self.settings = settings
-        self.prompts = read_prompts(settings.prompts)
+        self.prompts = settings.texts()
         self._samples = run.samples
         self._add_text = add_text
         self._stream: StreamName = stream
@@ -105,27 +103,6 @@ class TextgenCallback(TrainerCallback):
             _show(prompt, completion, f"sample {number} at step {step}", self._stream)
             if self._add_text is not None:
                 self._add_text(f"samples/{number}", prompt + completion, step)
-
-
-def read_prompts(prompts: list[str] | str) -> list[str]:
-    """The prompts themselves, or those of a YAML file. Raises ConfigError for what is not a list of texts, or empty."""
-    found: Any = prompts if isinstance(prompts, list) else _from_file(Path(prompts).expanduser())
-    if not isinstance(found, list) or not all(isinstance(prompt, str) for prompt in found):
-        raise ConfigError(f"{_PATH}: must be a list of texts, got {found!r:.80}; quote each of them in YAML")
-    if not found:
-        raise ConfigError(
-            f"{_PATH}: is empty; give texts or a YAML file with a list of them, or set callbacks.textgen=null"
-        )
-    return found
-
-
-def _from_file(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{_PATH}: cannot read {path}: {error.strerror}; give a list or a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{_PATH}: {path} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:

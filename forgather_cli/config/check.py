@@ -55,6 +55,7 @@ def cross_check(config: Config, layers: Mapping[str, int] = MappingProxyType({})
         *_trainer(config),
         *_launch(config),
         *_device(config),
+        *_callbacks(config, given),
         *_trackers(config),
         *hf_problems(config),
         *model_problems(config),
@@ -219,6 +220,16 @@ def _post_local_sgd(trainer: DDPSettings, ranks: int | None) -> Iterator[str]:
             f"post_local_sgd.subgroup: {ranks} ranks cannot be divided into groups of {subgroup}; "
             f"set it to a divisor of {ranks}"
         )
+
+
+def _callbacks(config: Config, given: frozenset[str]) -> Iterator[str]:
+    for callback in (config.callbacks.progress, config.callbacks.tensorboard):
+        if callback is not None:
+            yield from callback.problems()
+    textgen = config.callbacks.textgen
+    # a file that a saved config names is for training alone: eval and generate may be called from elsewhere
+    if textgen is not None and (isinstance(textgen.prompts, list) or "callbacks.textgen.prompts" in given):
+        yield from textgen.problems()
 
 
 def _trackers(config: Config) -> Iterator[str]:

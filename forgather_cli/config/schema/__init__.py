@@ -1,6 +1,6 @@
 """The typed settings of a run: run-level settings, and one dataclass per shipped option of each config group.
 
-Plain frozen dataclasses; nothing of ours and no torch is imported. ``config/load.py`` decodes composed YAML into
+Plain frozen dataclasses; no torch is imported. ``config/load.py`` decodes composed YAML into
 ``Config`` with pydantic, strictly: unknown keys and wrong types are errors. Names are those of Hugging Face
 ``TrainingArguments`` and ``LlamaConfig`` wherever one exists.
 
@@ -21,6 +21,7 @@ from forgather_cli.config.schema.base import (
 )
 from forgather_cli.config.schema.callbacks import (
     TRACKERS,
+    TRANSFORMS,
     CallbackOption,
     CallbackSettings,
     ControlSettings,
@@ -103,7 +104,8 @@ from forgather_cli.config.schema.trainer import (
 )
 
 __all__ = [
-    "GROUP_SIZES", "HF_PROJECT", "TRACKERS", "AdafactorSettings", "AdamWSettings", "BF16Settings", "BF16TrueSettings",
+    "GROUP_SIZES", "HF_PROJECT", "TRACKERS", "TRANSFORMS", "AdafactorSettings", "AdamWSettings", "BF16Settings",
+    "BF16TrueSettings",
     "Betas", "CallbackOption", "CallbackSettings", "Config", "ConstantSettings", "ControlSettings", "CosineSettings",
     "Count", "CrossEntropySettings", "CutCrossEntropySettings", "DDPSettings", "DataOption", "DataTarget",
     "DecoderSettings", "DivergenceSettings", "EarlyStoppingSettings", "FP8Settings", "FP16Settings", "FP32Settings",

@@ -1,19 +1,36 @@
-"""The callbacks and their settings."""
+"""The callbacks and their settings, with what these may be beyond their types (``problems``)."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le, Lt
 from pydantic import BeforeValidator
 
 from forgather_cli.config.schema.base import Count, NonNegative, PositiveFloat, PositiveInt, TargetOption, settings
+from forgather_cli.errors import ConfigError
 
 
 @settings
 class MetricsSettings:
     peak_hardware_flops: PositiveFloat | None = None  # FLOP/s per device; null: from the table
+
+
+PROGRESS_COLUMNS = (
+    "step", "epoch", "loss", "grad_norm", "learning_rate", "tok_per_sec", "step_time", "mfu", "peak_mem_allocated",
+    "total_tokens",
+)  # fmt: skip
+PROGRESS_RESULTS = (
+    "train_runtime", "train_loss", "epoch", "total_tokens", "tokens_per_second", "train_steps_per_second",
+    "train_samples_per_second", "effective_batch_size", "flops_per_second",
+)  # fmt: skip
+"""Columns and results that the display has by default, in its order."""
+FORMATS = ("si", "bytes", "duration", "flops")
+"""Of a column, besides Python's format specifications."""
 
 
 @settings
@@ -22,6 +39,37 @@ class ProgressSettings:
     step_columns: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     final_metrics: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     output_stream: Literal["stdout", "stderr"] = "stdout"
+
+    def problems(self) -> Iterator[str]:
+        for setting, changes, defaults in (
+            ("step_columns", self.step_columns, PROGRESS_COLUMNS),
+            ("final_metrics", self.final_metrics, PROGRESS_RESULTS),
+        ):
+            for name, change in changes.items():
+                where = f"callbacks.progress.{setting}.{name}"
+                if change is not None:
+                    yield from (f"{where}.{problem}" for problem in _column_problems(change))
+                elif name not in defaults:
+                    yield f"{where}: there is no such column to remove; defaults are {', '.join(defaults)}"
+
+
+def _column_problems(change: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in change.items():
+        if key not in ("label", "width", "fmt", "suffix"):
+            yield f"{key}: unknown, got {value!r}; a column has label, width, fmt, suffix"
+        elif key == "width" and not (isinstance(value, int) and value > 0):
+            yield f"width: must be a number of characters, got {value!r}"
+        elif key != "width" and not isinstance(value, str):
+            yield f"{key}: must be text, got {value!r}"
+        elif key == "fmt" and not _is_format(value):
+            yield f"fmt: not a format, got {value!r}; give a Python format such as .4f, or {', '.join(FORMATS)}"
+
+
+def _is_format(fmt: str) -> bool:
+    try:
+        return fmt in FORMATS or bool(format(1 if fmt.endswith("d") else 1.0, fmt))
+    except ValueError:
+        return False
 
 
 @settings
@@ -34,9 +82,39 @@ class JsonSettings:
     pass
 
 
+TRANSFORMS: dict[str, Callable[[float], float]] = {
+    "exp": math.exp,
+    "log": math.log,
+    "log2": math.log2,
+    "log10": math.log10,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "negate": lambda value: -value,
+    "kilo": lambda value: value / 1e3,
+    "mega": lambda value: value / 1e6,
+    "giga": lambda value: value / 1e9,
+    "tera": lambda value: value / 1e12,
+    "mib": lambda value: value / 2**20,
+    "gib": lambda value: value / 2**30,
+    "percent": lambda value: 100 * value,
+}
+
+
 @settings
 class TensorboardSettings:
     scalars: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # tag: {source, transform}; null removes
+
+    def problems(self) -> Iterator[str]:
+        for tag, scalar in self.scalars.items():
+            where = f"callbacks.tensorboard.scalars.{tag}"
+            if scalar is None:
+                continue
+            for key in sorted(scalar.keys() - {"source", "transform"}):
+                yield f"{where}.{key}: unknown; a scalar has source and transform"
+            if not isinstance(source := scalar.get("source"), str):
+                yield f"{where}.source: must name a metric, got {source!r}"
+            if (transform := scalar.get("transform")) is not None and transform not in TRANSFORMS:
+                yield f"{where}.transform: unknown, got {transform!r}; use one of {', '.join(TRANSFORMS)}"
 
 
 @settings
@@ -48,6 +126,33 @@ class TextgenSettings:
     repetition_penalty: PositiveFloat = 1.15
     max_new_tokens: PositiveInt = 200
     generation_steps: PositiveInt | None = None  # null: at each evaluation
+
+    def problems(self) -> Iterator[str]:
+        try:
+            self.texts()
+        except ConfigError as error:
+            yield from error.problems
+
+    def texts(self) -> list[str]:
+        """The prompts themselves, or those of the YAML file. Raises ConfigError for what is no list of texts."""
+        path, found = "callbacks.textgen.prompts", self.prompts
+        if isinstance(found, str):
+            import yaml
+
+            try:
+                found = yaml.safe_load(Path(found).expanduser().read_text(encoding="utf-8"))
+            except OSError as error:
+                reason = f"cannot read {self.prompts}: {error.strerror}"
+                raise ConfigError(f"{path}: {reason}; give a list or a YAML file") from error
+            except (yaml.YAMLError, ValueError) as error:
+                reason = f"{self.prompts} is not YAML: {' '.join(str(error).split())}"
+                raise ConfigError(f"{path}: {reason}; mend the file or give a list") from error
+        if not isinstance(found, list) or not all(isinstance(prompt, str) for prompt in found):
+            raise ConfigError(f"{path}: must be a list of texts, got {found!r:.80}; quote each of them in YAML")
+        if not found:
+            remedy = "give texts or a YAML file with a list of them, or remove ~callbacks.textgen"
+            raise ConfigError(f"{path}: is empty; {remedy}")
+        return found
 
 
 @settings
