@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,6 +145,7 @@ class Rank:
                 should_stop=lambda: self.stop.signum,
                 on_stop=self.stop.honour,
                 on_step=self._stepped,
+                stacks=lambda: {"ranks": [asdict(standing) for standing in hang.standings_of_all(self)]},
             )
             return finish(config, start.run, trainer)
 

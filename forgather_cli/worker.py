@@ -35,10 +35,12 @@ def run(
     should_stop: Callable[[], int | None] = lambda: None,
     on_stop: Callable[[int], None] = lambda signum: None,
     on_step: Callable[[int], None] = lambda step: None,
+    stacks: Callable[[], dict[str, Any]] | None = None,
 ) -> Trainer:
     """Train as ``config`` says in ``run``; returns the trainer as training left it.
 
-    ``on_step`` is called with the number of each step that is done.
+    ``on_step`` is called with the number of each step that is done. ``stacks`` tells where all ranks stand, for those
+    who ask the job.
     """
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.trainer.trainer import Trainer
@@ -57,7 +59,7 @@ def run(
         train_dataset=data.train,
         eval_dataset=data.eval,
         processing_class=data.tokenizer,
-        callbacks=[_Steps(on_step), *build_callbacks(config.callbacks, run, config_tree=tree)],
+        callbacks=[_Steps(on_step), *build_callbacks(config.callbacks, run, config_tree=tree, stacks=stacks)],
         should_stop=should_stop,
         on_stop=on_stop,
         config_tree=tree,

@@ -6,14 +6,15 @@ import json
 import os
 import re
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from program import Process
+from program import Process, forgather
 from two_ranks import RUN, start
 
-from forgather_cli.launch.hang import odd_first, table
-from forgather_cli.launch.standing import COMPILES, RUNS, SILENT, WAITS, Collective, Standing
+from forgather_cli.launch.hang import odd_first
+from forgather_cli.launch.standing import COMPILES, RUNS, SILENT, WAITS, Collective, Standing, table
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,8 @@ def reported(job: Process) -> dict[str, object]:
     return odd
 
 
-def test_who_is_waited_for_is_named_and_training_goes_on() -> None:
-    with stalling("ddp", "sleep", "data", "skip") as job:
+def test_who_is_waited_for_is_named_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with stalling("ddp", "sleep", "data", "skip", words=("+callbacks.control={}",)) as job:
         job.read_until("step 5/")
         for number, does in enumerate(["runs", "reads data"]):
             Path(f"go-{number}").touch()
@@ -58,6 +59,11 @@ def test_who_is_waited_for_is_named_and_training_goes_on() -> None:
         Path("go-2").touch()
         odd = reported(job)
         assert odd["collective"]["state"] == "scheduled"
+        assert forgather("control", "stacks", "run") == 0
+        assert capsys.readouterr().out.splitlines()[1].startswith("1 ")
+        assert forgather("control", "stacks", "run", "--json") == 0
+        first, second = json.loads(capsys.readouterr().out)["ranks"]
+        assert (first.pop("seconds") > odd.pop("seconds"), first, second["rank"]) == (True, odd, 0)
 
 
 def test_who_is_slow_is_told() -> None:
@@ -115,5 +121,5 @@ def test_the_odd_one_comes_first(standings: list[Standing], odd: list[int]) -> N
     found = odd_first(standings)
     assert [each.rank for each in found if each.odd] == odd
     assert [each.rank for each in found] == odd + [each.rank for each in standings if each.rank not in odd]
-    assert [Standing.from_json(each.to_json()) for each in found] == found
+    assert [Standing.from_document(asdict(each)) for each in found] == found
     assert len(table(found)) == len(standings) + 1

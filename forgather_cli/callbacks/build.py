@@ -35,6 +35,8 @@ class Around:
     config_tree: dict[str, Any] | None
     stream: StreamName
     """Where what is meant for people goes."""
+    stacks: Callable[[], dict[str, Any]] | None = None
+    """Where all ranks stand, for JSON; called in any thread."""
     built: dict[str, Any] = field(default_factory=dict)
     """The callbacks before it, by name."""
 
@@ -64,7 +66,7 @@ FACTORIES: dict[str, Factory] = {
     "trackers": lambda settings, around: Trackers(settings, around.run, config_tree=around.config_tree),
     "textgen": _textgen,
     # what acts
-    "control": lambda settings, around: TrainerControlCallback(settings, around.run),
+    "control": lambda settings, around: TrainerControlCallback(settings, around.run, around.stacks),
     "divergence": lambda settings, around: DivergenceDetector(settings),
     "early_stopping": lambda settings, around: EarlyStopping(settings),
     "profiler": lambda settings, around: ProfilerCallback(settings, around.run, stream=around.stream),
@@ -73,14 +75,18 @@ FACTORIES: dict[str, Factory] = {
 
 
 def build_callbacks(
-    settings: CallbackSettings, run: RunDir, *, config_tree: dict[str, Any] | None = None
+    settings: CallbackSettings,
+    run: RunDir,
+    *,
+    config_tree: dict[str, Any] | None = None,
+    stacks: Callable[[], dict[str, Any]] | None = None,
 ) -> list[tuple[str, Any]]:
     """(config name, callback) of every active one: what adds to the logs first, then what shows them, then what acts.
 
     The user's own come last, in their order. Raises ConfigError for settings a callback refuses and for targets that
     cannot be imported or instantiated.
     """
-    around = Around(run, config_tree, settings.progress.output_stream if settings.progress else "stdout")
+    around = Around(run, config_tree, settings.progress.output_stream if settings.progress else "stdout", stacks)
     for name, factory in FACTORIES.items():
         if (own := getattr(settings, name)) is not None:
             around.built[name] = factory(own, around)

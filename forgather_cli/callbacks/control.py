@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,15 @@ class TrainerControlCallback(TrainerCallback):
     what ``status`` tells is read when it is asked for. Nothing here raises: a job that cannot be controlled trains on.
     """
 
-    def __init__(self, settings: ControlSettings | None = None, run: RunDir | None = None) -> None:
-        """``run``: where the job logs, by default the trainer's."""
+    def __init__(
+        self,
+        settings: ControlSettings | None = None,
+        run: RunDir | None = None,
+        stacks: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """``run``: where the job logs, by default the trainer's. ``stacks`` tells where all ranks stand, for JSON."""
         self.settings = settings or ControlSettings()
-        self._run = run
+        self._run, self._stacks = run, stacks
         self._trainer: Any = None
         self._queue: CommandQueue | None = None
         self._server: ControlServer | None = None
@@ -157,10 +163,9 @@ class TrainerControlCallback(TrainerCallback):
         about = {"job_id": job_id, "hostname": socket.gethostname(), "pid": os.getpid(), "started_at": records.now()}
         run_dir = str(self._trainer.run_dir.root.resolve())
         self._about = {**about, "run_dir": run_dir}
+        reports = {"status": self.status} | ({} if self._stacks is None else {"stacks": self._stacks})
         try:
-            self._server = ControlServer(
-                job_id, self._commands, {"status": self.status}, host=settings.host, ports=ports, token=token
-            )
+            self._server = ControlServer(job_id, self._commands, reports, host=settings.host, ports=ports, token=token)
             entry = self._new_entry(self._server.port)
             registry.register(entry, token)
             self._entry = entry

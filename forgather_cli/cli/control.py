@@ -18,6 +18,7 @@ from forgather_cli.control.records import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
 from forgather_cli.launch.outcome import read_outcome, resume_command
+from forgather_cli.launch.standing import Standing, table
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import holder_of
 
@@ -164,6 +165,27 @@ def _ended(run: RunDir) -> str:
     if holder is not None and holder.is_running:
         return "is ending"
     return f"was killed; {resume_command(run)} goes on"
+
+
+# -------------------------------------------------------------------------------------------------------------- stacks
+
+
+@app.command(cls=Command)
+def stacks(job: Job = None, as_json: AsJson = False) -> None:
+    """Show where each rank stands: its line of code, its last collective, and for how long. The odd one comes first."""
+    entry = _find(job)
+    document = client.stacks(entry)
+    if as_json:
+        print_json(document)
+        return
+    try:
+        standings = [Standing.from_document(raw) for raw in document["ranks"]]
+    except (KeyError, TypeError):
+        raise ControlError(f"{entry.job_id}: answered something else than where its ranks stand") from None
+    typer.echo("\n".join(table(standings)))
+    for each in standings:
+        if each.odd:
+            typer.echo(f"rank {each.rank} {each.odd}")
 
 
 def _find(job: str | None) -> Entry:

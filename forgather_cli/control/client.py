@@ -34,6 +34,11 @@ def status(entry: Entry, *, patience: float = PATIENCE) -> dict[str, Any]:
     return request(entry, "GET", f"/jobs/{entry.job_id}/status", patience=patience)
 
 
+def stacks(entry: Entry) -> dict[str, Any]:
+    """Where the job's ranks stand; it waits some seconds for those that do not answer. Raises ControlError."""
+    return request(entry, "GET", f"/jobs/{entry.job_id}/stacks", patience=2 * PATIENCE)
+
+
 def submit(entry: Entry, command: str) -> Command:
     """Tell the job to do something. Raises ControlError."""
     return _command(entry, request(entry, "POST", f"/jobs/{entry.job_id}/control", {"command": command}))

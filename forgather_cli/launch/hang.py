@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import statistics
 import threading
 import time
@@ -29,6 +28,7 @@ from forgather_cli.launch.standing import (
     Standing,
     own_standing,
     silent_standing,
+    table,
 )
 from forgather_cli.launch.straggler import OwnTime
 
@@ -189,7 +189,7 @@ class HangWatch:
         asked = None if meeting is None else meeting.told("where")
         if meeting is not None and asked is not None and asked != self._answered:
             self._answered = asked
-            answer = {"asked": asked, "standing": own_standing(self._rank, self._still).to_json()}
+            answer = {"asked": asked, "standing": asdict(own_standing(self._rank, self._still))}
             meeting.tell(f"stands/{self._rank.place.rank}", json.dumps(answer))
 
 
@@ -200,17 +200,18 @@ def standings_of_all(rank: Rank) -> list[Standing]:
     meeting = rank.meeting
     if meeting is None:
         return [own]
-    asked = f"{rank.place.rank} {time.time_ns()}"
-    meeting.tell("where", asked)
     found = {own.rank: own}
+    before = {other: meeting.told(f"stands/{other}") for other in range(rank.place.size) if other != own.rank}
+    meeting.tell("where", f"{own.rank} {time.time_ns()}")
     until = time.monotonic() + _ANSWER
-    while len(found) < rank.place.size and time.monotonic() < until:
+    while before and time.monotonic() < until:
         time.sleep(0.05)
-        for other in set(range(rank.place.size)) - found.keys():
+        for other, old in list(before.items()):
             text = meeting.told(f"stands/{other}")
-            if text is not None and (answer := json.loads(text))["asked"] == asked:
-                found[other] = Standing.from_json(answer["standing"])
-    for other in set(range(rank.place.size)) - found.keys():
+            if text is not None and text != old:
+                found[other] = Standing.from_document(json.loads(text)["standing"])
+                del before[other]
+    for other in before:
         found[other] = silent_standing(other, meeting.told(f"place/{other}"), seconds)
     return odd_first([found[each] for each in sorted(found)])
 
@@ -250,15 +251,3 @@ def report_text(standings: Sequence[Standing], seconds: float, hang_timeout: flo
             f"nothing is stopped; hang_timeout={hang_timeout:g} ends the job. The whole table is in hang.json",
         ]
     )
-
-
-def table(standings: Sequence[Standing]) -> list[str]:
-    """A line for each rank under a header, with short paths."""
-    rows = [("rank", "host", "step", "still for", "does", "last collective", "stands at")]
-    for each in standings:
-        step, collective = "-" if each.step is None else str(each.step), str(each.collective or "-")
-        still = f"{each.seconds:.0f} s"
-        where = re.sub(r"\S*/(?=[^/\s]+/[^/\s]+:\d)", "", each.where) or "-"  # the last two parts of each path
-        rows.append((str(each.rank), each.host, step, still, each.doing, collective, where))
-    widths = [*(max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]), 0]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

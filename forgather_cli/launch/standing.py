@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from traceback import StackSummary
 from typing import TYPE_CHECKING, Any
 
@@ -74,14 +75,11 @@ class Standing:
     odd: str = ""
     """Why it is the one to look at; empty for the others."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> Standing:
-        raw = json.loads(text)
-        collective = raw.pop("collective")
-        return cls(**raw, collective=None if collective is None else Collective(**collective))
+    def from_document(cls, raw: dict[str, Any]) -> Standing:
+        """Of what ``asdict`` gave. Raises TypeError or KeyError for anything else."""
+        collective = raw["collective"]
+        return cls(**{**raw, "collective": None if collective is None else Collective(**collective)})
 
 
 def own_standing(rank: Rank, seconds: float) -> Standing:
@@ -111,6 +109,18 @@ def silent_standing(rank: int, place: str | None, seconds: float) -> Standing:
             _process_state(pid), f"process {pid} is alive, but runs no Python"
         )
     return Standing(rank, host, pid, None, round(seconds, 1), SILENT, None, False, where)
+
+
+def table(standings: Sequence[Standing]) -> list[str]:
+    """A line for each rank under a header, with short paths."""
+    rows = [("rank", "host", "step", "still for", "does", "last collective", "stands at")]
+    for each in standings:
+        step, collective = "-" if each.step is None else str(each.step), str(each.collective or "-")
+        still = f"{each.seconds:.0f} s"
+        where = re.sub(r"\S*/(?=[^/\s]+/[^/\s]+:\d)", "", each.where) or "-"  # the last two parts of each path
+        rows.append((str(each.rank), each.host, step, still, each.doing, collective, where))
+    widths = [*(max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]), 0]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _process_state(pid: int) -> str:
