@@ -83,9 +83,14 @@ def test_losses_and_norms_are_those_of_a_plain_loop(name: str, runs: dict[str, R
     torch.testing.assert_close(ends(tokens()).logits, theirs.eval()(tokens()).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gpt2", "ddp 2"), ("gpt2", "fsdp2 2"), ("qwen3_moe", "fsdp2 2")])
+LAID_OUT = [("gpt2", "ddp 2"), ("gpt2", "fsdp2 2"), ("opt", "ddp 2"), ("opt", "fsdp2 2"), ("qwen3_moe", "fsdp2 2")]
+
+
+@pytest.mark.parametrize(("name", "layout"), [*LAID_OUT, ("gpt2", "single"), ("opt", "single")])
 def test_strategies_agree(name: str, layout: str, runs: dict[str, Result], tmp_path: Path) -> None:
-    found = train(LAYOUTS[layout], ["model=transformers", fresh(name)], tmp_path)
+    """GPT-2 and OPT without dropout; on one device with accumulation."""
+    accumulates = ["gradient_accumulation_steps=4", "per_device_train_batch_size=1"] if layout == "single" else []
+    found = train(LAYOUTS[layout], ["model=transformers", fresh(name)], tmp_path, accumulates)
     for key, value in runs[name].begin.items():
         assert torch.equal(found.begin[key], value), key
     assert_parity(found, runs[name])
