@@ -131,9 +131,9 @@ def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:
     modules = (module for part in strategy.parts for module in part.modules())
     own = max((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), default=0)
     known = max(gather(own, group))
-    if 0 < known < data.tokenizer.vocab_size:
+    if 0 < known < (data.vocab_size or 0):
         raise DataError(
-            f"data.tokenizer: has {data.tokenizer.vocab_size} tokens, the model knows {known}; "
+            f"data.tokenizer: has {data.vocab_size} tokens, the model knows {known}; "
             "evaluate with the tokenizer the model was trained with"
         )
 

@@ -51,7 +51,8 @@ def run(
         run = replace(run, logging_dir=Path(config.logging_dir))
     with contextlib.closing(CorpusBar()) as bar:
         progress = bar if world().rank == 0 else None
-        data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
+        model_path = getattr(config.model, "path", None)
+        data = load_data(config.data, seed=max(config.seed, 0), progress=progress, model_path=model_path)
     trainer = Trainer(
         model_init=lambda: construct(config, data, device),
         init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
@@ -75,7 +76,7 @@ def construct(config: Config, data: DataSplits, device: torch.device) -> torch.n
     if isinstance(config.model, Target):
         where = torch.device("cpu") if where.type == "meta" else where
     with where:
-        return build_model(config.model, vocab_size=data.tokenizer.vocab_size, seq_len=data.seq_len)
+        return build_model(config.model, vocab_size=data.vocab_size, seq_len=data.seq_len)
 
 
 def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: int) -> None:

@@ -483,7 +483,15 @@ def test_synthetic_is_a_function_of_seed_and_number(cache: str) -> None:
 def make_data(kind: str) -> Any:
     """What a user's ``data._target_`` may return."""
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 5
-    return {"alone": rows, "pair": (rows, rows[:2]), "mapping": {"train": iter(rows), "seq_len": 9}, "none": {}}[kind]
+    return {
+        "alone": rows,
+        "pair": (rows, rows[:2]),
+        "mapping": {"train": iter(rows), "seq_len": 9},
+        "named": {"train": rows, "tokenizer": "bytes"},
+        "sized": {"train": rows, "vocab_size": 9},
+        "wrong": {"train": rows, "vocab_size": "many"},
+        "none": {},
+    }[kind]
 
 
 def test_data_of_the_user() -> None:
@@ -493,7 +501,14 @@ def test_data_of_the_user() -> None:
     assert (target("alone").seq_len, target("alone").eval, target("mapping").seq_len) == (3, None, 9)
     pair = target("pair")
     assert pair.eval is not None
-    assert (len(pair.train), len(pair.eval), pair.tokenizer.vocab_size) == (5, 2, 257)
+    assert (len(pair.train), len(pair.eval)) == (5, 2)
+    assert (pair.tokenizer, pair.vocab_size) == (None, None)  # bytes are not assumed
+    assert target("sized").vocab_size == 9
+    named = target("named")
+    assert named.tokenizer is not None
+    assert named.vocab_size == named.tokenizer.vocab_size == 257
+    with pytest.raises(DataError, match=r"'vocab_size' of .* must be a number above 0, got 'many'"):
+        target("wrong")
     with pytest.raises(DataError, match="returned a mapping without 'train'"):
         target("none")
     with pytest.raises(ConfigError, match=r"data\._target_: cannot import no\.such\.thing"):

@@ -117,9 +117,9 @@ def test_what_is_not_finite_is_one_at_once_and_leaves_nothing_to_save(value: flo
 def test_thresholds_by_share_and_both() -> None:
     values = (2.0, 2.0, 2.9, 2.9, 2.9)
     quick = {"warmup": 0, "smoothing": 1.0}
-    assert Fed(threshold=None, relative_threshold=0.5, **quick).feed(*values) is None
-    assert Fed(threshold=None, relative_threshold=0.4, **quick).feed(*values) == 5
-    assert Fed(threshold=0.8, relative_threshold=0.5, **quick).feed(*values) == 5
+    assert Fed(threshold=None, relative_threshold=1.5, **quick).feed(*values) is None
+    assert Fed(threshold=None, relative_threshold=1.4, **quick).feed(*values) == 5
+    assert Fed(threshold=0.8, relative_threshold=1.5, **quick).feed(*values) == 5
     with pytest.raises(ConfigError, match="threshold or relative_threshold"):
         DivergenceDetector(DivergenceSettings(threshold=None))
 

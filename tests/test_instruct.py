@@ -355,7 +355,7 @@ ANSWER = {"role": "assistant", "content": "Yo"}
     [
         ('{"messages": [', r":2: not a JSON line .*; mend or remove it"),
         ("[1]", r":2: expected a JSON object, got list"),
-        ({"messages": [USER]}, r":2: no turn of the assistant.*; remove the record, or set data\.train_on=all"),
+        ({"messages": [USER]}, r":2: no turn of the assistant.*set data\.train_on=all"),
         ({"messages": []}, r":2: 'messages' must be a list of messages, got an empty list"),
         ({"messages": "Hi"}, r":2: 'messages' must be a list of messages, got str"),
         (
@@ -398,9 +398,7 @@ def test_bad_options_are_one_sentence(corpus: Path, directory: Path, tmp_path: P
         load(corpus, directory, chat_template="nowhere")
     refusing = tmp_path / "refusing.jinja"
     refusing.write_text("{{ raise_exception('only one question') }}")
-    with pytest.raises(
-        DataError, match=rf"^{corpus}:1: the chat template refuses .*\(only one question\); mend the rec"
-    ):
+    with pytest.raises(DataError, match=r"the chat template refuses .*\(only one question\); set data\.chat_template"):
         load(corpus, directory, chat_template=str(refusing))
     refusing.write_text("{% if")
     with pytest.raises(DataError, match=r"^data\.chat_template: the chat template does not compile \(line 1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
-from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.metrics import DefaultMetrics, peak_flops, peak_memory
 from forgather_cli.config.schema import BF16Settings, FSDP2Settings, MetricsSettings, RunSettings
 from forgather_cli.trainer import Trainer, TrainingArguments
@@ -27,7 +30,9 @@ class Interval:
 
 def logged(settings: MetricsSettings, interval: Any) -> dict[str, Any]:
     callback, state, control = DefaultMetrics(settings), TrainerState(), TrainerControl()
-    trainer = SimpleNamespace(strategy=SimpleNamespace(device=CPU))
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(device=CPU), cpu_group=None, world=SimpleNamespace(rank=0, size=1)
+    )
     callback.on_train_begin(RunSettings(), state, control, trainer=trainer)
     logs = {"loss": 1.0}
     callback.on_log_step(RunSettings(), state, control, logs=logs, interval=interval)
@@ -53,8 +58,54 @@ def test_peak_memory_sees_an_allocation() -> None:
     assert peak_memory(CPU) >= before
     assert 64 * 2**20 <= peak_memory(CPU) < 2**40
     del block
-    logs = logged(MetricsSettings(), Interval())
-    assert logs["peak_mem_allocated"] >= 64 * 2**20
+    with_block = logged(MetricsSettings(), Interval())["peak_mem_allocated"]
+    assert with_block >= 64 * 2**20
+    if sys.platform == "linux":  # a peak is of its interval
+        assert logged(MetricsSettings(), Interval())["peak_mem_allocated"] <= with_block - 48 * 2**20
+    assert peak_memory(CPU) >= with_block
+
+
+def peaks(root: str) -> list[dict[str, Any]]:
+    """Rank 1 holds 64 MiB more between the first log and the second."""
+
+    class Holds(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if dist.get_rank() == 1 and state.global_step == 2:
+                torch.ones(256 * 2**20, dtype=torch.uint8)
+
+    args = TrainingArguments(root, max_steps=3, logging_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[Holds, DefaultMetrics()])
+    trainer.train()
+    return [record for record in trainer.state.log_history if "grad_norm" in record]
+
+
+def test_the_peak_is_the_largest_of_all_ranks_in_the_interval(tmp_path: Path) -> None:
+    first, second = run_ranks(2, peaks, str(tmp_path))
+    for records in (first, second):
+        for record in records:
+            assert record["peak_mem_allocated"] == max(record["peak_mem_by_rank"])
+        _, before, after = ([*r["peak_mem_by_rank"], 0][1] for r in records)
+        held = max(before, after)  # on_step_end comes before the step's own log
+        assert held == max(r["peak_mem_allocated"] for r in records)
+        assert min(before, after) <= held - 200 * 2**20
+    assert [r["peak_mem_allocated"] for r in first] == [r["peak_mem_allocated"] for r in second]
+
+
+def test_the_learning_rate_is_the_one_that_the_newest_step_used(tmp_path: Path) -> None:
+    used: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            used.append(kwargs["optimizer"].param_groups[0]["lr"])
+
+    args = TrainingArguments(
+        str(tmp_path), max_steps=6, logging_steps=2, warmup_steps=2, report_to="none", use_cpu=True, save_strategy="no"
+    )
+    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[Watch])
+    trainer.train()
+    logged = {r["step"]: r["learning_rate"] for r in trainer.state.log_history if "grad_norm" in r}
+    assert logged == {step: used[step - 1] for step in logged}
+    assert len(set(used)) > 3
 
 
 @pytest.mark.parametrize(

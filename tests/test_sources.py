@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,8 @@ def test_bad_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
     found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.0)), damage)
     assert found["train"] == ["good \ufffd bad \ufffd\nalready \ufffd\n"]
     assert damage.count == 2
-    assert "2 undecodable byte sequences in 1 files" in str(damage)
-    assert "a.txt" in str(damage)
+    assert "2 undecodable byte sequences in 1 files" in damage.lines()["replaced"]
+    assert "a.txt" in damage.lines()["replaced"]
 
 
 def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
@@ -133,6 +134,56 @@ def test_bad_json_lines_say_where(tmp_path: Path, line: str, message: str) -> No
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
         texts(find_corpus(option(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize("piece", [reading.PIECE, 60])
+def test_all_bad_rows_of_a_file_are_one_report_or_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(reading, "PIECE", piece)  # the file in one part, or in several
+    path = tmp_path / "a.jsonl"
+    good = [json.dumps({"text": f"text {n}"}) for n in range(10)]
+    lines = [*good[:4], '{"text": "cut', *good[4:8], '{"text": null}', "", *good[8:], '{"body": 1}']
+    path.write_text("\n".join(lines) + "\n")
+    bad = [5, 10, 14]
+    with pytest.raises(DataError) as raised:
+        texts(find_corpus(option(path)))
+    assert "3 bad rows" in str(raised.value)
+    assert all(f"\n  {number}: " in str(raised.value) for number in bad)
+    assert "data.on_bad_row=skip" in str(raised.value)
+    corpus, damage = find_corpus(option(path, on_bad_row="skip", eval_fraction=0.0)), Damage()
+    assert texts(corpus, damage)["train"] == [f"text {n}" for n in range(10)]
+    assert [row.partition(": ")[0] for row in damage.skipped] == [f"{path}:{number}" for number in bad]
+    assert "3 bad rows left out" in damage.lines()["skipped"]
+    other = find_corpus(option(path, eval_fraction=0.0))
+    assert corpus.fingerprint(tmp_path / "cache") != other.fingerprint(tmp_path / "cache")
+
+
+def test_a_wrong_key_does_not_read_the_whole_file_to_say_so(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x"}] * 5000)
+    with pytest.raises(DataError, match=r"at least 1000 bad rows(.|\n)* and 980 more: no key 'text'"):
+        texts(find_corpus(option(path)))
+
+
+def test_json_files_are_lists_or_lines(tmp_path: Path) -> None:
+    records = [{"text": "one"}, {"text": "two"}]
+    (tmp_path / "list.json").write_text(json.dumps(records, indent=1))
+    write_jsonl(tmp_path / "lines.json", records)
+    for name in ("list.json", "lines.json"):
+        assert texts(find_corpus(option(tmp_path / name, eval_fraction=0.0)))["train"] == ["one", "two"]
+    for content, message in (('[{"text": "one"},', "not JSON"), ('{\n"text": "one"}', "not a JSON line")):
+        (tmp_path / "list.json").write_text(content)
+        with pytest.raises(DataError, match=rf"list\.json(.|\n)* {message}"):
+            texts(find_corpus(option(tmp_path / "list.json")))
+    (tmp_path / "list.json").write_text('[{"text": "one"}, 3]')
+    with pytest.raises(DataError, match=r"list\.json:2: expected a JSON object, got int"):
+        texts(find_corpus(option(tmp_path / "list.json")))
+
+
+def test_a_pipe_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"data\.files: '.*pipe\.txt' is a pipe or a device"):
+        find_corpus(option(tmp_path / "pipe.txt"))
 
 
 def test_pattern_without_a_match(tmp_path: Path) -> None:
@@ -169,7 +220,11 @@ def test_parquet(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": ["one", None, "two"], "n": [1, 2, 3]}), tmp_path / "a.parquet")
-    assert texts(find_corpus(option(tmp_path / "a.parquet", eval_fraction=0.0)))["train"] == ["one", "two"]
+    with pytest.raises(DataError, match=r"a\.parquet:2: 'text' is null, not text.* data\.on_bad_row=skip"):
+        texts(find_corpus(option(tmp_path / "a.parquet")))
+    corpus = find_corpus(option(tmp_path / "a.parquet", eval_fraction=0.0, on_bad_row="skip"))
+    assert texts(corpus, damage := Damage())["train"] == ["one", "two"]
+    assert [row.partition(": ")[0] for row in damage.skipped] == [f"{tmp_path / 'a.parquet'}:2"]
     with pytest.raises(DataError, match=r"no column 'body' \(its columns: text, n\)"):
         texts(find_corpus(option(tmp_path / "a.parquet", text_key="body")))
     (tmp_path / "a.parquet").write_bytes(b"nothing")

@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 class DivergenceDetector(TrainerCallback):
     """Judges a logged metric that falls while training goes well: ``loss``, ``eval_loss`` or ``metric_key``.
 
-    Its running mean, in which the newest value weighs ``smoothing``, may lie above the best one by ``threshold``, or by
-    ``relative_threshold`` of it; with both, by the lower. After ``patience`` values in a row that do not, and at once
-    at NaN or infinity, the run is stopped (a final checkpoint is saved, marked as not healthy), aborted (nothing is
-    saved) or rolled back. The first ``warmup`` values are not judged. Logged values are equal on all ranks, and so is
+    Its running mean, in which the newest value weighs ``smoothing``, may lie above the best one by ``threshold``, or be
+    ``relative_threshold`` (above 1) times the best; with both, the lower counts. After ``patience`` values in a row that
+    do not, and at once at NaN or infinity, the run is stopped (a final checkpoint is saved, marked as not healthy),
+    aborted (nothing is saved) or rolled back. The first ``warmup`` values are not judged. Logged values are equal on all ranks, and so is
     the verdict. Mean, best and counts are part of the checkpoint. Raises ConfigError for settings that judge nothing.
     """
 
@@ -29,6 +29,8 @@ class DivergenceDetector(TrainerCallback):
         self.settings = s = settings or DivergenceSettings()
         if s.threshold is None and s.relative_threshold is None:
             raise ConfigError("callbacks.divergence: needs threshold or relative_threshold; set one of them")
+        if s.relative_threshold is not None and s.relative_threshold <= 1:
+            raise ConfigError(f"callbacks.divergence.relative_threshold: must be above 1, got {s.relative_threshold:g}")
         self._key = s.metric_key or ("eval_loss" if s.use_eval_loss else "loss")
         self._warned = False
         self._forget()
@@ -94,7 +96,7 @@ class DivergenceDetector(TrainerCallback):
 
     def _limit(self) -> float:
         s = self.settings
-        rises = [s.threshold, None if s.relative_threshold is None else s.relative_threshold * abs(self._best)]
+        rises = [s.threshold, None if s.relative_threshold is None else (s.relative_threshold - 1) * abs(self._best)]
         return self._best + min(rise for rise in rises if rise is not None)
 
     def _message(self, mean: float, step: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 import sys
@@ -12,6 +13,7 @@ import torch
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.config.schema import MetricsSettings
+from forgather_cli.distributed import all_sum
 
 _T = 1e12
 # Dense matrix-multiply peaks in FLOP/s: bf16 and fp16 (equal on all of these) with fp32 accumulation, TF32, fp32
@@ -67,16 +69,22 @@ class DefaultMetrics(TrainerCallback):
 
     - ``mfu``: FLOPs of the interval / its active seconds / (peak per device x devices); left out where the peak of the
       device is not known (CPU) and ``peak_hardware_flops`` does not say it;
-    - ``peak_mem_allocated``: bytes, the most this rank has held so far: of CUDA memory, on CPU resident memory.
+    - ``peak_mem_allocated``: bytes, the most any rank has held since the last log: of CUDA memory, on CPU resident
+      memory; ``peak_mem_by_rank`` that of each where there are several.
+
+    Collective.
     """
 
     def __init__(self, settings: MetricsSettings | None = None) -> None:
         self.settings = settings or MetricsSettings()
         self._peak: float | None = None
         self._device = torch.device("cpu")
+        self._rank, self._world, self._group = 0, 1, None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._device = kwargs["trainer"].strategy.device
+        trainer = kwargs["trainer"]
+        self._device, self._group = trainer.strategy.device, trainer.cpu_group
+        self._rank, self._world = trainer.world.rank, trainer.world.size
         self._peak = self.settings.peak_hardware_flops or _known_peak(self._device, args)
 
     def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -84,8 +92,13 @@ class DefaultMetrics(TrainerCallback):
         if interval is None:  # an evaluation's or the final record
             return
         if self._peak and interval.flops > 0 and interval.active_seconds > 0:
-            logs["mfu"] = interval.flops / interval.active_seconds / (self._peak * _world_size())
-        logs["peak_mem_allocated"] = peak_memory(self._device)
+            logs["mfu"] = interval.flops / interval.active_seconds / (self._peak * self._world)
+        peaks = torch.zeros(self._world, dtype=torch.int64)
+        peaks[self._rank] = take_interval_peak(self._device)
+        by_rank = all_sum(peaks, self._group).tolist()
+        logs["peak_mem_allocated"] = max(by_rank)
+        if self._world > 1:
+            logs["peak_mem_by_rank"] = by_rank
 
 
 def _known_peak(device: torch.device, args: Any) -> float | None:
@@ -108,15 +121,37 @@ def _matmul_kind(args: Any) -> str:
     return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+_so_far: dict[str, int] = {}
+"""Peaks of this process before the last interval began: ``cuda`` and ``cpu`` memory in bytes, ``reserved`` of CUDA."""
 
 
 def peak_memory(device: torch.device) -> int:
     """Bytes: the peak of allocated CUDA memory, or of this process's resident memory on CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return max(_so_far.get("cuda", 0), torch.cuda.max_memory_allocated(device))
+    return max(_so_far.get("cpu", 0), _resident_peak())
+
+
+def peak_reserved(device: torch.device) -> int:
+    """Bytes: the most that torch has taken from CUDA."""
+    return max(_so_far.get("reserved", 0), torch.cuda.max_memory_reserved(device))
+
+
+def take_interval_peak(device: torch.device) -> int:
+    """Bytes: the peak since the last call. On a CPU whose kernel cannot forget peaks (macOS), of the whole process."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        _so_far.update(cuda=peak_memory(device), reserved=peak_reserved(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    peak = _resident_peak()
+    _so_far["cpu"] = max(_so_far.get("cpu", 0), peak)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS (proc(5))
+    return peak
+
+
+def _resident_peak() -> int:
     try:
         # ru_maxrss is inherited from the parent across exec on Linux (getrusage(2)); VmHWM is this program's own
         status = Path("/proc/self/status").read_text()

@@ -14,7 +14,7 @@ import torch
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.columns import format_value
 from forgather_cli.callbacks.console import StreamName, say
-from forgather_cli.callbacks.metrics import peak_memory
+from forgather_cli.callbacks.metrics import peak_memory, peak_reserved
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.schema import PeakMemorySettings
 from forgather_cli.run_dir import RunDir
@@ -48,9 +48,9 @@ class Peak:
             return cls(host, resident, resident)
         return cls(
             f"{device} of {socket.gethostname()}, {torch.cuda.get_device_name(device)}",
-            torch.cuda.max_memory_allocated(device),
+            peak_memory(device),
             resident,
-            torch.cuda.max_memory_reserved(device),
+            peak_reserved(device),
             torch.cuda.get_device_properties(device).total_memory,
             torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
         )

@@ -6,6 +6,7 @@ Legend: B prompts, T tokens of the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from forgather_cli.errors import SetupError
 from forgather_cli.models.modes import evaluation_mode
 from forgather_cli.run_dir import RunDir
 
+logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
 _MAX_LINES = 6
 _MAX_WIDTH = 100  # characters of a line in a file; on a terminal its width counts
@@ -47,17 +49,23 @@ class TextgenCallback(TrainerCallback):
         self._samples = run.samples
         self._add_text = add_text
         self._stream: StreamName = stream
+        self._writes = True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        _encoded(self.prompts, kwargs.get("processing_class"))  # a prompt that cannot be encoded: now, not at step 100
+        tokenizer = kwargs.get("processing_class")
+        self._writes = tokenizer is not None
+        if not self._writes:
+            logger.warning("callbacks.textgen: there is no tokenizer, so no text is written; give the data one")
+            return
+        _encoded(self.prompts, tokenizer)  # a prompt that cannot be encoded: now, not at step 100
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.settings.generation_steps is None:
+        if self.settings.generation_steps is None and self._writes:
             self._sample(state, kwargs)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         every = self.settings.generation_steps
-        if every is not None and state.global_step % every == 0:
+        if self._writes and every is not None and state.global_step % every == 0:
             self._sample(state, kwargs)
 
     def _sample(self, state: TrainerState, kwargs: dict[str, Any]) -> None:
@@ -107,8 +115,6 @@ class TextgenCallback(TrainerCallback):
 
 def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt; an empty one begins with the token that separates documents."""
-    if tokenizer is None:
-        raise SetupError("callbacks.textgen: there is no tokenizer to encode the prompts; give one or set it to null")
     start = getattr(tokenizer, "bos_token_id", None)
     start = tokenizer.eos_token_id if start is None else start
     encoded = [list(tokenizer.encode(prompt)) or [start] for prompt in prompts]

@@ -70,8 +70,8 @@ def plan(
 def plan_document(made: RunPlan, *, params: bool = False) -> dict[str, Any]:
     """The plan as plain values; parameters one by one only if asked for. Bytes at the top are the fullest rank's."""
     document = {key: value for key, value in asdict(made).items() if key not in ("parameters", "ranks", "stages")}
-    document |= {"num_parameters": made.num_parameters, "parameters_by_kind": made.by_kind()}
-    document |= _bytes(made.fullest)
+    document |= {"num_parameters": made.num_parameters or None, "parameters_by_kind": made.by_kind()}
+    document |= _bytes(made.fullest) if made.fullest else {}
     document |= {"ranks": [{"rank": each.rank, **_bytes(each)} for each in made.ranks]}
     document |= {"stages": [asdict(stage) for stage in made.stages]} if made.stages else {}
     return {**document, "parameters": [asdict(row) for row in made.parameters]} if params else document
@@ -100,18 +100,26 @@ def print_plan(made: RunPlan, *, params: bool = False) -> None:
 
 def _rows(made: RunPlan) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{kind} {human(count)}" for kind, count in made.by_kind().items())
-    total = made.tokens_per_step * made.steps if made.steps else None
+    total = made.tokens_per_step * made.steps if made.steps and made.tokens_per_step else None
+    train = "not tokenized yet" if made.train_tokens is None else f"{made.train_tokens:,} tokens"
     return [
-        ("model", f"{made.model}, vocabulary {made.vocab_size:,}, {made.seq_len} tokens per sequence"),
-        ("parameters", f"{made.num_parameters:,}  ({kinds})"),
+        ("model", f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(made.seq_len)} tokens per sequence"),
+        ("parameters", f"{made.num_parameters:,}  ({kinds})" if made.parameters else _UNKNOWN),
         ("trainer", _trainer(made)),
-        ("batch", f"{_sequences(made)}, {made.tokens_per_step:,} tokens per step"),
-        ("train split", f"{made.train_tokens:,} tokens" if made.train_tokens else "not tokenized yet"),
+        ("batch", f"{_sequences(made)}, {_count(made.tokens_per_step)} tokens per step"),
+        ("train split", train if made.vocab_size and made.seq_len else "unknown: your data tells when it is made"),
         ("steps", _steps(made, total)),
         ("operations", _flops(made, total)),
         *_memory(made),
         ("checkpoint", _known(made.checkpoint_bytes)),
     ]  # fmt: skip
+
+
+_UNKNOWN = "unknown: your data tells its vocabulary when it is made; set model.vocab_size to know more"
+
+
+def _count(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
 
 
 def _trainer(made: RunPlan) -> str:
@@ -132,6 +140,8 @@ def _sequences(made: RunPlan) -> str:
 def _memory(made: RunPlan) -> list[tuple[str, str]]:
     """Of the fullest rank, by kind."""
     rank = made.fullest
+    if rank is None:
+        return [("memory", "unknown")]
     where = "on one device" if made.world_size == 1 else f"on rank {rank.rank}, the fullest of {made.world_size}"
     if len({each.total for each in made.ranks}) == 1 < made.world_size:
         where = "on each rank"
@@ -179,6 +189,8 @@ def _layers(stage: PlannedStage) -> str:
 
 def _flops(made: RunPlan, total: int | None) -> str:
     per_token = made.flops_per_token
+    if per_token is None or made.tokens_per_step is None:
+        return "unknown"
     in_all = f", {human_flops(per_token * total)} in all" if total else ""
     return f"{human_flops(per_token)} per token, {human_flops(per_token * made.tokens_per_step)} per step{in_all}"
 
@@ -187,7 +199,7 @@ def _steps(made: RunPlan, total: int | None) -> str:
     if made.steps is None:
         return "until the data ends; known when the corpus is tokenized"
     epochs = f", {total / made.train_tokens:.2f} epochs" if made.train_tokens and total else ""
-    return f"{made.steps:,} steps, {human(total)} tokens{epochs}"
+    return f"{made.steps:,} steps, {human(total) if total else 'unknown'} tokens{epochs}"
 
 
 def _print_parameters(made: RunPlan) -> None:

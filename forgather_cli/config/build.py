@@ -114,6 +114,7 @@ class Build:
     def _decoded(self, resolved: Plain) -> Config | None:
         tree = resolved.tree
         tree["recipe"] = self.recipe
+        _fill_tokenizer(tree)
         if tree.get("callbacks") is None:
             tree["callbacks"] = {}  # ~callbacks: none
         speech = Speech(self.options, self.typed, {**self._option_sources(), **self.in_recipe}, self.search)
@@ -202,3 +203,11 @@ class Build:
 
         tree: Any = OmegaConf.to_container(self.cfg, resolve=False)
         return {str(key): value for key, value in tree.items()}
+
+
+def _fill_tokenizer(tree: dict[str, Any]) -> None:
+    """``data.tokenizer=null`` is that of the model's directory: other tokens would mean nothing to it. Else bytes."""
+    data, model = tree.get("data"), tree.get("model")
+    if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
+        path = model.get("path") if isinstance(model, dict) and "_target_" not in model else None
+        data["tokenizer"] = path if isinstance(path, str) and path != "???" else "bytes"

@@ -19,6 +19,7 @@ from forgather_cli.config.schema import (
 from forgather_cli.data.cache import cache_root, digest
 from forgather_cli.data.corpus import Progress, end_of, tokenize_corpus, trained_bpe
 from forgather_cli.data.own import own_data
+from forgather_cli.data.reading import damage_of
 from forgather_cli.data.sources import Documents, find_corpus
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.tables import packed_tables
@@ -34,14 +35,17 @@ Text = PythonStdlibSettings | TextSettings | HfSettings
 Packed = Text | TokensSettings
 
 
-def load_data(option: DataOption, *, seed: int, progress: Progress | None = None) -> DataSplits:
+def load_data(
+    option: DataOption, *, seed: int, progress: Progress | None = None, model_path: str | None = None
+) -> DataSplits:
     """Datasets and tokenizer of a data option; builds the token cache when it is missing.
 
-    ``seed`` is that of synthetic data. ``progress(done, total)`` is called in bytes while a cache is built. Raises
+    ``seed`` is that of synthetic data; ``model_path`` the directory of a pretrained model, whose tokenizer data of the
+    user's get that name none. ``progress(done, total)`` is called in bytes while a cache is built. Raises
     DataError for data or a tokenizer that cannot be used.
     """
     if isinstance(option, Target):
-        return own_data(option)
+        return own_data(option, model_path)
     if isinstance(option, SyntheticSettings):
         return _synthetic(option, seed)
     root = cache_root(option.cache_dir)
@@ -87,7 +91,13 @@ def _stream(option: HfSettings, root: Path, seed: int) -> DataSplits:
     tokenizer = load_tokenizer(option.tokenizer)
     opened = open_datasets(option, root)
     rules = Rules(
-        tokenizer, end_of(tokenizer), option.text_key, option.seq_len, option.packing, option.isolate_documents
+        tokenizer,
+        end_of(tokenizer),
+        option.text_key,
+        option.seq_len,
+        option.packing,
+        option.isolate_documents,
+        skip_bad=option.on_bad_row == "skip",
     )
     train = TokenStream(opened.train, replace(rules, shuffle_buffer=option.shuffle_buffer, seed=seed))
     evaluation = None if opened.eval is None else TokenStream(opened.eval, replace(rules, keep_tail=True))
@@ -153,8 +163,7 @@ def _describe(option: Packed, data: Tokenized, train: Any, evaluation: Any) -> d
         description[f"{name}_tokens"] = meta[name]["tokens"]
         description[f"{name}_documents"] = meta[name]["documents"]
         description[f"{name}_samples"] = len(dataset) if dataset is not None else 0
-    replaced = {"replaced": meta["replaced"]} if meta.get("replaced") else {}
-    return {**description, **meta["origin"], **replaced, "content": meta["content"]}
+    return {**description, **meta["origin"], **damage_of(meta), "content": meta["content"]}
 
 
 def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:

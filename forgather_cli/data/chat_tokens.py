@@ -7,10 +7,12 @@ many of its tokens come before the first target.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,6 +55,7 @@ class Chats:
         content = content_hash(root, self.all_files, read=read)
         option, template = self.option, self.template
         rules = [_VERSION, len(self.files), self.eval_fraction, option.messages_key, option.train_on]
+        rules += ["skip"] if option.on_bad_row == "skip" else []
         text = [template.source, template.special_tokens]
         return None if content is None else digest([content, rules, self.tokenizer.fingerprint, text])
 
@@ -108,13 +111,13 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
                 writers[each.split].add(ids, inside)
     if not writers["train"].num_conversations:
         raise _nothing_to_train(chats, has_eval=bool(writers["eval"].num_conversations))
-    if damage.count:
-        _log.warning("%s", damage)
+    for line in damage.lines().values():
+        _log.warning("%s", line)
     return {
         "dtype": dtype,
         **{name: writer.finish() for name, writer in writers.items()},
         "origin": {"files": ", ".join(chats.option.files)},
-        "replaced": str(damage) if damage.count else None,
+        **damage.lines(),
         "unknown": sorted(mark for mark in unknown if len(chats.tokenizer.encode(mark)) != 1),
     }
 
@@ -160,67 +163,69 @@ class _Writer:
 # ---------------------------------------------------------------------------------------------------------- rendering
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Rendered:
-    split: Split
+    """A conversation as text."""
+
+    key: str
+    """What decides its split: equal conversations have equal keys."""
     text: str
     spans: list[Span]
+    """Characters that are trained on."""
     num_bytes: int
+    """Of the source, for progress."""
+    split: Split = "train"
 
 
-def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
-    for split, conversation in _split(chats, damage):
-        text, spans = _targets(chats, conversation)
-        yield _Rendered(split, encodable(text), spans, conversation.num_bytes)
-
-
-def _targets(chats: Chats, conversation: Conversation) -> tuple[str, list[Span]]:
-    """The text of a conversation and the spans that are trained on. Raises DataError, with file and line."""
+def _render(chats: Chats, conversation: Conversation) -> _Rendered:
+    """Raises DataError for a conversation that cannot be trained on."""
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
     if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
-        raise DataError(
-            f"{conversation.where}: no turn of the assistant, so nothing to learn from; remove the record, or set "
-            "data.train_on=all"
-        )
+        raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
     try:
         if train_on == "all":
             text = chats.template.render(messages, tools=tools)
-            return text, [(0, len(text))]
-        text, spans = chats.template.render_spans(messages, tools=tools)
+            spans = [(0, len(text))]
+        else:
+            text, spans = chats.template.render_spans(messages, tools=tools)
     except DataError as error:
-        raise DataError(f"{conversation.where}: {error}; mend the record, or set data.chat_template") from error
-    return text, spans[-1:] if train_on == "last" else spans
+        raise DataError(f"{error}; set data.chat_template") from error
+    key = json.dumps([messages, tools], sort_keys=True)
+    return _Rendered(key, encodable(text), spans[-1:] if train_on == "last" else spans, conversation.num_bytes)
 
 
-def _split(chats: Chats, damage: Damage) -> Iterator[tuple[Split, Conversation]]:
+def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
     """All conversations, each with its split: held out when the hash of its messages falls below ``eval_fraction``, so
     equal ones stay on one side and adding files moves none. The first always trains, and those that equal it. Where
     none is held out, the last is, if there are two."""
-    if not chats.eval_fraction:
-        yield from (("train", each) for each in _read_all(chats, chats.files, damage))
-        yield from (("eval", each) for each in _read_all(chats, chats.eval_files, damage))
-        return
-    last: Conversation | None = None
+    last: _Rendered | None = None
     first = None if chats.eval_fraction < 1 else ""
     any_trained = any_held_out = False
     for each in _read_all(chats, chats.files, damage):
         if last is not None:
             any_trained = True
-            yield "train", last
-        key = each.key()
-        first = key if first is None else first
-        held_out = held_out_share(key) < chats.eval_fraction and key != first
+            yield last
+        first = each.key if first is None else first
+        held_out = held_out_share(each.key) < chats.eval_fraction and each.key != first
         last = None if held_out else each
         if held_out:
             any_held_out = True
-            yield "eval", each
+            each.split = "eval"
+            yield each
     if last is not None:
-        yield "eval" if any_trained and not any_held_out else "train", last
+        last.split = "eval" if chats.eval_fraction and any_trained and not any_held_out else "train"
+        yield last
+    for each in _read_all(chats, chats.eval_files, damage):
+        each.split = "eval"
+        yield each
 
 
-def _read_all(chats: Chats, files: Iterable[SourceFile], damage: Damage) -> Iterator[Conversation]:
+def _read_all(chats: Chats, files: Iterable[SourceFile], damage: Damage) -> Iterator[_Rendered]:
+    skip_bad = chats.option.on_bad_row == "skip"
     for source in files:
-        yield from read_conversations(source.path, chats.option.messages_key, damage)
+        yield from read_conversations(
+            source.path, chats.option.messages_key, partial(_render, chats), damage, skip_bad=skip_bad
+        )
 
 
 def _reports(chats: Chats, progress: Progress | None) -> Callable[[int], None]:

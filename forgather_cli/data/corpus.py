@@ -107,11 +107,11 @@ def _write(
     if not journal.tokens["train"]:
         raise _nothing_to_train(corpus, has_eval=journal.tokens["eval"] > 0)
     files.finish()
-    damage = str(journal.damage) if journal.replaced else None
-    if damage:
-        _log.warning("%s", damage)
+    damage = journal.damage.lines()
+    for line in damage.values():
+        _log.warning("%s", line)
     counts: Meta = {name: {"tokens": journal.tokens[name], "documents": journal.documents[name]} for name in SPLITS}
-    return {"dtype": dtype, **counts, "origin": corpus.origin, "replaced": damage}
+    return {"dtype": dtype, **counts, "origin": corpus.origin, **damage}
 
 
 def _encode(

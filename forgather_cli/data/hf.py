@@ -242,12 +242,14 @@ class HfCorpus:
     text_key: str
     eval_fraction: float
     origin: dict[str, str]
+    skip_bad: bool = False
     by_name: bool = False
 
     def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
         """The content is hashed once; afterwards the library's fingerprints stand for it."""
         content = self._content(root, read=read)
-        return None if content is None else digest([_VERSION, content, self.eval_fraction])
+        rules = [_VERSION, content, self.eval_fraction, *(["skip"] if self.skip_bad else [])]
+        return None if content is None else digest(rules)
 
     def content(self, root: Path) -> str:
         content = self._content(root, read=True)
@@ -270,7 +272,7 @@ class HfCorpus:
     def _hash(self, dataset: Any) -> str:
         state = hashlib.sha256()
         for text in _texts(dataset, self.text_key, 0, len(dataset)):
-            data = text.encode()
+            data = (text or "").encode()
             state.update(len(data).to_bytes(8, "little") + data)
         return state.hexdigest()
 
@@ -290,24 +292,40 @@ class HfCorpus:
         for row, text in enumerate(_texts(self._datasets()[number], self.text_key, start, stop), start):
             if text:
                 yield Document(f"{number}:{row}", text, share)
+            elif text is None and self.skip_bad:
+                damage.skipped.append(f"row {row} of the {('train', 'eval')[number]} split: {self.text_key!r} is null")
+            elif text is None:
+                raise self._null_rows(number)
+
+    def _null_rows(self, number: int) -> DataError:
+        dataset = self._datasets()[number]
+        texts = enumerate(_texts(dataset, self.text_key, 0, len(dataset)))
+        rows = [row for row, text in texts if text is None]
+        named = ", ".join(map(str, rows[:20])) + (", ..." if len(rows) > 20 else "")
+        return DataError(
+            f"data.text_key: {self.text_key!r} is null in {len(rows)} rows of the {('train', 'eval')[number]} split "
+            f"({named}); leave them out with data.on_bad_row=skip"
+        )
 
     def nothing(self) -> DataError:
         rows = len(self.train)
         return DataError(f"data.text_key: no text in column {self.text_key!r} of {rows} rows; name another")
 
 
-def _texts(dataset: Any, key: str, start: int, stop: int) -> Iterator[str]:
-    """Texts of rows, empty where there is none."""
+def _texts(dataset: Any, key: str, start: int, stop: int) -> Iterator[str | None]:
+    """Texts of rows, None where there is none."""
     rows = dataset.select(range(start, stop)).with_format("arrow")
     for table in rows.iter(batch_size=1024):
-        yield from (text or "" for text in table.column(key).to_pylist())
+        yield from table.column(key).to_pylist()
 
 
 def hf_corpus(option: HfSettings, root: Path) -> HfCorpus:
     """The documents of an option. Raises DataError."""
     opened = open_datasets(option, root)
     fraction = 0.0 if opened.eval is not None else option.eval_fraction
-    return HfCorpus(opened.train, opened.eval, option.text_key, fraction, origin_of(option))
+    return HfCorpus(
+        opened.train, opened.eval, option.text_key, fraction, origin_of(option), option.on_bad_row == "skip"
+    )
 
 
 def origin_of(option: HfSettings) -> dict[str, str]:

@@ -12,7 +12,7 @@ from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Meta, find
 from forgather_cli.data.chat import CHATML, ChatTemplate, special_tokens
 from forgather_cli.data.chat_tokens import SPLITS, Chats
-from forgather_cli.data.reading import SourceFile, kind_of
+from forgather_cli.data.reading import SourceFile, damage_of, kind_of
 from forgather_cli.data.sources import find_files
 from forgather_cli.data.tables import PackingTable, packed_tables, packing_key
 from forgather_cli.data.tokenize import load_tokenizer
@@ -133,12 +133,11 @@ def _describe(option: InstructSettings, meta: Meta, tables: dict[str, PackingTab
     lost = "; ".join(line for line in left_out if line)
     if lost:
         _log.warning("data.seq_len=%d: %s", option.seq_len, lost)
-    replaced = {"replaced": meta["replaced"]} if meta["replaced"] else {}
     return {
         **description,
         **({"left_out": lost} if lost else {}),
         **meta["origin"],
-        **replaced,
+        **damage_of(meta),
         "content": meta["content"],
     }
 

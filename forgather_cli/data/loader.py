@@ -23,6 +23,7 @@ from forgather_cli.data.stream import is_map_style
 from forgather_cli.errors import DataError
 
 log = logging.getLogger(__name__)
+_CHECKED_STEPS = 8
 
 
 class TrainLoader:
@@ -34,7 +35,7 @@ class TrainLoader:
 
     ``rank`` and ``size``: of the slices. With ``peers`` data without numbers is read by rank 0 for all ranks, or with
     ``dispatch=False`` by each for itself, which may end at different steps (``Rounds``); making a loader and every step
-    are then collective.
+    are then collective. With ``vocab_size`` the ids of the first steps are compared with it.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class TrainLoader:
         device: torch.device | str = "cpu",
         peers: Peers | None = None,
         dispatch: bool | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self._vocab_size = dataset, vocab_size
         self.global_batch_size = global_batch_size
         self._device, self._pin_memory = torch.device(device), pin_memory
         workers = Workers(num_workers, prefetch_factor, persistent_workers and num_workers > 0)
@@ -100,7 +102,10 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Step]:
         epoch = self.epoch
-        for step, position in to_device(self._steps.read(self._position), self._device, self._pin_memory):
+        steps = self._steps.read(self._position)
+        if self._vocab_size is not None:
+            steps = _checked(steps, self._vocab_size)
+        for step, position in to_device(steps, self._device, self._pin_memory):
             self._position = position
             yield step
         self._position = start_of(epoch + 1)
@@ -125,6 +130,25 @@ class TrainLoader:
     def close(self) -> None:
         """End persistent workers."""
         self._steps.close()
+
+
+def _checked(steps: Iterator[tuple[Step, Position]], vocab_size: int) -> Iterator[tuple[Step, Position]]:
+    """The steps, the first of which hold ids that the model knows.
+
+    Raises DataError: an embedding would end the process, on a GPU without a word of why.
+    """
+    for number, (step, position) in enumerate(steps):
+        for batch in step.microbatches if number < _CHECKED_STEPS else []:
+            ids = batch.get("input_ids")
+            if ids is None or not ids.numel():
+                continue
+            wrong = next((int(i) for i in (ids.min(), ids.max()) if not 0 <= i < vocab_size), None)
+            if wrong is not None:
+                raise DataError(
+                    f"train_dataset: token id {wrong} is outside of the model's vocabulary of {vocab_size} tokens; "
+                    "give the data the model's tokenizer, or the model the data's vocabulary size"
+                )
+        yield step, position
 
 
 class _StreamSteps:

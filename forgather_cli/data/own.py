@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from forgather_cli.config.schema import DataTarget, Target
@@ -13,16 +14,19 @@ from forgather_cli.errors import DataError
 from forgather_cli.targets import import_target
 
 
-def own_data(option: Target) -> DataSplits:
+def own_data(option: Target, model_path: str | None = None) -> DataSplits:
     """Data of the user's: a DataSplits, a mapping with ``train`` and, if any, ``eval``, ``tokenizer`` (a name or an
-    object; bytes) and ``seq_len``, a (train, eval) pair, or a training dataset alone. Raises DataError."""
-    made = _splits(option, import_target(option.path, "data")(**option.kwargs))
+    object) or ``vocab_size``, and ``seq_len``, a (train, eval) pair, or a training dataset alone. Raises DataError.
+
+    Without ``tokenizer`` and ``vocab_size`` the tokenizer is that of the model's directory, if there is one.
+    """
+    made = _splits(option, import_target(option.path, "data")(**option.kwargs), model_path)
     if isinstance(option, DataTarget):
         _check_dispatch(option, made)
     return made
 
 
-def _splits(option: Target, made: Any) -> DataSplits:
+def _splits(option: Target, made: Any, model_path: str | None) -> DataSplits:
     if isinstance(made, DataSplits):
         return made
     parts: dict[str, Any] = {"train": made}
@@ -34,7 +38,12 @@ def _splits(option: Target, made: Any) -> DataSplits:
         raise DataError(
             f"data._target_: {option.path} returned a mapping without 'train' (its keys: {', '.join(parts)})"
         )
-    tokenizer = parts.get("tokenizer", "bytes")
+    tokenizer, vocab_size = parts.get("tokenizer"), parts.get("vocab_size")
+    if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
+        raise DataError(f"data._target_: 'vocab_size' of {option.path} must be a number above 0, got {vocab_size!r}")
+    if tokenizer is None and vocab_size is None and model_path is not None:
+        directory = Path(model_path).expanduser()
+        tokenizer = str(directory) if (directory / "tokenizer.json").is_file() else None
     fingerprint = digest([option.path, repr(sorted(option.kwargs.items()))])
     return DataSplits(
         parts["train"],
@@ -43,6 +52,7 @@ def _splits(option: Target, made: Any) -> DataSplits:
         fingerprint,
         _seq_len(parts, option.path),
         {"type": option.path},
+        vocab_size,
     )
 
 

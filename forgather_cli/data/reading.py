@@ -1,4 +1,4 @@
-"""What lies in text files: documents and records of txt, md, jsonl (each of them plain or compressed) and parquet.
+"""What lies in text files: documents and records of txt, md, jsonl, json (each plain or compressed) and parquet.
 
 Files are read as streams, a piece at a time. A long plain file can be read by ranges of bytes, a parquet file by ranges
 of row groups, and gives the same documents as when it is read whole.
@@ -10,8 +10,9 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -42,12 +43,14 @@ class Text(Protocol):
 
 
 _Text = TypeVar("_Text", bound=Text)
+_Row = TypeVar("_Row")
 
 
 class Record(NamedTuple):
-    """A JSON object of a jsonl file."""
+    """A JSON object of a jsonl or json file, or a row of a table."""
 
     line: int
+    """Or the number of the record, from 1."""
     value: dict[str, Any]
     num_bytes: int
     """Bytes of the source that it stands for, for progress."""
@@ -55,20 +58,34 @@ class Record(NamedTuple):
 
 @dataclass
 class Damage:
-    """Byte sequences that are not UTF-8 and were replaced by U+FFFD."""
+    """What was not as it should be and was read all the same: byte sequences that are not UTF-8, which U+FFFD replaces,
+    and bad rows that ``data.on_bad_row=skip`` leaves out."""
 
     count: int = 0
     files: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    """Bad rows that were left out, each with its place and what is wrong with it."""
 
     def add(self, name: str, count: int) -> None:
         self.count += count
         if not self.files or self.files[-1] != name:
             self.files.append(name)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.count} undecodable byte sequences in {len(self.files)} files replaced by U+FFFD ({self.files[0]})"
-        )
+    def lines(self) -> dict[str, str]:
+        """What there is to say of it, by kind; nothing where all was sound."""
+        found: dict[str, str] = {}
+        if self.count:
+            where = f"{len(self.files)} files replaced by U+FFFD ({self.files[0]})"
+            found["replaced"] = f"{self.count} undecodable byte sequences in {where}"
+        if self.skipped:
+            shown = "; ".join(self.skipped[:3]) + ("; ..." if len(self.skipped) > 3 else "")
+            found["skipped"] = f"{len(self.skipped)} bad rows left out (data.on_bad_row=skip): {shown}"
+        return found
+
+
+def damage_of(meta: Mapping[str, Any]) -> dict[str, str]:
+    """``Damage.lines`` of a cache whose meta data hold them."""
+    return {kind: meta[kind] for kind in ("replaced", "skipped") if meta.get(kind)}
 
 
 @dataclass(frozen=True)
@@ -104,13 +121,30 @@ def codec_of(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------ documents
 
 
-def read_documents(source: SourceFile, text_key: str, damage: Damage, part: Part = WHOLE) -> Iterator[Document]:
-    """The documents of a file, or of a part that ``parts_of`` names, that are not empty. Raises DataError."""
-    kind = kind_of(source.path)
-    if kind == ".jsonl":
-        documents = _of_records(source.path, text_key, damage, part)
+def read_documents(
+    source: SourceFile, text_key: str, damage: Damage, part: Part = WHOLE, *, skip_bad: bool = False
+) -> Iterator[Document]:
+    """The documents of a file, or of a part that ``parts_of`` names, that are not empty. Raises DataError.
+
+    ``skip_bad``: rows without text are left out and told to ``damage``; otherwise they are one error.
+    """
+    path, kind = source.path, kind_of(source.path)
+    if kind in (".jsonl", ".json"):
+
+        def rows(part: Part, bad: BadRow) -> Iterator[Document]:
+            for record in read_records(path, damage, bad, part):
+                text = record.value.get(text_key)
+                if isinstance(text, str):
+                    yield Document(f"{path}:{record.line}", encodable(text), record.num_bytes)
+                elif text_key in record.value:
+                    bad(record.line, f"{text_key!r} is {_kind(text)}, not text")
+                else:
+                    keys = ", ".join(record.value) or "none"
+                    bad(record.line, f"no key {text_key!r} (its keys: {keys}); set data.text_key")
+
+        documents = sound_rows(path, rows, damage, part, skip_bad=skip_bad)
     elif kind == ".parquet":
-        documents = _parquet(source.path, text_key, part)
+        documents = sound_rows(path, partial(_parquet, path, text_key), damage, part, skip_bad=skip_bad)
     else:
         documents = _plain(source, damage, part)
     return (document for document in documents if document.text)
@@ -123,7 +157,7 @@ def parts_of(path: Path) -> list[Part]:
     """
     try:
         size = path.stat().st_size
-        if size <= PIECE or codec_of(path):
+        if size <= PIECE or codec_of(path) or kind_of(path) == ".json":  # may be one list
             return [Part(num_bytes=size)]
         return _row_groups(path, size) if kind_of(path) == ".parquet" else list(_ranges(path, size))
     except OSError as error:
@@ -195,22 +229,97 @@ def _decode(data: bytes, path: Path, damage: Damage) -> str:
 # -------------------------------------------------------------------------------------------------------------- records
 
 
-def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Record]:
-    """The JSON objects of a jsonl file, or of a part of it. Raises DataError with file and line."""
-    number = 0
+BadRow = Callable[[int, str], None]
+"""Is told the number of a row that cannot be used, from 1 in its part, and what is wrong with it."""
+_MOST_BAD_ROWS = 1000  # that are looked for: with a wrong text_key every row is bad
+
+
+def sound_rows(
+    path: Path, rows: Callable[[Part, BadRow], Iterator[_Row]], damage: Damage, part: Part = WHOLE, *, skip_bad: bool
+) -> Iterator[_Row]:
+    """The rows that ``rows(part, bad)`` finds in a file. Those that it calls bad are left out and told to ``damage``,
+    or raise one DataError, at the end, that names all of the file's."""
+    if skip_bad:
+        before = None
+
+        def skip(number: int, why: str) -> None:
+            nonlocal before
+            before = _rows_before(path, part) if before is None else before
+            damage.skipped.append(f"{path}:{number + before}: {why}")
+
+        yield from rows(part, skip)
+        return
+    found: list[tuple[int, str]] = []
+
+    def note(number: int, why: str) -> None:
+        found.append((number, why))
+        if len(found) == _MOST_BAD_ROWS:
+            raise _bad_rows(path, found)
+
+    yield from rows(part, note)
+    if found and part != WHOLE:
+        found.clear()
+        for _ in rows(WHOLE, note):
+            pass
+    if found:
+        raise _bad_rows(path, found)
+
+
+def _bad_rows(path: Path, found: list[tuple[int, str]]) -> DataError:
+    if len(found) == 1:
+        number, why = found[0]
+        return DataError(f"{path}:{number}: {why}; mend or remove it, or leave it out with data.on_bad_row=skip")
+    numbers: dict[str, list[int]] = {}
+    for number, why in found:
+        numbers.setdefault(why, []).append(number)
+    lines = [
+        f"\n  {', '.join(map(str, rows[:20]))}{f' and {len(rows) - 20} more' if len(rows) > 20 else ''}: {why}"
+        for why, rows in list(numbers.items())[:20]
+    ]
+    lines += [f"\n  and {len(numbers) - 20} other mistakes"] if len(numbers) > 20 else []
+    count = f"at least {len(found)}" if len(found) == _MOST_BAD_ROWS else str(len(found))
+    remedy = "mend or remove them, or leave them out with data.on_bad_row=skip"
+    return DataError(f"{path}: {count} bad rows; {remedy}. By line or row number:{''.join(lines)}")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def read_records(path: Path, damage: Damage, bad: BadRow, part: Part = WHOLE) -> Iterator[Record]:
+    """The JSON objects of a jsonl file or of a part of it, or of a json file: a list of them, or one in each line.
+
+    Raises DataError for a list that cannot be read.
+    """
     with opened(path) as file:
-        for number, line in enumerate(_lines(file, part), 1):
-            if not line.strip():
-                continue
+        if kind_of(path) == ".json" and _is_list(path):
             try:
-                value = json.loads(_decode(line, path, damage))
-            except ValueError as error:
-                where = number + _lines_before(path, part)
-                raise DataError(f"{path}:{where}: not a JSON line ({error}); mend or remove it") from error
-            if not isinstance(value, dict):
-                where = number + _lines_before(path, part)
-                raise DataError(f"{path}:{where}: expected a JSON object, got {type(value).__name__}")
-            yield Record(number, value, file.progress())
+                values = json.loads(file.handle.read().decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}: not JSON ({error}); mend it") from error
+            lines: Iterable[Any] = values
+        else:
+            values, lines = None, _lines(file, part)
+        for number, value in enumerate(lines, 1):
+            if values is None:
+                if not value.strip():
+                    continue
+                try:
+                    value = json.loads(_decode(value, path, damage))
+                except (ValueError, RecursionError) as error:
+                    bad(number, f"not a JSON line ({error})")
+                    continue
+            if isinstance(value, dict):
+                yield Record(number, value, file.progress())
+            else:
+                bad(number, f"expected a JSON object, got {_kind(value)}")
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a JSON file is one list of records, as Alpaca's and ShareGPT's are, and not a record a line."""
+    with opened(path) as file:
+        first = next((line for line in file.handle if line.strip()), b"")
+    return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
 
 
 def _lines(file: Opened, part: Part) -> Iterator[bytes]:
@@ -223,26 +332,17 @@ def _lines(file: Opened, part: Part) -> Iterator[bytes]:
             return
 
 
-def _lines_before(path: Path, part: Part) -> int:
-    """Lines of a file before a part: counted when a message needs them."""
+def _rows_before(path: Path, part: Part) -> int:
+    """Lines or rows of a file before a part: counted when a message needs them."""
+    if kind_of(path) == ".parquet":
+        with _parquet_file(path) as file:
+            return sum(file.metadata.row_group(number).num_rows for number in range(part.start))
     count, left = 0, part.start
     with path.open("rb") as handle:
         while left and (data := handle.read(min(left, PIECE))):
             count += data.count(b"\n")
             left -= len(data)
     return count
-
-
-def _of_records(path: Path, key: str, damage: Damage, part: Part) -> Iterator[Document]:
-    for record in read_records(path, damage, part):
-        text = record.value.get(key)
-        if not isinstance(text, str):
-            where = f"{path}:{record.line + _lines_before(path, part)}"
-            if key not in record.value:
-                keys = ", ".join(record.value) or "none"
-                raise DataError(f"{where}: no key {key!r} (its keys: {keys}); set data.text_key")
-            raise DataError(f"{where}: {key!r} is {type(text).__name__}, not text; set data.text_key")
-        yield Document(f"{path}:{record.line}", encodable(text), record.num_bytes)
 
 
 def encodable(text: str) -> str:
@@ -280,7 +380,7 @@ def _row_groups(path: Path, size: int) -> list[Part]:
     return parts
 
 
-def _parquet(path: Path, key: str, part: Part) -> Iterator[Document]:
+def _parquet(path: Path, key: str, part: Part, bad: BadRow) -> Iterator[Document]:
     with _parquet_file(path) as file:
         names = file.schema_arrow.names
         if key not in names:
@@ -293,6 +393,7 @@ def _parquet(path: Path, key: str, part: Part) -> Iterator[Document]:
             for text in batch.column(0).to_pylist():
                 row += 1
                 if text is None:
+                    bad(row, f"{key!r} is null, not text")
                     continue
                 if not isinstance(text, str):
                     raise DataError(f"{path}: column {key!r} holds {type(text).__name__}, not text; set data.text_key")

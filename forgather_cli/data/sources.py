@@ -85,6 +85,7 @@ class Corpus:
     eval_fraction: float = 0.0
     by_name: bool = False
     text_key: str = "text"
+    skip_bad: bool = False
     origin: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -98,6 +99,7 @@ class Corpus:
         """The content is hashed once; afterwards paths, inodes, sizes and times stand for it."""
         content = content_hash(root, self.all_files, read=read)
         rules = [_VERSION, len(self.files), self.eval_fraction, self.by_name, self.text_key]
+        rules += ["skip"] if self.skip_bad else []
         return None if content is None else digest([content, rules])
 
     def content(self, root: Path) -> str:
@@ -116,7 +118,7 @@ class Corpus:
 
     def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
         for number, part in piece.parts:
-            yield from read_documents(self.all_files[number], self.text_key, damage, part)
+            yield from read_documents(self.all_files[number], self.text_key, damage, part, skip_bad=self.skip_bad)
 
     def nothing(self) -> DataError:
         names = ", ".join(str(source.path) for source in self.files[:3])
@@ -184,6 +186,7 @@ def find_corpus(option: PythonStdlibSettings | TextSettings) -> Corpus:
         eval_files=_typed(find_files("data.eval_files", option.eval_files)) if option.eval_files else (),
         eval_fraction=0.0 if option.eval_files else option.eval_fraction,
         text_key=option.text_key,
+        skip_bad=option.on_bad_row == "skip",
         origin={"files": ", ".join(option.files)},
     )
 
@@ -215,11 +218,18 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True)) or sorted(_literal(pattern))
         files = [Path(match).resolve() for match in matches if os.path.isfile(match)]
-        if not files:
-            what = (
-                f"{pattern!r} is a directory; write {pattern.rstrip('/')}/**/*.txt" if matches else _no_match(pattern)
+        if not files and any(map(os.path.isdir, matches)):
+            raise DataError(f"{setting}: {pattern!r} is a directory; write {pattern.rstrip('/')}/**/*.txt")
+        if not files and matches:
+            raise DataError(
+                f"{setting}: {pattern!r} is a pipe or a device, which can be read only once, and data is read to be "
+                "hashed and again to be tokenized; write it to a file and name that"
             )
-            raise DataError(f"{setting}: {what}")
+        if not files:
+            raise DataError(
+                f"{setting}: no file matches {pattern!r} (looked in {os.getcwd()}); give files that are there, or "
+                "their full paths"
+            )
         found.update(dict.fromkeys(files))
     return list(found)
 
@@ -230,12 +240,12 @@ def _literal(pattern: str) -> list[str]:
     return [path] if os.path.exists(path) else []
 
 
-def _no_match(pattern: str) -> str:
-    return f"no file matches {pattern!r} (looked in {os.getcwd()}); give files that are there, or their full paths"
-
-
 def _typed(paths: Sequence[Path]) -> tuple[SourceFile, ...]:
-    return tuple(SourceFile(path, kind_of(path) + codec_of(path)) for path in paths)
+    # " records": 0.1.0 read json files as plain text, and what it cached of them is not what they mean
+    kinds = [" records" if kind_of(path) == ".json" else "" for path in paths]
+    return tuple(
+        SourceFile(path, kind_of(path) + codec_of(path) + kind) for path, kind in zip(paths, kinds, strict=True)
+    )
 
 
 # -------------------------------------------------------------------------------------------------- reading documents

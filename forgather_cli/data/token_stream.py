@@ -12,6 +12,7 @@ have to be stored, or refilled from the start; its own resume loses what was in 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -30,6 +31,7 @@ from forgather_cli.errors import DataError, TrainingError
 
 _CHUNK = 1 << 20  # characters of documents that are encoded and packed together
 _MANY = 1024  # documents, at most as many
+_log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 Sample = dict[str, Tensor]
 
@@ -50,6 +52,8 @@ class Rules:
     seed: int = 0
     keep_tail: bool = False
     """The tokens that are left at the end make a padded sample."""
+    skip_bad: bool = False
+    """Rows whose text is null are left out."""
 
 
 @dataclass
@@ -139,13 +143,22 @@ class TokenStream(IterableDataset[Sample]):
             yield row
 
     def _texts(self) -> Iterator[str]:
-        key = self._rules.text_key
+        key, skipped = self._rules.text_key, 0
         for row in self._rows():
             text = row.get(key)
             if text is not None and not isinstance(text, str):
                 raise DataError(f"data.text_key: column {key!r} holds {type(text).__name__}, not text")
             if text is None and key not in row:
                 raise DataError(f"data.text_key: no column {key!r}, the dataset has {', '.join(row)}")
+            if text is None and not self._rules.skip_bad:
+                kind = TrainingError if self._has_begun else DataError
+                raise kind(f"data.text_key: {key!r} of a row is null; leave such rows out with data.on_bad_row=skip")
+            if text is None:
+                skipped += 1
+                if skipped in (1, 10, 100) or skipped % 1000 == 0:
+                    _log.warning(
+                        "data.on_bad_row=skip: %d rows of the stream left out, %r is null in them", skipped, key
+                    )
             if text:
                 yield text
 

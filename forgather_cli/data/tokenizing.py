@@ -103,10 +103,11 @@ class Journal:
     chars: int = 0
     replaced: int = 0
     replaced_in: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def damage(self) -> Damage:
-        return Damage(self.replaced, self.replaced_in)
+        return Damage(self.replaced, self.replaced_in, self.skipped)
 
     def add(self, made: Encoded) -> None:
         for split in SPLITS:
@@ -116,6 +117,7 @@ class Journal:
         self.done += 1
         self.chars += made.num_chars
         self.replaced += made.damage.count
+        self.skipped += made.damage.skipped
         self.replaced_in += [name for name in made.damage.files if name not in self.replaced_in[-1:]]
 
 

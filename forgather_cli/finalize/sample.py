@@ -89,7 +89,7 @@ def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
     data = load_data(config.data, seed=max(config.seed, 0))
     if data.eval is None:
         raise DataError("it has no evaluation split")
-    if data.tokenizer.encode(BUILT_IN) != tokenizer.encode(BUILT_IN):
+    if data.tokenizer is not None and data.tokenizer.encode(BUILT_IN) != tokenizer.encode(BUILT_IN):
         raise DataError("its tokenizer is another one than the source's")
     batches = EvalLoader(data.eval, batch_size=1, device=torch.device("cpu"))
     sequences = tuple(_bounded(batches, limit))

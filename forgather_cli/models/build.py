@@ -22,12 +22,19 @@ from forgather_cli.targets import import_target
 _REMEDY = "by its config.json; mend config.json or save the model again"
 
 
-def build_model(option: ModelOption, *, vocab_size: int, seq_len: int) -> nn.Module:
+def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) -> nn.Module:
     """The whole model on the device that is current (meta too), without loaded weights.
 
-    ``vocab_size`` is the tokenizer's and ``seq_len`` the data's, in tokens; a ``_target_`` gets them if its signature
-    names them and its arguments do not. Raises ModelError.
+    ``vocab_size`` is the tokenizer's, None where nothing tells, and ``seq_len`` the data's, in tokens; a ``_target_``
+    gets them if its signature names them and its arguments do not. Raises ModelError.
     """
+    if vocab_size is None:
+        vocab_size = own_vocab_size(option)
+        if vocab_size is None:
+            raise ModelError(
+                "model.vocab_size: unknown, since the data names no tokenizer; let data._target_ return a mapping with "
+                "'tokenizer' or 'vocab_size', or set model.vocab_size"
+            )
     if isinstance(option, DecoderSettings):
         return Decoder(resolve_decoder(option, vocab_size=vocab_size, seq_len=seq_len))
     if isinstance(option, PretrainedSettings):
@@ -40,6 +47,26 @@ def build_model(option: ModelOption, *, vocab_size: int, seq_len: int) -> nn.Mod
 
         return build_causal_lm(option, vocab_size=vocab_size, seq_len=seq_len)
     return _from_target(option, vocab_size=vocab_size, seq_len=seq_len)
+
+
+def own_vocab_size(option: ModelOption) -> int | None:
+    """Tokens that a model knows by its settings or its directory alone; None where it takes the tokenizer's.
+
+    0 for a ``_target_`` that asks for none.
+    """
+    if isinstance(option, DecoderSettings):
+        return option.vocab_size
+    if isinstance(option, PretrainedSettings):
+        return read_settings(option.path).vocab_size
+    if isinstance(option, TransformersSettings):
+        from forgather_cli.models.hf.library import config_of
+
+        return config_of(option, vocab_size=0).get_text_config().vocab_size or None
+    known = option.kwargs.get("vocab_size")
+    if isinstance(known, int):
+        return known
+    wanted = inspect.signature(import_target(option.path, "model")).parameters.get("vocab_size")
+    return 0 if wanted is None or wanted.default is not wanted.empty else None
 
 
 def initialize(option: ModelOption, module: nn.Module, seed: int, *, device_generator: bool = False) -> None:
@@ -91,6 +118,7 @@ def _names_a_type(directory: Path) -> bool:
 def _from_target(target: Target, **sizes: int) -> nn.Module:
     factory = import_target(target.path, "model")
     wanted = inspect.signature(factory).parameters
+    sizes = sizes if sizes["vocab_size"] else {"seq_len": sizes["seq_len"]}  # its own default counts
     sizes = {key: value for key, value in sizes.items() if key in wanted and key not in target.kwargs}
     model = factory(**sizes, **target.kwargs)
     if not isinstance(model, nn.Module):

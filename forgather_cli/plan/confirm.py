@@ -76,6 +76,7 @@ def confirm(
 def _trial_config(config: Config, made: RunPlan, micro_batch: int) -> Config:
     """The run's, on random tokens, without evaluations and checkpoints."""
     model = config.model
+    assert made.seq_len is not None, "memory_by_micro_batch has refused that"
     if isinstance(model, DecoderSettings):
         model = replace(model, vocab_size=made.vocab_size)
     changes: dict[str, Any] = {"load_best_model_at_end": False, "eval_on_start": False, "eval_on_save": False}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import Config, FSDP2Settings, PipelineSettings, Target
+from forgather_cli.errors import ConfigError
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import Activations, activations_of
@@ -27,8 +28,9 @@ class RunPlan:
     """The numbers of one run. Bytes are those of the fullest rank; None where they cannot be known before the run."""
 
     model: str
-    vocab_size: int
-    seq_len: int
+    vocab_size: int | None
+    """None: only data of the user's will tell it, and without it nothing of the model is known."""
+    seq_len: int | None
     parameters: list[PlannedParameter]
     trainer: str
     """As in ``trainer=NAME``; of a user's strategy its path."""
@@ -37,13 +39,13 @@ class RunPlan:
     accumulation: int
     global_batch: int
     """Sequences per optimizer step."""
-    tokens_per_step: int
+    tokens_per_step: int | None
     train_tokens: int | None
     """Tokens of the train split, from an existing cache."""
     steps: int | None
-    flops_per_token: float
+    flops_per_token: float | None
     ranks: list[RankMemory]
-    """Every rank's memory."""
+    """Every rank's memory; empty where it is not known."""
     checkpoint_bytes: int | None
     stages: list[PlannedStage] = field(default_factory=list)
     """Of a pipeline, in the model's order."""
@@ -56,9 +58,9 @@ class RunPlan:
         return sum(row.numel for row in self.parameters)
 
     @property
-    def fullest(self) -> RankMemory:
+    def fullest(self) -> RankMemory | None:
         """The rank that needs most."""
-        return max(self.ranks, key=lambda rank: rank.total)
+        return max(self.ranks, key=lambda rank: rank.total, default=None)
 
     def by_kind(self) -> dict[str, int]:
         """Parameters of each kind, in the order of the model."""
@@ -67,36 +69,49 @@ class RunPlan:
 
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
-    from forgather_cli.models.pretrained import architecture
-    from forgather_cli.trainer.metrics import Flops
-
     world_size = plan_layout(config).world
-    seq_len = _seq_len(config)
+    seq_len, vocab_size = _seq_len(config), _vocab_size(config)
     counts = _cached_counts(config)
-    vocab_size = counts.get("vocab_size") or _vocab_size(config)
-    build = partial(_build, config, vocab_size, seq_len)
-    model = build()
-    rows = parameter_rows(model, config)
     batch = _batch(config, world_size)
-    costs = activations_of(config, getattr(model, "settings", None))
-    piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
-    stages = pipeline.stages_of(piped, build, rows, world_size) if piped else []
-    optimizer = optimizer_bytes(rows)
-    return RunPlan(
-        model=architecture(model),
+    made = RunPlan(
+        model=config.model.path if isinstance(config.model, Target) else config.model.type,
         vocab_size=vocab_size,
         seq_len=seq_len,
-        parameters=rows,
+        parameters=[],
         trainer=config.trainer.path if isinstance(config.trainer, Target) else config.trainer.type,
         world_size=world_size,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         global_batch=batch.global_batch,
-        tokens_per_step=batch.global_batch * seq_len,
+        tokens_per_step=None if seq_len is None else batch.global_batch * seq_len,
         train_tokens=counts.get("train_tokens"),
         steps=_steps(config, counts.get("train_samples"), batch.global_batch),
-        flops_per_token=Flops.of([model]).of_sequence(seq_len) / seq_len,
-        ranks=_memory(config, rows, stages, world_size, costs, batch.micro_batch * seq_len),
+        flops_per_token=None,
+        ranks=[],
+        checkpoint_bytes=None,
+    )
+    return made if vocab_size is None else _with_model(made, config, vocab_size)
+
+
+def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
+    """What follows from the model. Without a length of sequences neither operations nor activations are known."""
+    from forgather_cli.models.pretrained import architecture
+    from forgather_cli.trainer.metrics import Flops
+
+    seq_len, world_size = made.seq_len, made.world_size
+    build = partial(_build, config, vocab_size, seq_len or 1)
+    model = build()
+    rows = parameter_rows(model, config)
+    costs = activations_of(config, getattr(model, "settings", None)) if seq_len else None
+    piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
+    stages = pipeline.stages_of(piped, build, rows, world_size) if piped else []
+    optimizer = optimizer_bytes(rows)
+    return replace(
+        made,
+        model=architecture(model),
+        parameters=rows,
+        flops_per_token=Flops.of([model]).of_sequence(seq_len) / seq_len if seq_len else None,
+        ranks=_memory(config, rows, stages, world_size, costs, made.micro_batch * (seq_len or 1)),
         checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
         stages=pipeline.described(stages, sum(row.numel for row in rows)),
         schedule=piped.schedule if piped else None,
@@ -106,8 +121,12 @@ def make_plan(config: Config) -> RunPlan:
 
 def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
-    world, seq_len = plan_layout(config).world, _seq_len(config)
-    vocab_size = _cached_counts(config).get("vocab_size") or _vocab_size(config)
+    world, seq_len, vocab_size = plan_layout(config).world, _seq_len(config), _vocab_size(config)
+    if seq_len is None or vocab_size is None:
+        raise ConfigError(
+            "data._target_: its vocabulary and the length of its sequences are known when it is made; for --fit set "
+            "model.vocab_size and data.seq_len"
+        )
     build = partial(_build, config, vocab_size, seq_len)
     model = build()
     rows = parameter_rows(model, config)
@@ -142,20 +161,26 @@ def _memory(
     return memory.replicated(config, rows, world, activations)
 
 
-def _seq_len(config: Config) -> int:
+def _seq_len(config: Config) -> int | None:
+    """None where only data of the user's will tell."""
     if isinstance(config.data, Target):
-        return int(config.data.kwargs.get("seq_len", 1024))
+        length = config.data.kwargs.get("seq_len")
+        return length if isinstance(length, int) else None
     return config.data.seq_len
 
 
-def _vocab_size(config: Config) -> int:
-    """The tokenizer's; of a ``bpe`` that is not trained yet the size it is asked for."""
+def _vocab_size(config: Config) -> int | None:
+    """The tokenizer's; of a ``bpe`` that is not trained yet the size it is asked for. Of data of the user's, which tell
+    when they are made, the model's; None where that takes theirs."""
+    from forgather_cli.data.tokenize import load_tokenizer
+    from forgather_cli.models.build import own_vocab_size
+
     if isinstance(config.data, Target):
-        return int(getattr(config.model, "vocab_size", None) or 257)
+        return own_vocab_size(config.model)
+    if known := _cached_counts(config).get("vocab_size"):
+        return known
     if config.data.tokenizer == "bpe":
         return config.data.bpe_vocab_size
-    from forgather_cli.data.tokenize import load_tokenizer
-
     return load_tokenizer(config.data.tokenizer).vocab_size
 
 

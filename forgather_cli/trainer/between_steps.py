@@ -143,7 +143,8 @@ class BetweenSteps:
         if not trainer.metrics.pending:
             return
         logs, interval = trainer.metrics.read()
-        logs["learning_rate"] = trainer.lr_scheduler.get_last_lr()[0]
+        used = trainer.used_lr  # None: the open interval is of steps before a resume
+        logs["learning_rate"] = trainer.lr_scheduler.get_last_lr()[0] if used is None else used
         if (scaler := trainer.strategy.scaler) is not None:
             logs["loss_scale"] = scaler.scale
         logs["epoch"] = self._state.epoch

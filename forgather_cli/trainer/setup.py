@@ -136,8 +136,19 @@ def train_loader(trainer: Trainer) -> TrainLoader:
         collate_fn=trainer.data_collator,
         peers=trainer.peers,
         dispatch=args.dispatch_batches,
+        vocab_size=known_vocab_size(strategy.parts),
         **_loader_settings(args, strategy.device),
     )
+
+
+def known_vocab_size(parts: list[nn.Module]) -> int | None:
+    """Tokens that the model knows by its settings (the decoder) or its config (transformers); else None."""
+    for part in parts:
+        for told in (getattr(part, "settings", None), getattr(part, "config", None)):
+            size = getattr(told, "vocab_size", None)
+            if isinstance(size, int):
+                return size
+    return None
 
 
 def eval_loader(

@@ -107,6 +107,8 @@ class Trainer:
         self.run_dir = RunDir(Path(self.args.output_dir or "trainer_output"))
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
+        self.used_lr: float | None = None
+        """Of the newest update."""
         self.train_loader: TrainLoader | None = None
         self._warned_no_targets = False
         self._make_optimizer = OptimizerRecipe(
@@ -351,6 +353,7 @@ class Trainer:
         if self.strategy.averaging is not None:
             self.strategy.averaging.after_optimizer_step()
         self.emit("on_optimizer_step")
+        self.used_lr = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
 
     def _count(self, step: WorldStep, loss: Tensor, norm: Tensor, *, skipped: bool) -> None:

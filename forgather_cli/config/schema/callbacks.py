@@ -197,7 +197,7 @@ class EarlyStoppingSettings:
 class DivergenceSettings:
     smoothing: Annotated[float, Gt(0), Le(1)] = 0.3  # weight of the newest value in the running mean; 1: no mean
     threshold: PositiveFloat | None = 1.0  # rise above the best running mean; null: relative_threshold alone
-    relative_threshold: PositiveFloat | None = None  # rise as a share of the best running mean
+    relative_threshold: Annotated[float, Gt(1)] | None = None  # multiple of the best running mean
     patience: PositiveInt = 3  # values in a row
     warmup: Count = 10  # first values, which are not judged
     action: Literal["stop", "abort", "rollback"] = "stop"

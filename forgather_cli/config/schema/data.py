@@ -23,6 +23,9 @@ class _DataBase:
     dispatch_eval_batches: bool | None = None  # null: as dispatch_batches
 
 
+OnBadRow = Literal["error", "skip"]
+
+
 @settings
 class _Tokenized(_DataBase):
     tokenize_processes: PositiveInt | None = None  # at once; null: the cores, where there is enough to do
@@ -44,6 +47,7 @@ class TextSettings(_Tokenized):
     files: list[str]
     eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the documents
     text_key: str = "text"
+    on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
     eval_fraction: Fraction = 0.05  # of the documents
 
 
@@ -60,6 +64,7 @@ class HfSettings(_Tokenized):
     eval_files: list[str] = field(default_factory=list)  # in the format of data_files
     revision: str | None = None  # branch, tag or commit on the hub
     text_key: str = "text"
+    on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
     eval_fraction: Fraction = 0.05  # of the documents
     streaming: bool = False
     shuffle_buffer: Count = 0  # documents; 0: in the order of the dataset
@@ -85,6 +90,7 @@ class InstructSettings(_DataBase):
     files: list[str]
     eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the conversations
     eval_fraction: Fraction = 0.05  # of the conversations
+    on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
     messages_key: str | None = None  # null: messages, conversations, or prompt and completion
     chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
     train_on: Literal["assistant", "last", "all"] = "assistant"

@@ -1,0 +1,129 @@
+"""Whose tokens a model sees: the tokenizer of its directory, and ids of data of the user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import forgather
+from torch.utils.data import IterableDataset
+
+from forgather_cli import worker
+from forgather_cli.config.decode import dump_tree
+from forgather_cli.config.load import load_config, load_resumed
+from forgather_cli.config.schema import DataTarget
+from forgather_cli.data.build import load_data
+from forgather_cli.data.file_tokenizer import train_bpe
+from forgather_cli.errors import DataError, ModelError
+from forgather_cli.plan import make_plan
+from forgather_cli.run_dir import RunDir
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A tokenizer with a config of a model beside it."""
+    train_bpe(["to be or not to be, that is the question\n" * 50], 270, tmp_path / "model")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 272, **shape}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "model"
+
+
+def tokenizer_of(*words: str) -> str:
+    return str(getattr(load_config(None, list(words)).config.data, "tokenizer", None))
+
+
+def test_the_tokenizer_of_a_pretrained_model_is_its_own_unless_another_is_given(
+    directory: Path, tmp_path: Path
+) -> None:
+    pretrained = ["model=pretrained", f"model.path={directory}"]
+    for data in (
+        ["data=text", "data.files=[x.txt]"],
+        ["data=instruct", "data.files=[x.jsonl]"],
+        ["data=synthetic"],
+        [],
+    ):
+        assert tokenizer_of(*pretrained, *data) == str(directory)
+    assert tokenizer_of("model=transformers", f"model.path={directory}") == str(directory)
+    assert tokenizer_of(*pretrained, "data.tokenizer=bytes") == "bytes"
+    assert load_config("finetune", [f"model.path={directory}"]).tree["data"]["tokenizer"] == str(directory)
+    assert tokenizer_of() == "bytes"
+    assert tokenizer_of("model=transformers", "model.config={model_type: gpt2}") == "bytes"
+    loaded = load_config(None, [*pretrained, "data.tokenizer=bytes", f"output_dir={tmp_path}"])
+    (tmp_path / "config.yaml").write_text(dump_tree(loaded.tree))
+    assert load_resumed(tmp_path / "config.yaml", []).tree["data"]["tokenizer"] == "bytes"
+
+
+ROWS = [{"input_ids": [1, 2, 300], "labels": [1, 2, 300]}] * 16
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+def own(vocab_size: int | None = None, streams: bool = False) -> dict[str, Any]:
+    """Data that says, or does not, how many tokens it has."""
+    told = {} if vocab_size is None else {"vocab_size": vocab_size}
+    return {"train": Stream() if streams else ROWS, "seq_len": 3, **told}
+
+
+def run_own(tmp_path: Path, *words: str) -> Any:
+    base = [
+        "model=nano", "callbacks=minimal", f"output_dir={tmp_path}/run", "global_batch_size=8", "max_steps=2",
+        "data._target_=test_vocabulary.own", "eval_strategy=no", "save_strategy=no", "device=cpu",
+    ]  # fmt: skip
+    (tmp_path / "run").mkdir()
+    return worker.run(load_config(None, [*base, *words]).config, RunDir(tmp_path / "run"))
+
+
+def test_own_data_without_a_vocabulary_gets_none(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.vocab_size: unknown, .*'tokenizer' or 'vocab_size', or set model\."):
+        run_own(tmp_path)
+
+
+@pytest.mark.parametrize("words", [["data.vocab_size=301"], ["model.vocab_size=301"]])
+def test_own_data_with_one_trains(tmp_path: Path, words: list[str]) -> None:
+    words = [word.replace("data.vocab_size", "+data.vocab_size") for word in words]
+    trainer = run_own(tmp_path, *words)
+    assert trainer.model.settings.vocab_size == 301
+    assert trainer.processing_class is None
+
+
+@pytest.mark.parametrize("streams", ["false", "true"])
+def test_ids_of_the_first_batches_are_compared_with_the_model(tmp_path: Path, streams: str) -> None:
+    with pytest.raises(DataError, match=r"token id 300 is outside of the model's vocabulary of 257 tokens"):
+        run_own(tmp_path, "model.vocab_size=257", f"+data.streams={streams}")
+
+
+def test_own_data_of_a_pretrained_model_has_its_tokenizer(directory: Path) -> None:
+    data = load_data(DataTarget(path="test_vocabulary.own"), seed=0, model_path=str(directory))
+    assert data.tokenizer is not None
+    assert data.vocab_size == data.tokenizer.vocab_size == 270
+
+
+def test_textgen_without_a_tokenizer_writes_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_own(tmp_path, "model.vocab_size=301", "+callbacks.textgen={generation_steps: 1}")
+    assert "callbacks.textgen: there is no tokenizer" in caplog.text
+    assert not (tmp_path / "run" / "samples.txt").exists()
+
+
+def test_a_plan_says_unknown_where_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=nano", "data._target_=test_vocabulary.own", "max_steps=2", "global_batch_size=8"]
+    made = make_plan(load_config(None, words).config)
+    assert (made.vocab_size, made.seq_len, made.tokens_per_step) == (None, None, None)
+    assert not made.parameters
+    assert forgather("plan", *words) == 0
+    assert "unknown: your data tells its vocabulary when it is made; set model.vocab_size" in capsys.readouterr().out
+    assert forgather("plan", "--json", *words) == 0
+    assert json.loads(capsys.readouterr().out)["num_parameters"] is None
+    made = make_plan(load_config(None, [*words, "model.vocab_size=301"]).config)
+    assert made.num_parameters > 0
+    assert made.flops_per_token is None  # the length of sequences is not known
+    assert forgather("plan", *words, "model.vocab_size=301") == 0
+    assert forgather("plan", "--fit", *words) == 2
+    assert "model.vocab_size" in capsys.readouterr().err
