@@ -53,11 +53,11 @@ class Rows:
 
 
 def data(length=64, target=True):
-    return {"train": Rows(length, target), "eval": Rows(4), "seq_len": 8}
+    return {"train": Rows(length, target), "eval": Rows(4), "seq_len": 8, "tokenizer": "bytes"}
 
 
 def data_without_labels():
-    return [{"input_ids": torch.arange(8)} for _ in range(64)]
+    return {"train": [{"input_ids": torch.arange(8)} for _ in range(64)], "seq_len": 8, "vocab_size": 257}
 
 
 def data_without_name():

@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.callbacks.metrics import peak_memory
 from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
 
@@ -36,7 +37,7 @@ def trained(root: str, *overrides: str) -> tuple[str, list[int]]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         worker.run(tiny.config(Path(root), *SMALL, *overrides), RunDir(Path(root)))
-    return said.getvalue(), [before, resident()]
+    return said.getvalue(), [before, peak_memory(torch.device("cpu"))]  # VmHWM is set back at each log
 
 
 def resident() -> int:

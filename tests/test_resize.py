@@ -80,7 +80,13 @@ def test_a_multiple_without_resizing_is_refused() -> None:
 
 
 def grown(path: Path) -> list[str]:
-    return ["model=pretrained", f"model.path={path}", "resize_vocabulary=true", "pad_vocab_to_multiple_of=8"]
+    return [
+        "model=pretrained",
+        f"model.path={path}",
+        "data.tokenizer=bytes",
+        "resize_vocabulary=true",
+        "pad_vocab_to_multiple_of=8",
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -177,11 +177,6 @@ def test_with_the_decoder_and_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert len(lines[5].removeprefix("w1 w2 w5").split("w")) == 9  # 8 new words
 
 
-def test_a_tokenizer_that_is_missing_is_told_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"callbacks\.textgen: there is no tokenizer"):
-        event(made(tmp_path), "on_train_begin", Speaker([]), None)
-
-
 def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
     tokenizer = SimpleNamespace(encode=lambda text: [], eos_token_id=None, pad_token_id=None)
     with pytest.raises(SetupError, match="an empty prompt needs a tokenizer with a bos or eos token"):

@@ -17,10 +17,11 @@ class DivergenceDetector(TrainerCallback):
     """Judges a logged metric that falls while training goes well: ``loss``, ``eval_loss`` or ``metric_key``.
 
     Its running mean, in which the newest value weighs ``smoothing``, may lie above the best one by ``threshold``, or be
-    ``relative_threshold`` (above 1) times the best; with both, the lower counts. After ``patience`` values in a row that
-    do not, and at once at NaN or infinity, the run is stopped (a final checkpoint is saved, marked as not healthy),
-    aborted (nothing is saved) or rolled back. The first ``warmup`` values are not judged. Logged values are equal on all ranks, and so is
-    the verdict. Mean, best and counts are part of the checkpoint. Raises ConfigError for settings that judge nothing.
+    ``relative_threshold`` (above 1) times the best; with both, the lower counts. After ``patience`` values in a row
+    that do not, and at once at NaN or infinity, the run is stopped (a final checkpoint is saved, marked as not
+    healthy), aborted (nothing is saved) or rolled back. The first ``warmup`` values are not judged. Logged values are
+    equal on all ranks, and so is the verdict. Mean, best and counts are part of the checkpoint. Raises ConfigError for
+    settings that judge nothing.
     """
 
     _STATE = ("_smoothed", "_best", "_best_step", "_seen", "_bad", "_sound_step", "_last_step")
