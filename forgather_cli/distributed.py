@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -58,11 +59,15 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join_world(device: torch.device) -> None:
-    """Collective. Join the process group that the environment describes (torchrun's), where there is none yet."""
+def join_world(device: torch.device, timeout: float = 1800.0) -> None:
+    """Collective. Join the process group that the environment describes (torchrun's), where there is none yet.
+
+    Collectives that wait longer than ``timeout`` seconds raise.
+    """
     if dist.is_initialized() or world_size() == 1:
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
 def cpu_group() -> Any:

@@ -46,7 +46,7 @@ ALLOWED = {
     "trainer": {
         "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.dispatch",
         "data.loader", "loss", "optim", "models.modes", "models.transform", "models.pretrained", "config.batch",
-        "config.check", "config.decode", "config.optimizer_limits", "precision", "targets",
+        "config.accelerate_file", "config.check", "config.decode", "config.optimizer_limits", "precision", "targets",
     },
     "strategies": {
         "config.accelerate_file", "config.pipeline_layout", "distributed", "loss", "precision", "models.init",

@@ -16,7 +16,9 @@ from torch.utils.data import IterableDataset
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.checkpoint.load import Reader
+from forgather_cli.config.schema import AdafactorSettings
 from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.optim.build import build_optimizer
 from forgather_cli.trainer import Trainer, TrainingArguments
 
 
@@ -49,20 +51,27 @@ CASES: dict[str, dict[str, Any]] = {
     "logging out of step": {"logging_steps": 7},
     "synchronous": {"async_save": False},
     "sgd": {"optim": "sgd"},
-    "adafactor": {"optim": "adafactor"},
+    "adafactor": {
+        "optimizer_factory": lambda named: build_optimizer(AdafactorSettings(), named, lr=1e-2, weight_decay=0.0)
+    },
     "in backward": {"fuse_optim_with_backward": True, "max_grad_norm": None},
     "no seed": {"seed": -1},
 }
 
 
-def train(path: Path, cut: Cut, resume: bool = False, **changes: Any) -> Trainer:
+def train(path: Path, cut: Cut, resume: bool = False, optimizer_factory: Any = None, **changes: Any) -> Trainer:
     settings: dict[str, Any] = {
         "max_steps": 12, "per_device_train_batch_size": 4, "save_steps": 5, "logging_steps": 1, "learning_rate": 1e-2,
         "warmup_steps": 3, "deterministic": True, **changes,
     }  # fmt: skip
     model = tiny.decoder(attention_dropout=0.1, residual_dropout=0.1)
     trainer = Trainer(
-        model, TrainingArguments(str(path), **settings), None, tiny.RandomTokens(40, ragged=True), callbacks=[cut]
+        model,
+        TrainingArguments(str(path), **settings),
+        None,
+        tiny.RandomTokens(40, ragged=True),
+        callbacks=[cut],
+        optimizer_factory=optimizer_factory,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer

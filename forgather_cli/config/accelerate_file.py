@@ -47,6 +47,7 @@ _FSDP_UNSUPPORTED = {
     "fsdp_ignored_modules": "all parameters are sharded",
     "fsdp_activation_checkpointing_offload": "activations stay on the device, or are recomputed",
     "fsdp_min_num_params": "the model is sharded block by block",
+    **dict.fromkeys(("fsdp_xla", "fsdp_xla_fsdp_v2", "fsdp_xla_fsdp_grad_ckpt"), "no TPUs here"),
 }
 
 
@@ -54,7 +55,7 @@ _FSDP_UNSUPPORTED = {
 class _File:
     """A file on its way to settings: ``left`` are its keys that nobody has asked for yet."""
 
-    path: Path
+    path: Path | None  # null: the keys came without one
     left: dict[str, Any]
     section: str = ""
     problems: list[str] = field(default_factory=list)
@@ -65,7 +66,8 @@ class _File:
         return self.left.pop(key, default)
 
     def wrong(self, key: str, problem: str) -> None:
-        self.problems.append(f"accelerate_config: {self.section}{key} in {self.path}: {problem}")
+        where = f"accelerate_config: {self.section}{key} in {self.path}" if self.path else f"{self.section}{key}"
+        self.problems.append(f"{where}: {problem}")
 
     def boolean(self, key: str) -> bool | None:
         """None where the key is missing. Also as text, which accelerate writes."""
@@ -121,6 +123,19 @@ def accelerate_settings(path: Path, *, own_decoder: bool) -> dict[str, Any]:
     file.finish(_UNSUPPORTED, _SILENT)
     if file.problems:
         raise ConfigError(file.problems)
+    return settings
+
+
+def fsdp_settings(keys: dict[str, Any]) -> dict[str, Any]:
+    """Our settings by dotted path for Accelerate's ``fsdp_config`` alone, as Hugging Face's TrainingArguments have it.
+
+    Raises ConfigError with every problem.
+    """
+    section = _File(None, {"fsdp_version": 2, **keys}, "fsdp_config.")
+    settings = _sharding(section, 1) | _wrapping(section, own_decoder=False)
+    section.finish(_FSDP_UNSUPPORTED, (*ALWAYS_SO, "fsdp_limit_all_gathers"))
+    if section.problems:
+        raise ConfigError(section.problems)
     return settings
 
 

@@ -52,21 +52,22 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def apply_activation_checkpointing(module: nn.Module) -> None:
-    """Recompute every block's activations in the backward pass instead of keeping them. Raises ModelError.
+def apply_activation_checkpointing(module: nn.Module, *, every_n_layers: int = 1, **options: Any) -> None:
+    """Recompute the activations of every block, or of each ``every_n_layers``-th from the first, in the backward pass
+    instead of keeping them. ``options`` are those of torch's ``checkpoint``. Raises ModelError.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
     """
-    for block in _required_blocks(module, "gradient_checkpointing"):
+    for block in _required_blocks(module, "gradient_checkpointing")[::every_n_layers]:
         # a partial over the block, not a closure: a deep copy of the model must call the copy
-        block.forward = functools.partial(_recomputed, block)
+        block.forward = functools.partial(_recomputed, block, options)
 
 
-def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(block: nn.Module, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     forward = functools.partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 def recomputes(module: nn.Module) -> bool:

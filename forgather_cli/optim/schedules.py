@@ -19,9 +19,11 @@ from forgather_cli.config.schema import (
     LinearSettings,
     SchedulerOption,
     Target,
+    TransformersScheduleSettings,
     WSDSettings,
 )
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.optim import transformers_schedules
 from forgather_cli.optim.torch_schedule import TorchSchedule
 from forgather_cli.targets import call, import_target
 
@@ -51,6 +53,8 @@ def schedule_factor(option: SchedulerOption, *, total_steps: int | None) -> Fact
     """
     assert not isinstance(option, Target)
     warmup = _steps(option.warmup_steps, "warmup_steps", total_steps)
+    if isinstance(option, TransformersScheduleSettings):
+        return transformers_schedules.factor(option, warmup, lambda: _known(total_steps, option.name))
     return _warmed_up(warmup, _shape(option, warmup, total_steps))
 
 

@@ -45,7 +45,7 @@ def _built(args: RunSettings, device: torch.device, loss: Loss, precision: Preci
     """Collective."""
     option = getattr(args, "trainer", None) or SingleSettings()
     if not isinstance(option, SingleSettings):
-        join_world(device)
+        join_world(device, args.hang_timeout)
     if isinstance(option, Target):
         factory = import_target(option.path, "trainer")
         made: Strategy = call(factory, "trainer", device, loss, autocast_for(precision, device), **option.kwargs)

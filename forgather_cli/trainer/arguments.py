@@ -4,87 +4,111 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from dataclasses import field
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from forgather_cli.config.decode import decode_settings, to_tree
 from forgather_cli.config.schema import (
     HF_PROJECT,
-    AdafactorSettings,
     AdamWSettings,
     BF16Settings,
     CallbackSettings,
     Config,
-    ConstantSettings,
-    CosineSettings,
     CrossEntropySettings,
     DDPSettings,
     FP16Settings,
     FP32Settings,
+    FSDP2Settings,
     GroupSettings,
     InfoSettings,
-    InverseSqrtSettings,
+    Interval,
     JsonSettings,
-    LinearSettings,
     LossOption,
     MetricsSettings,
+    NonNegative,
     OptimizerOption,
+    PositiveInt,
     PrecisionOption,
+    Probability,
     ProgressSettings,
     RunSettings,
     SchedulerOption,
     SGDSettings,
     SingleSettings,
+    TensorboardSettings,
+    TrackersSettings,
     TrainerOption,
+    TransformersScheduleSettings,
     settings,
 )
 from forgather_cli.distributed import world_size
 from forgather_cli.errors import ConfigError
+from forgather_cli.optim import transformers_schedules
 from forgather_cli.strategies.base import Strategy
+from forgather_cli.trainer.hugging_face import ARGUMENTS, read_arguments
 
-# where a Hugging Face script relies on a default that differs from a recipe's (transformers 5.23, training_args.py)
-_HF_DEFAULTS: dict[str, Any] = {
-    "output_dir": "trainer_output",
-    "learning_rate": 5e-5,
-    "weight_decay": 0.0,
-    "num_train_epochs": 3.0,
-    "logging_steps": 500,
-    "logging_first_step": False,
-    "eval_strategy": "no",
-    "save_total_limit": None,
-    "dataloader_drop_last": False,
-}
+LogLevel = Literal["passive", "detail", "debug", "info", "warning", "error", "critical"]
+
 # that library decays embeddings, a recipe does not (transformers 5.23, Trainer.get_decay_parameter_names)
 _HF_GROUPS = {"no_decay": GroupSettings(regex=r"norm\w*\.weight$|bias$", settings={"weight_decay": 0.0})}
-# settings of that library that change nothing here, with the reason why it is safe to accept them
-_ACCEPTED = {
-    "report_to", "disable_tqdm", "remove_unused_columns", "label_names", "log_level", "save_safetensors",
-    "data_seed", "do_train", "do_eval", "do_predict", "include_num_input_tokens_seen", "logging_nan_inf_filter",
-    "group_by_length", "save_only_model", "eval_do_concat_batches",
-}  # fmt: skip
-_RENAMED = {"evaluation_strategy": "eval_strategy", "include_tokens_per_second": None, "no_cuda": "use_cpu"}
-_FALSE_ONLY = {"push_to_hub", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"}
 
 
 @settings
 class HFSettings(RunSettings):
-    """``RunSettings`` and the ``TrainingArguments`` names that stand for whole groups in a recipe."""
+    """``RunSettings`` with Hugging Face's defaults, and the ``TrainingArguments`` names that a recipe has not.
+
+    ``trainer/hugging_face.py`` says what becomes of each of that library's arguments.
+    """
+
+    output_dir: str | None = "trainer_output"
+    learning_rate: NonNegative = 5e-5
+    weight_decay: NonNegative = 0.0
+    num_train_epochs: float = 3.0
+    logging_steps: PositiveInt = 500
+    logging_first_step: bool = False
+    eval_strategy: Interval = "no"
+    eval_steps: PositiveInt = 500
+    save_total_limit: PositiveInt | None = None
+    dataloader_drop_last: bool = False
 
     optim: str = "adamw_torch_fused"
     lr_scheduler_type: str = "linear"
-    warmup_steps: float = 0.0  # below 1: a fraction of all steps
+    lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
+    warmup_steps: NonNegative = 0  # below 1: a fraction of all steps
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    label_smoothing_factor: Probability = 0.0
     bf16: bool = False
     fp16: bool = False
+    tf32: bool | None = None
     use_cpu: bool = False
     ddp_find_unused_parameters: bool | None = None
     ddp_bucket_cap_mb: int | None = None
     ddp_broadcast_buffers: bool | None = None
+    ddp_static_graph: bool | None = None
+    fsdp: FSDP2Settings | None = None  # with what fsdp_config says
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
     dispatch_batches: bool | None = None  # as a recipe's data.dispatch_batches
     dispatch_eval_batches: bool | None = None
-    run_name: str | None = None  # with project, for callbacks of that library that send metrics to a service
+    data_seed: int | None = None
+    train_sampling_strategy: Literal["random", "sequential"] = "random"
+    remove_unused_columns: bool = True
+    label_names: list[str] | None = None
+    prediction_loss_only: bool = False
+    include_for_metrics: list[Literal["inputs", "loss"]] = field(default_factory=list)
+    eval_accumulation_steps: PositiveInt | None = None
+    save_only_model: bool = False
+    log_level: LogLevel = "passive"
+    log_level_replica: LogLevel = "warning"
+    disable_tqdm: bool | None = None
+    report_to: list[str] = field(default_factory=list)
+    run_name: str | None = None  # with project, for callbacks that send metrics to a service
     project: str = HF_PROJECT
+    trackio_space_id: str | None = None
+    trackio_bucket_id: str | None = None
+    trackio_static_space_id: str | Literal[False] | None = None
 
 
 @settings
@@ -99,10 +123,11 @@ class Groups:
 
 
 _STAND_FOR = {
-    "trainer": ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    "trainer": ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "fsdp"),
     "precision": ("bf16", "fp16"),
     "optimizer": ("optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    "lr_scheduler": ("lr_scheduler_type", "warmup_steps"),
+    "lr_scheduler": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    "loss": ("label_smoothing_factor",),
 }
 """Group -> the Hugging Face names that stand for it."""
 
@@ -110,10 +135,9 @@ _STAND_FOR = {
 class TrainingArguments(HFSettings):
     """``TrainingArguments("out", max_steps=100, ...)``; unknown names and wrong types raise ConfigError.
 
-    Takes every run-level setting of a recipe besides the Hugging Face names ``optim``, ``lr_scheduler_type``,
-    ``warmup_steps``, ``warmup_ratio``, ``adam_beta1/2``, ``adam_epsilon``, ``bf16``, ``fp16``, ``use_cpu`` and
-    ``ddp_*``; in a process that torchrun or the like has started beside others, ranks train data-parallel. Defaults are
-    Hugging Face's where a script would notice: learning rate 5e-5, 3 epochs, logging every 500 steps, no evaluation.
+    Takes every run-level setting of a recipe, and each of Hugging Face's arguments as ``trainer/hugging_face.py`` says,
+    with its defaults: learning rate 5e-5, 3 epochs, logging every 500 steps, no evaluation. In a process that torchrun
+    or the like has started beside others, ranks train data-parallel, or with ``fsdp`` sharded.
 
     A recipe's groups ``trainer``, ``precision``, ``optimizer``, ``lr_scheduler`` and ``loss`` go by their names too: an
     option's name (``trainer="fsdp2"``), its settings (``trainer=FSDP2Settings(cpu_offload=True)``), or a dict with
@@ -122,12 +146,13 @@ class TrainingArguments(HFSettings):
 
     def __init__(self, output_dir: str | None = None, **kwargs: Any) -> None:
         own = {f.name: kwargs.pop(f.name, None) for f in dataclasses.fields(Groups)}
-        values = {**_HF_DEFAULTS, **_translate(kwargs)}
         if output_dir is not None:
-            values["output_dir"] = str(output_dir)
-        checked = decode_settings(HFSettings, values)
-        for f in dataclasses.fields(checked):
-            object.__setattr__(self, f.name, getattr(checked, f.name))
+            kwargs["output_dir"] = str(output_dir)
+        checked = decode_settings(HFSettings, read_arguments(kwargs))
+        kept = {name: kwargs.get(name, argument.default) for name, argument in ARGUMENTS.items()}
+        kept["do_eval"] = bool(kept["do_eval"]) or checked.eval_strategy != "no"  # as that library has it
+        for name, value in {**kept, **vars(checked)}.items():
+            object.__setattr__(self, name, value)
         if self.bf16 and self.fp16:
             raise ConfigError("fp16: excludes bf16, got True for both; set one of them")
         self.groups = as_groups(own)
@@ -137,12 +162,12 @@ class TrainingArguments(HFSettings):
             twice = self.given.intersection(names) if own[group] is not None else ()
             for name in twice:
                 raise ConfigError(f"{name}: {group} says it, got both; leave {name} out")
+        _ = self.optimizer, self.lr_scheduler  # what they name is known
 
     @property
     def given(self) -> frozenset[str]:
         """Settings that differ from their defaults."""
-        defaults = {f.name: f.default for f in dataclasses.fields(HFSettings)} | _HF_DEFAULTS
-        return frozenset(name for name, default in defaults.items() if getattr(self, name) != default)
+        return frozenset(name for name, default in vars(HFSettings()).items() if getattr(self, name) != default)
 
     @property
     def optimizer(self) -> OptimizerOption:
@@ -153,30 +178,24 @@ class TrainingArguments(HFSettings):
             fused = None if self.optim == "adamw_torch_fused" else False
             betas = (self.adam_beta1, self.adam_beta2)
             return AdamWSettings(betas=betas, eps=self.adam_epsilon, fused=fused, groups=_HF_GROUPS)
-        if self.optim in ("adafactor", "sgd"):
-            return AdafactorSettings(groups=_HF_GROUPS) if self.optim == "adafactor" else SGDSettings(groups=_HF_GROUPS)
+        if self.optim == "sgd":
+            return SGDSettings(groups=_HF_GROUPS)
         raise ConfigError(
-            f"optim: got {self.optim!r}; use adamw_torch_fused, adamw_torch, adafactor, sgd, or give optimizer_factory"
+            f"optim: got {self.optim!r}; use adamw_torch_fused, adamw_torch, sgd, or give optimizer_cls_and_kwargs"
         )
 
     @property
     def lr_scheduler(self) -> SchedulerOption:
-        """The option that ``lr_scheduler_type`` names, or the group. Raises ConfigError."""
+        """The option that ``lr_scheduler_type`` and its kwargs name, or the group. Raises ConfigError."""
         if self.groups.lr_scheduler is not None:
             return self.groups.lr_scheduler
-        options: dict[str, SchedulerOption] = {
-            "linear": LinearSettings(warmup_steps=self.warmup_steps),
-            "cosine": CosineSettings(warmup_steps=self.warmup_steps, min_lr_ratio=0.0),
-            "constant": ConstantSettings(),
-            "constant_with_warmup": ConstantSettings(warmup_steps=self.warmup_steps),
-            "inverse_sqrt": InverseSqrtSettings(warmup_steps=self.warmup_steps),
-        }
-        if self.lr_scheduler_type not in options:
-            names = ", ".join(options)
-            raise ConfigError(
-                f"lr_scheduler_type: got {self.lr_scheduler_type!r}; use {names}, or give lr_scheduler_factory"
-            )
-        return options[self.lr_scheduler_type]
+        transformers_schedules.check(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
+        return TransformersScheduleSettings(
+            name=self.lr_scheduler_type,
+            kwargs=self.lr_scheduler_kwargs,
+            warmup_steps=self.warmup_steps,
+            learning_rate=self.learning_rate,
+        )
 
     @property
     def trainer(self) -> TrainerOption:
@@ -185,10 +204,13 @@ class TrainingArguments(HFSettings):
             return self.groups.trainer
         if world_size() == 1:
             return SingleSettings()
+        if self.fsdp is not None:
+            return self.fsdp
         return DDPSettings(
             find_unused_parameters=bool(self.ddp_find_unused_parameters),
             bucket_cap_mb=self.ddp_bucket_cap_mb,
             broadcast_buffers=self.ddp_broadcast_buffers is not False,
+            static_graph=bool(self.ddp_static_graph),
         )
 
     @property
@@ -201,13 +223,22 @@ class TrainingArguments(HFSettings):
 
     @property
     def callbacks(self) -> CallbackSettings:
-        """What every run shows and writes; the Trainer's own ``callbacks`` come after these."""
-        shown = ProgressSettings()
-        return CallbackSettings(metrics=MetricsSettings(), info=InfoSettings(), progress=shown, json=JsonSettings())
+        """What every run shows and writes, and ``report_to``; the Trainer's own ``callbacks`` come after these."""
+        trackers = [name for name in self.report_to if name != "tensorboard"]
+        return CallbackSettings(
+            metrics=MetricsSettings(),
+            info=InfoSettings(),
+            progress=None if self.disable_tqdm else ProgressSettings(),
+            json=JsonSettings(),
+            tensorboard=TensorboardSettings() if "tensorboard" in self.report_to else None,
+            trackers=TrackersSettings(names=trackers, project=self.project, run_name=self.run_name)
+            if trackers
+            else None,
+        )
 
     @property
     def loss(self) -> LossOption:
-        return self.groups.loss or CrossEntropySettings()
+        return self.groups.loss or CrossEntropySettings(label_smoothing=self.label_smoothing_factor)
 
 
 def as_groups(given: dict[str, Any]) -> Groups:
@@ -221,28 +252,28 @@ def as_groups(given: dict[str, Any]) -> Groups:
     return decode_settings(Groups, trees)
 
 
-def _translate(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face spellings to ours; what asks for something that does not exist here raises ConfigError."""
-    values: dict[str, Any] = {}
-    for key, value in kwargs.items():
-        if key in _ACCEPTED and key not in RunSettings.__dataclass_fields__:
-            continue
-        if key in _FALSE_ONLY:
-            if value:
-                raise ConfigError(f"{key}: not available, got {value!r}; leave it out")
-            continue
-        name = _RENAMED.get(key, key)
-        if name is None:
-            continue
-        values[name] = getattr(value, "value", value)  # Hugging Face's enums
-    ratio = values.pop("warmup_ratio", 0.0)
-    if ratio and not values.get("warmup_steps"):
-        values["warmup_steps"] = ratio
-    if values.pop("use_cpu", False):
-        values["device"] = "cpu"
-    if "num_train_epochs" in values:
-        values["num_train_epochs"] = float(values["num_train_epochs"])
-    return values
+def _fields() -> dict[str, Any]:
+    """Dataclass fields for what reads them, Hugging Face's ``HfArgumentParser`` first of all: that library's arguments
+    with its types and defaults, which its parser can take, and a recipe's settings of plain types.
+    """
+    hints = get_type_hints(HFSettings)
+    found: list[tuple[str, Any, Any]] = []
+    for name, (hint, default, how, note) in ARGUMENTS.items():
+        told = {"help": (note if how == "read" else f"{how}: {note}").replace("%", "%%")}
+        made = field(default_factory=list, metadata=told) if default == [] else field(default=default, metadata=told)
+        found.append((name, hint, made))
+    for own in dataclasses.fields(HFSettings):
+        hint = hints[own.name]
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType] or [hint]
+        is_plain = get_origin(hint) is Literal or (len(kinds) == 1 and kinds[0] in (bool, int, float, str))
+        if own.name not in ARGUMENTS and is_plain:
+            found.append((own.name, hint, field(default=own.default)))
+    return {each.name: each for each in dataclasses.fields(dataclasses.make_dataclass("_", found))}
+
+
+_FIELDS = _fields()
+setattr(TrainingArguments, "__dataclass_fields__", _FIELDS)  # noqa: B010
+TrainingArguments.__annotations__ = {name: each.type for name, each in _FIELDS.items()}
 
 
 def as_arguments(args: Config | TrainingArguments | dict[str, Any] | None) -> Config | TrainingArguments:

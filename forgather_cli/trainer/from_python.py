@@ -156,9 +156,14 @@ def _said_twice(args: TrainingArguments, objects: Objects) -> Iterator[str]:
     has_scheduler = recipe.optimizers[1] is not None or recipe.scheduler_factory is not None
     stands_for: dict[str, tuple[str, ...]] = {
         recipe.way or "": ("optimizer", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        scheduler if has_scheduler else "": ("lr_scheduler", "lr_scheduler_type", "warmup_steps"),
+        scheduler if has_scheduler else "": (
+            "lr_scheduler",
+            "lr_scheduler_type",
+            "lr_scheduler_kwargs",
+            "warmup_steps",
+        ),
         "strategy" if objects.made_strategy is not None else "": ("trainer",),
-        "loss_fn or fused_loss_factory" if objects.loss is not None else "": ("loss",),
+        "loss_fn or fused_loss_factory" if objects.loss is not None else "": ("loss", "label_smoothing_factor"),
     }
     given = args.given | {f.name for f in fields(args.groups) if getattr(args.groups, f.name) is not None}
     for argument, names in stands_for.items():

@@ -172,6 +172,8 @@ class Persistence:
         identity = _ToCompare(self._identity())
         moments = _ToCompare(t.optimizer.state_tensors() if t.strategy.averaging is not None else {})
         own = [Component(OWN_MOMENTS, moments, Sharing.PER_RANK)] if t.strategy.averaging is not None else []
+        if t.args.save_only_model:
+            return [*self._restorable(), *self._of_scaling(), Component("identity", identity, Sharing.GLOBAL)]
         return [
             *self._restorable(),
             *self._of_strategy(),
@@ -189,7 +191,8 @@ class Persistence:
         save_strategy says, since a signal saves in any case. Raises SetupError.
         """
         model, optimizer = self._model_rows(), self._optimizer_rows()
-        expected = 0 if optimizer else 2 * total_bytes(model)  # AdamW's two moments, before the first step makes them
+        # AdamW's two moments, before the first step makes them
+        expected = 0 if optimizer or self._trainer.args.save_only_model else 2 * total_bytes(model)
         self._checkpointer.trial(self._components(), rows={**model, **optimizer}, num_bytes=expected)
 
     def save(self, metrics: dict[str, float], *, final: bool) -> bool:
@@ -222,7 +225,7 @@ class Persistence:
     def _optimizer_rows(self) -> dict[str, Rows]:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
         t = self._trainer
-        tensors = t.optimizer.state_tensors()
+        tensors = {} if t.args.save_only_model else t.optimizer.state_tensors()
         if t.strategy.averaging is not None:
             tensors = {n: all_sum(v.detach().clone(), t.world.group).div_(t.world.size) for n, v in tensors.items()}
         return rows_of(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ from torch import nn
 from forgather_cli.checkpoint.components import Rows
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.schema import Config, FP16Settings, RunSettings
+from forgather_cli.data.collate import CollateFn, default_collate
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import world
@@ -33,7 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_process(args: RunSettings, seed: int) -> None:
-    """Seed every generator that users' code may draw from; with ``deterministic`` two runs are bit-identical."""
+    """Seed every generator that users' code may draw from; with ``deterministic`` two runs are bit-identical. Sets the
+    level of our logs and the format of CUDA's fp32 products where TrainingArguments have one. Raises ConfigError.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -41,6 +45,47 @@ def prepare_process(args: RunSettings, seed: int) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    if (args.log_level, args.log_level_replica) != ("passive", "warning"):  # that library's defaults
+        level = args.log_level if world().rank == 0 else args.log_level_replica
+        logger = logging.getLogger("forgather_cli")
+        if level != "passive":
+            logger.setLevel("DEBUG" if level == "detail" else level.upper())
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+    if args.tf32 is not None:
+        if args.tf32 and not torch.cuda.is_available():
+            raise ConfigError("tf32: needs a CUDA device, which there is none of, got True; leave it out")
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if args.tf32 else "ieee"
+        torch.backends.cudnn.fp32_precision = "tf32" if args.tf32 else "ieee"
+
+
+class Columns:
+    """A collate function after Hugging Face's ``remove_unused_columns`` and ``label_names``: of samples that are dicts,
+    what ``forward`` does not name is left out, and the labels are called ``labels``.
+
+    transformers 5.23, ``trainer_utils.py: RemoveColumnsCollator``.
+    """
+
+    def __init__(self, names: set[str] | None, labels: str, collate: CollateFn) -> None:
+        self._names, self._labels, self._collate = names, labels, collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        names = self._names
+        if names is not None and isinstance(samples[0], dict) and not samples[0].keys() <= names:
+            samples = [{key: value for key, value in sample.items() if key in names} for sample in samples]
+        batch = self._collate(samples)
+        if self._labels != "labels" and self._labels in batch:
+            batch["labels"] = batch.pop(self._labels)
+        return batch
+
+
+def collate_fn(args: RunSettings, model: nn.Module, collate: CollateFn | None) -> CollateFn | None:
+    """The user's ``data_collator`` (None: the default), after what TrainingArguments say of columns."""
+    names = set(inspect.signature(model.forward).parameters)
+    labels = args.label_names[0] if args.label_names else "labels"
+    # a forward of (*args, **kwargs), or of a pipeline's later stage, does not say what a batch may hold
+    kept = names | {labels, "label", "label_ids"} if args.remove_unused_columns and "input_ids" in names else None
+    return collate if kept is None and labels == "labels" else Columns(kept, labels, collate or default_collate)
 
 
 def transformed(
@@ -75,7 +120,7 @@ def transformed(
             changed = enable_checkpointing(model)
             model = changed if isinstance(changed, nn.Module) else model
         elif args.gradient_checkpointing:
-            apply_activation_checkpointing(model)
+            apply_activation_checkpointing(model, **(args.gradient_checkpointing_kwargs or {}))
         if args.torch_compile:
             compile_blocks(model, args)
         return model
@@ -128,12 +173,13 @@ def train_loader(trainer: Trainer) -> TrainLoader:
         trainer.train_dataset,
         global_batch_size=plan.global_batch,
         micro_batch_size=plan.micro_batch,
-        seed=trainer.seed,
+        seed=trainer.seed if args.data_seed is None else args.data_seed,
         rank=strategy.data_rank,
         size=strategy.data_size,
         drop_last=args.dataloader_drop_last,
         set_dataset_epoch=args.set_dataset_epoch,
-        collate_fn=trainer.data_collator,
+        shuffle=args.train_sampling_strategy != "sequential",
+        collate_fn=trainer.collate_fn,
         peers=trainer.peers,
         dispatch=args.dispatch_batches,
         vocab_size=known_vocab_size(strategy.parts),

@@ -143,6 +143,7 @@ class Trainer:
         )
         self.strategy.materialize(build, None if init_weights is None else lambda part: init_weights(part, self.seed))
         self.model: nn.Module = self.strategy.parts[0]
+        self.collate_fn = setup.collate_fn(self.args, self.model, data_collator)
         self.num_parameters = setup.num_parameters(self.strategy.parts, self.cpu_group)
 
         self.callbacks = CallbackList()
@@ -282,7 +283,7 @@ class Trainer:
         dataset = self.eval_dataset if dataset is None else dataset
         if dataset is None:
             raise DataError("eval_dataset: missing; evaluation needs one (or set eval_strategy=no)")
-        return setup.eval_loader(self.args, self.strategy, dataset, self.peers, self.data_collator)
+        return setup.eval_loader(self.args, self.strategy, dataset, self.peers, self.collate_fn)
 
     # ------------------------------------------------------------------------------------------------------ the loop
 

@@ -79,6 +79,7 @@ from forgather_cli.config.schema.optimization import (
     OptimizerOption,
     SchedulerOption,
     SGDSettings,
+    TransformersScheduleSettings,
     WSDSettings,
 )
 from forgather_cli.config.schema.precision import (
@@ -117,6 +118,6 @@ __all__ = [
     "Probability", "ProfilerSettings", "ProgressSettings", "PythonStdlibSettings", "QATSettings", "QuantizeRecipe",
     "RopeScaling", "RunSettings", "SGDSettings", "Schedule", "SchedulerOption", "SingleSettings", "SyntheticSettings",
     "Target", "TargetOption", "TensorboardSettings", "TextSettings", "TextgenSettings", "TokensSettings",
-    "TrackersSettings", "TrainerOption", "TransformersSettings", "WSDSettings", "WeightNormSettings", "settings",
-    "without_tokens",
+    "TrackersSettings", "TrainerOption", "TransformersScheduleSettings", "TransformersSettings", "WSDSettings",
+    "WeightNormSettings", "settings", "without_tokens",
 ]  # fmt: skip

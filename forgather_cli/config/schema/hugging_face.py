@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,10 +26,26 @@ class HuggingFaceArguments:
     per_device_train_batch_size: int
     per_device_eval_batch_size: int
 
-    trackio_space_id: None = None
-    trackio_bucket_id: None = None
-    trackio_static_space_id: bool = False  # no Space is made or frozen
-    hub_private_repo: None = None
+    trackio_space_id: str | None = None
+    trackio_bucket_id: str | None = None
+    trackio_static_space_id: str | bool | None = False  # no Space is made or frozen
+    hub_private_repo: bool | None = None
+
+    # what TrainingArguments alone can set; a recipe's data come as the model takes them, in the order of its seed
+    data_seed: int | None = None
+    train_sampling_strategy: str = "random"
+    remove_unused_columns: bool = False
+    label_names: list[str] | None = None
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    save_only_model: bool = False
+    prediction_loss_only: bool = False
+    include_for_metrics: Sequence[str] = ()
+    eval_accumulation_steps: int | None = None
+    tf32: bool | None = None
+    log_level: str = "passive"
+    log_level_replica: str = "warning"
+    disable_tqdm: bool | None = None
+    report_to: Sequence[str] = ()  # services that a Trainer is to tell by itself; a recipe gives them as callbacks
 
     @property
     def run_name(self) -> str | None:
@@ -39,11 +55,6 @@ class HuggingFaceArguments:
     @property
     def project(self) -> str:
         return HF_PROJECT
-
-    @property
-    def report_to(self) -> list[str]:
-        """Integrations that a Trainer is to add by itself: here none, they are given as callbacks."""
-        return []
 
     @property
     def world_size(self) -> int:

@@ -138,6 +138,16 @@ class InfiniteSettings(_SchedulerBase):
     min_lr_ratio: Fraction = 0.0
 
 
+@settings
+class TransformersScheduleSettings(_SchedulerBase):
+    """A schedule of transformers' ``get_scheduler``, warmup from 0 included: what TrainingArguments select."""
+
+    type: Literal["transformers"] = "transformers"
+    name: str = "linear"
+    kwargs: dict[str, Any] = field(default_factory=dict)  # lr_scheduler_kwargs
+    learning_rate: NonNegative = 1.0  # what min_lr and lr_end are shares of
+
+
 SchedulerOption = Annotated[
     Annotated[CosineSettings, Tag("cosine")]
     | Annotated[LinearSettings, Tag("linear")]
@@ -145,6 +155,7 @@ SchedulerOption = Annotated[
     | Annotated[WSDSettings, Tag("wsd")]
     | Annotated[InverseSqrtSettings, Tag("inverse_sqrt")]
     | Annotated[InfiniteSettings, Tag("infinite")]
+    | Annotated[TransformersScheduleSettings, Tag("transformers")]
     | TargetOption,
     by_type,
 ]

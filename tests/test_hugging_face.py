@@ -1,0 +1,353 @@
+"""``TrainingArguments`` against Hugging Face's own: every argument, its parser, and what the values do."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from torch import nn
+
+from forgather_cli import Trainer, TrainingArguments
+from forgather_cli.config.schema import DDPSettings, FSDP2Settings
+from forgather_cli.errors import ConfigError
+from forgather_cli.models.transform import recomputes
+from forgather_cli.optim.schedules import build_schedule
+from forgather_cli.trainer.hugging_face import ARGUMENTS
+
+THEIRS = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments)}
+DEFAULTS = {
+    name: field.default_factory() if field.default is dataclasses.MISSING else field.default
+    for name, field in THEIRS.items()
+}
+ROOT = Path(__file__).parents[1]
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+
+def test_the_table_has_every_argument_of_the_library_with_its_default() -> None:
+    assert {name: argument.default for name, argument in ARGUMENTS.items()} == DEFAULTS
+    assert list(ARGUMENTS) == list(DEFAULTS)
+
+
+def test_at_its_default_every_argument_is_accepted() -> None:
+    ours = TrainingArguments(**DEFAULTS)
+    assert ours == TrainingArguments()
+    theirs = transformers.TrainingArguments("trainer_output", use_cpu=True)
+    assert TrainingArguments(**theirs.to_dict()) == TrainingArguments(
+        use_cpu=True, disable_tqdm=False, dataloader_pin_memory=False
+    )
+    differ = {name for name in DEFAULTS if getattr(ours, name) != getattr(theirs, name)}
+    assert differ == {
+        "use_cpu", "dataloader_pin_memory",  # told to theirs, which derives the second
+        "lr_scheduler_kwargs", "gradient_accumulation_steps", "activation_checkpointing", "disable_tqdm", "debug",
+        "accelerator_config", "resume_from_checkpoint",  # other words for nothing
+        "eval_steps", "metric_for_best_model", "greater_is_better",  # filled in where theirs fills in later
+    }  # fmt: skip
+
+
+def other(name: str) -> Any:
+    """A value that is not the default, of a type that the library's parser makes."""
+    default, hint = DEFAULTS[name], str(ARGUMENTS[name].type)
+    if isinstance(default, bool):
+        return not default
+    for kind, value in (("int", 3), ("float", 0.5), ("list", ["x"]), ("dict", {"x": 1}), ("bool", True)):
+        if kind in hint:
+            return value
+    return "x"
+
+
+@pytest.mark.parametrize("name", [name for name, argument in ARGUMENTS.items() if argument.how == "refused"])
+def test_what_is_refused_is_named_with_a_remedy(name: str) -> None:
+    value = other(name)
+    with pytest.raises(ConfigError) as refused:
+        TrainingArguments(**{name: value})
+    message = str(refused.value)
+    assert message.startswith(f"{name}: ")
+    assert repr(value) in message
+    assert "; " in message
+
+
+@pytest.mark.parametrize("name", [name for name, argument in ARGUMENTS.items() if argument.how == "no meaning"])
+def test_what_has_no_meaning_is_kept_for_the_script(name: str) -> None:
+    assert getattr(TrainingArguments(**{name: other(name)}), name) == other(name)
+
+
+def test_the_documentation_shows_the_table() -> None:
+    updated = runpy.run_path(str(ROOT / "scripts/python_api_table.py"))["updated"]
+    page = (ROOT / "docs/python_api.md").read_text(encoding="utf-8")
+    assert updated(page) == page, "run scripts/python_api_table.py"
+
+
+# ------------------------------------------------------------------------------------------------------ what is read
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"logging_steps": 0.1, "max_steps": 45}, {"logging_steps": 5}),
+        ({"logging_steps": 20.0, "eval_strategy": "steps"}, {"logging_steps": 20, "eval_steps": 20}),
+        ({"save_steps": 0.5, "max_steps": 9, "eval_steps": 3}, {"save_steps": 5, "eval_steps": 3}),
+        ({"metric_for_best_model": "accuracy"}, {"greater_is_better": True}),
+        ({"metric_for_best_model": "eval_loss"}, {"greater_is_better": False}),
+        ({"metric_for_best_model": "error", "greater_is_better": False}, {"greater_is_better": False}),
+        ({"full_determinism": True}, {"deterministic": True}),
+        ({"use_cpu": True}, {"device": "cpu", "use_cpu": True}),
+        ({"no_cuda": True}, {"device": "cpu"}),
+        ({"evaluation_strategy": "epoch"}, {"eval_strategy": "epoch"}),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
+        ({"ddp_timeout": 60}, {"hang_timeout": 60.0}),
+        ({"activation_checkpointing": True}, {"gradient_checkpointing": True}),
+        ({"torch_compile_mode": "max-autotune"}, {"torch_compile": True}),
+        ({"accelerator_config": {"dispatch_batches": False, "even_batches": True}}, {"dispatch_batches": False}),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 2}'},
+         {"lr_scheduler_kwargs": {"num_cycles": 2}}),
+        ({"report_to": "tensorboard"}, {"report_to": ["tensorboard"]}),
+        ({"num_train_epochs": 2}, {"num_train_epochs": 2.0}),
+    ],
+)  # fmt: skip
+def test_values_are_read_as_there(given: dict[str, Any], read: dict[str, Any]) -> None:
+    args = TrainingArguments("out", **given)
+    assert {name: getattr(args, name) for name in read} == read
+
+
+def test_fsdp_and_ddp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ddp = TrainingArguments(ddp_static_graph=True, ddp_broadcast_buffers=False, ddp_bucket_cap_mb=3).trainer
+    assert ddp == DDPSettings(static_graph=True, broadcast_buffers=False, bucket_cap_mb=3)
+    assert TrainingArguments(fsdp=True).trainer == FSDP2Settings()
+    legacy = TrainingArguments(fsdp="shard_grad_op auto_wrap offload").trainer
+    assert legacy == FSDP2Settings(reshard_after_forward=False, cpu_offload=True)
+    file = tmp_path / "fsdp.json"
+    file.write_text('{"transformer_layer_cls_to_wrap": "Block", "activation_checkpointing": true, "version": 2}')
+    args = TrainingArguments(fsdp=True, fsdp_config=str(file))
+    assert (args.trainer, args.gradient_checkpointing) == (FSDP2Settings(block_classes=["Block"]), True)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"logging_steps": 0.1}, "logging_steps"),
+        ({"optim": "adafactor"}, "optim"),
+        ({"optim": transformers.training_args.OptimizerNames.LION}, "optim"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr_rate"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}, "lr_end"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "gradient_checkpointing_kwargs.use_reentrant"),
+        ({"gradient_checkpointing_kwargs": '{"use_reentrant": '}, "gradient_checkpointing_kwargs"),
+        ({"fsdp_config": {"version": 2}}, "fsdp_config"),
+        ({"fsdp": "hybrid_shard"}, "fsdp"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_config.fsdp_version"),
+        ({"fsdp": True, "fsdp_config": {"xla": True}}, "fsdp_config.fsdp_xla"),
+        ({"report_to": "all"}, "report_to"),
+        ({"label_names": ["start_positions", "end_positions"]}, "label_names"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
+        ({"group_by_length": True}, "train_sampling_strategy"),
+        ({"include_for_metrics": ["outputs"]}, "include_for_metrics"),
+        ({"save_strategy": "best"}, "save_strategy"),
+        ({"debug": "underflow_overflow"}, "debug"),
+    ],
+)
+def test_values_that_cannot_be_had_are_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        TrainingArguments("out", **given)
+    assert named in str(refused.value)
+
+
+def test_all_that_is_refused_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        TrainingArguments(push_to_hub=True, use_liger_kernel=True, report_to="all")
+    assert [problem.split(":")[0] for problem in refused.value.problems] == [
+        "push_to_hub", "use_liger_kernel", "report_to"
+    ]  # fmt: skip
+
+
+def test_the_library_s_argument_parser_makes_ours(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class ModelArguments:
+        model_name: str = "gpt2"
+
+    parser = transformers.HfArgumentParser((ModelArguments, TrainingArguments))
+    words = ["--model_name", "mine", "--output_dir", "out", "--learning_rate", "1e-3", "--do_train", "--bf16"]
+    words += ["--logging_steps", "10", "--eval-strategy", "steps", "--full_determinism", "--ddp_timeout", "77"]
+    words += ["--report_to", "none", "--lr_scheduler_type", "cosine_with_restarts", "--no_dataloader_pin_memory"]
+    words += ["--lr_scheduler_kwargs", '{"num_cycles": 2}', "--max_grad_norm", "0.5", "--global_batch_size", "32"]
+    model, args = parser.parse_args_into_dataclasses(words)
+    assert model.model_name == "mine"
+    assert args == TrainingArguments(
+        "out", learning_rate=1e-3, do_train=True, bf16=True, logging_steps=10, eval_strategy="steps",
+        full_determinism=True, ddp_timeout=77, lr_scheduler_type="cosine_with_restarts", max_grad_norm=0.5,
+        lr_scheduler_kwargs={"num_cycles": 2}, dataloader_pin_memory=False, global_batch_size=32,
+    )  # fmt: skip
+    assert (args.do_train, args.do_eval, args.eval_steps, args.hang_timeout) == (True, True, 10, 77)
+    file = tmp_path / "args.yaml"
+    file.write_text("output_dir: out\nlearning_rate: 1.0e-3\nsave_strategy: epoch\nsave_total_limit: 2\n")
+    [args] = transformers.HfArgumentParser(TrainingArguments).parse_yaml_file(file)
+    assert (args.save_strategy, args.save_total_limit) == ("epoch", 2)
+    assert "--label_smoothing_factor" in parser.format_help()
+
+
+# --------------------------------------------------------------------------------------------------- what they do
+
+
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+@pytest.mark.parametrize("warmup", [0, 7, 0.1])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("linear", {}),
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("cosine_with_min_lr", {"min_lr": 3e-4}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 0.7}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 1e-4, "warmup_lr_rate": 0.05}),
+        ("polynomial", {}),
+        ("polynomial", {"lr_end": 1e-4, "power": 2.0}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 20}),
+        ("warmup_stable_decay", {"num_decay_steps": 12}),
+        ("warmup_stable_decay", {"num_decay_steps": 9, "num_stable_steps": 20, "min_lr_ratio": 0.1,
+                                 "warmup_type": "cosine", "decay_type": "1-sqrt"}),
+        ("warmup_stable_decay", {"num_decay_steps": 9, "warmup_type": "1-sqrt", "decay_type": "linear"}),
+    ],
+)  # fmt: skip
+def test_schedules_have_the_library_s_values(name: str, kwargs: dict[str, Any], warmup: float) -> None:
+    total, rates = 50, []
+    settings = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "warmup_steps": warmup, "max_steps": total}
+    for mine in (True, False):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+        if mine:
+            optimizer.optimizers = [optimizer]
+            option = TrainingArguments("out", learning_rate=1e-3, **settings).lr_scheduler
+            scheduler = build_schedule(option, optimizer, total_steps=total)
+        else:
+            theirs = transformers.TrainingArguments("out", learning_rate=1e-3, use_cpu=True, **settings)
+            scheduler = transformers.get_scheduler(
+                name, optimizer, theirs.get_warmup_steps(total), total, scheduler_specific_kwargs=kwargs
+            )
+        rates.append([])
+        for _ in range(total + 1):
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+    assert rates[0] == pytest.approx(rates[1], rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.filterwarnings("default")
+def test_label_smoothing_is_the_library_s_in_training_and_evaluation(tmp_path: Path) -> None:
+    data = [tiny.RandomTokens(1, ragged=True)[0]] * 32
+    settings: dict[str, Any] = {
+        "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "label_smoothing_factor": 0.2, "use_cpu": True,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "optim": "adamw_torch",
+    }  # fmt: skip
+    curves = []
+    for trainer_class, arguments_class in (
+        (transformers.Trainer, transformers.TrainingArguments),
+        (Trainer, TrainingArguments),
+    ):
+        trainer = trainer_class(llama(), arguments_class(str(tmp_path), **settings), None, data, data)
+        trainer.train()
+        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+        curves.append([*losses, trainer.evaluate()["eval_loss"]])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+class Order(tiny.RandomTokens):
+    """Samples that note when they are read, with a column that no model takes."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        return {**super().__getitem__(index), "weight": 1.0}
+
+
+def order(tmp_path: Path, **settings: Any) -> list[int]:
+    data = Order()
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, **settings)
+    Trainer(llama(), args, None, data).train()
+    return data.read
+
+
+def test_data_seed_and_sampling_strategy_set_the_order(tmp_path: Path) -> None:
+    usual = order(tmp_path)
+    assert sorted(usual) == list(range(16)) != usual
+    assert order(tmp_path, data_seed=7) == order(tmp_path, seed=7) != usual
+    assert order(tmp_path, train_sampling_strategy="sequential") == list(range(16))
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:
+    data = Order()
+    settings = {"max_steps": 1, "save_strategy": "no"}
+    Trainer(tiny.decoder(), TrainingArguments(str(tmp_path), **settings), None, data).train()
+    args = TrainingArguments(str(tmp_path), **settings, remove_unused_columns=False)
+    with pytest.raises(TypeError, match="weight"):
+        Trainer(tiny.decoder(), args, None, data).train()
+
+
+def test_labels_may_have_another_name(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"], "targets": row["labels"]} for row in tiny.RandomTokens(16)]
+    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", label_names=["targets"])
+    trainer = Trainer(llama(), args, None, rows, tiny.RandomTokens(16))
+    trainer.train()
+    assert trainer.evaluate(rows)["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+def test_every_nth_layer_is_recomputed(tmp_path: Path) -> None:
+    kwargs = {"every_n_layers": 2, "use_reentrant": False, "preserve_rng_state": False}
+    args = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        save_strategy="no",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs=kwargs,
+    )
+    trainer = Trainer(llama(), args, None, tiny.RandomTokens())
+    assert ["forward" in vars(layer) for layer in trainer.model.model.layers] == [True, False, True]
+    assert recomputes(trainer.model)
+    trainer.train()
+
+
+def test_save_only_model_leaves_the_moments_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_only_model=True)
+    Trainer(llama(), args, None, tiny.RandomTokens()).train()
+    [checkpoint] = (tmp_path / "checkpoints").iterdir()
+    assert not list(checkpoint.glob("optimizer/*"))
+    transformers.AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    again = TrainingArguments(str(tmp_path), max_steps=4, save_strategy="no")
+    assert Trainer(llama(), again, None, tiny.RandomTokens()).train(resume_from_checkpoint=True).global_step == 4
+    assert "moments start at zero" in caplog.text
+
+
+def test_log_level_is_that_of_our_logs(tmp_path: Path) -> None:
+    logger = logging.getLogger("forgather_cli")
+    before = logger.level
+    try:
+        Trainer(llama(), TrainingArguments(str(tmp_path), log_level="error"))
+        assert logger.getEffectiveLevel() == logging.ERROR
+    finally:
+        logger.setLevel(before)
