@@ -6,6 +6,7 @@ A group of None means "only this rank": the functions then return their argument
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +60,17 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def listen_on_loopback() -> None:
+    """Have gloo and NCCL of ranks on one node listen for each other there alone, unless the environment says otherwise.
+
+    They would listen where the host's name resolves, open to the network (torch 2.13, ``GlooDeviceFactory.cpp``).
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # Linux, macOS
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
 def join_world(device: torch.device, timeout: float = 1800.0) -> None:
     """Collective. Join the process group that the environment describes (torchrun's), where there is none yet.
 
@@ -66,6 +78,8 @@ def join_world(device: torch.device, timeout: float = 1800.0) -> None:
     """
     if dist.is_initialized() or world_size() == 1:
         return
+    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE"):
+        listen_on_loopback()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -28,7 +27,7 @@ from forgather_cli.launch.ending import Ending, done
 from forgather_cli.launch.exits import leave, leave_now
 from forgather_cli.launch.finish import finish
 from forgather_cli.launch.job import Job
-from forgather_cli.launch.meeting import FAREWELL, Meeting, Shared
+from forgather_cli.launch.meeting import FAREWELL, Meeting
 from forgather_cli.launch.orphans import end_with_parent
 from forgather_cli.launch.place import Place, enter, launched
 from forgather_cli.launch.rank_log import lasting_output, rank_log
@@ -49,8 +48,6 @@ class Start:
 
     run: RunDir
     config: Callable[[], Config]
-    lock: Callable[[], str] = lambda: ""
-    """Text of the run directory's lock, by which other nodes know the directory."""
     going_on: bool | None = None
     """True to go on from the newest checkpoint whatever the config says; None: after a restart."""
 
@@ -96,6 +93,8 @@ class Rank:
             self.ended.set()
             failures.tell(self, ending)
             watch.leave(self, patience=_FAILED_FAREWELL if ending.failed else FAREWELL)
+            if self.place.rank == 0 and self.run is not None and not ending.failed:  # else a restart may ask for it
+                self.run.secret.unlink(missing_ok=True)
         return ending
 
     def exit_code(self, ending: Ending) -> int:
@@ -112,7 +111,7 @@ class Rank:
     def meet(self) -> Meeting | None:
         """Connect to the other ranks, once; None alone. Raises SetupError."""
         if self.meeting is None and self.place.size > 1:
-            self.meeting = Meeting(self.place)
+            self.meeting = Meeting(self.place, self.job.meeting_place(self.place.attempt) if self.job else None)
         return self.meeting
 
     def _open_log(self, stack: ExitStack, run: RunDir) -> LogFile:
@@ -126,8 +125,7 @@ class Rank:
         meeting = self.meet()
         going_on = place.attempt > 0 and _can_go_on(config, start.run) if start.going_on is None else start.going_on
         if meeting is not None and place.rank == 0:
-            text = start.run.newest_config().read_text(encoding="utf-8")
-            meeting.share(Shared(str(start.run.root.resolve()), start.lock(), text, going_on))
+            meeting.share(start.run, going_on=going_on)
         if going_on:
             config = replace(config, resume_from_checkpoint=True, resume_components="all")
         with (
@@ -182,50 +180,38 @@ def saved(path: Path) -> Callable[[Rank], Start]:
     def find(rank: Rank) -> Start:
         from forgather_cli.config.decode import load_saved
 
-        run = RunDir(path.parent)
-        return Start(run, lambda: load_saved(path), lambda: run.lock.read_text(encoding="utf-8"))
+        return Start(RunDir(path.parent), lambda: load_saved(path))
 
     return find
 
 
 def shared(rank: Rank) -> Start:
     """What rank 0 shares, once it does. Raises SetupError where this node does not see its run directory."""
+    from forgather_cli.config.decode import load_saved
+
     meeting = rank.meet()
     assert meeting is not None
-    until = time.monotonic() + _WAIT_FOR_CONFIG
-    while (found := meeting.shared()) is None:
-        if time.monotonic() > until:
+    begun = time.monotonic()
+    told: float | None = None
+    while (answer := meeting.shared())[0] is None:
+        now, problem = time.monotonic(), answer[1]
+        told = now if told is None and problem else told
+        if told is not None and now > told + _SEES_DIRECTORY:
+            raise SetupError(problem)
+        if now > begun + _WAIT_FOR_CONFIG:
             raise SetupError(f"rank 0 has not told what to train within {_WAIT_FOR_CONFIG:g} s; see its output")
         time.sleep(0.05)
+    found = answer[0]
+    assert found is not None
     run = RunDir(Path(found.root))
-    _check_seen(run, found.lock)
-    text = found.config
-    return Start(run, lambda: _decoded(text, run), going_on=found.going_on)
+    config = run.root / found.config
+    return Start(run, lambda: replace(load_saved(config), output_dir=str(run.root)), going_on=found.going_on)
 
 
 def uneven(rank: Rank) -> Start:
     """Nothing: ranks are numbered by nodes of one size."""
     here, world = rank.place.local_size, rank.place.size
     raise ConfigError(f"nproc_per_node: must be the same on every node, got {here} here of {world} ranks; set it")
-
-
-def _decoded(text: str, run: RunDir) -> Config:
-    import yaml
-
-    from forgather_cli.config.decode import decode
-
-    return replace(decode(yaml.safe_load(text)), output_dir=str(run.root))
-
-
-def _check_seen(run: RunDir, lock: str) -> None:
-    until = time.monotonic() + _SEES_DIRECTORY
-    while not run.lock.is_file() or run.lock.read_text(encoding="utf-8") != lock:
-        if time.monotonic() > until:
-            raise SetupError(
-                f"output_dir: {run.root} of rank 0 is not what {os.uname().nodename} sees there; set output_dir to a "
-                "directory that all nodes share"
-            )
-        time.sleep(0.2)
 
 
 # ---------------------------------------------------------------------------------------------------------- the process

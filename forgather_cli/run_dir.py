@@ -51,6 +51,11 @@ class RunDir:
         return self.root / ".lock"
 
     @property
+    def secret(self) -> Path:
+        """What the ranks of several nodes sign their messages with."""
+        return self.root / ".secret"
+
+    @property
     def exit(self) -> Path:
         """How the last job in this directory ended."""
         return self.root / "exit.json"

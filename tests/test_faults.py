@@ -37,7 +37,7 @@ EVERY = ["step-kill", "step-sleep", "setup-kill", "evaluation-kill", "save-kill"
 @pytest.fixture(autouse=True)
 def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
@@ -193,7 +193,7 @@ def test_a_port_in_use_is_said_in_one_sentence() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, output = train("max_steps=1", f"rdzv_endpoint=localhost:{port}")
+        code, output = train("max_steps=1", "nnodes=2", f"rdzv_endpoint=localhost:{port}")
     assert (code, output.count("\n")) == (2, 0)
     assert output.startswith(
         f"error: rdzv_endpoint: port {port} of this machine cannot be taken: Address already in use;"

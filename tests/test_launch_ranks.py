@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from program import Process, forgather
@@ -36,7 +39,7 @@ from forgather_cli.launch.ending import (
 )
 from forgather_cli.launch.job import Job, is_running
 from forgather_cli.launch.layout import count_gpus, plan_layout
-from forgather_cli.launch.meeting import Meeting, Shared
+from forgather_cli.launch.meeting import Meeting
 from forgather_cli.launch.orphans import children
 from forgather_cli.launch.place import Place, first_host, joined, launched
 from forgather_cli.rank import Rank, shared
@@ -52,7 +55,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_
 @pytest.fixture(autouse=True)
 def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     for name in [*TORCHRUN, *SLURM]:
         monkeypatch.delenv(name, raising=False)
@@ -252,11 +255,35 @@ def meetings() -> Iterator[list[Meeting]]:
     yield [Meeting(place) for place in places]
 
 
-def test_ranks_meet_in_a_store() -> None:
-    with meetings() as (first, second):
-        assert second.shared() is second.failure() is second.stop_asked() is None
-        first.share(Shared("/run", "pid 1", "seed: 1"))
-        assert second.shared() == Shared("/run", "pid 1", "seed: 1")
+def stranger(meeting: Meeting) -> Any:
+    """A client of the store as anybody can connect one."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    return PrefixStore("forgather/0", TCPStore("localhost", meeting._place.port, is_master=False))
+
+
+def a_run(root: Path) -> RunDir:
+    """What ranks may be told to train."""
+    root.mkdir()
+    run = RunDir(root)
+    run.config.write_text("seed: 1")
+    return run
+
+
+@pytest.mark.parametrize("of_one_node", [True, False])
+def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) -> None:
+    folders = [Meeting(Place(rank, 2, rank, 2), tmp_path / "folder") for rank in range(2)] if of_one_node else None
+    with nullcontext(folders) if folders else meetings() as (first, second):
+        assert second.failure() is second.stop_asked() is None
+        assert second.shared() == (None, "")
+        if not of_one_node:
+            first.share(a_run(RUN.root), going_on=True)
+            shared, _ = second.shared()
+            assert shared is not None
+            assert (Path(shared.root), shared.config, shared.going_on) == (RUN.root.resolve(), "config.yaml", True)
+            assert stat.S_IMODE(RUN.secret.stat().st_mode) == 0o600
+        for meeting in (first, second):
+            meeting.all_here()
         second.ask_to_stop(signal.SIGTERM)
         assert first.stop_asked() == (signal.SIGTERM, 1)
         assert not first.busy_since(10)
@@ -269,26 +296,69 @@ def test_ranks_meet_in_a_store() -> None:
         assert not first.fail(ending(ERROR, 0, 3.0))
         assert first.failure() == raised
         leaving = threading.Thread(target=first.leave)
-        leaving.start()  # waits for the other, as the store is in its process
+        leaving.start()  # waits for the other, if the store is in its process
         leaving.join(0.3)
-        assert leaving.is_alive()
+        assert leaving.is_alive() is not of_one_node
         second.leave()
         leaving.join(10)
         assert not leaving.is_alive()
 
 
+def test_a_stranger_in_the_store_is_not_listened_to() -> None:
+    with meetings() as (first, second):
+        store = stranger(first)
+        theirs = a_run(Path("theirs"))
+        shared = {"root": str(theirs.root.resolve()), "config": "config.yaml", "sha256": "", "going_on": False}
+        for secret in (None, "guessed"):
+            if secret is not None:
+                theirs.secret.write_text(secret)
+                theirs.secret.chmod(0o600)
+            store.set("shared", "-" * 64 + json.dumps(shared))
+            found, problem = second.shared()
+            assert found is None
+            assert "output_dir" in problem
+        first.share(a_run(RUN.root), going_on=False)
+        known, _ = second.shared()
+        assert known is not None
+        for meeting in (first, second):
+            meeting.all_here()
+        for unsigned in ("", "-" * 64, "0" * 64):
+            store.set("stop", unsigned + "[15, 1]")
+            store.set("failed", unsigned + ending(ERROR, 1, 2.0).to_json())
+            store.set("busy", unsigned + str(time.time()))
+            assert second.stop_asked() is second.failure() is None
+            assert not second.busy_since(10)
+        first.say_busy()
+        store.set("stop", store.get("busy"))  # signed, as something else
+        assert second.stop_asked() is None
+        assert first.fail(ending(ERROR, 0, 3.0))
+        assert second.failure() == ending(ERROR, 0, 3.0)
+        first.leave(patience=0.0)
+
+
 def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forgather_cli.rank._SEES_DIRECTORY", 0.1)
-    RUN.root.mkdir()
-    RUN.lock.write_text("pid 1 on other")
     with meetings() as (first, second):
-        first.share(Shared(str(RUN.root.resolve()), "pid 1 on here", "seed: 1"))
-        with pytest.raises(
-            SetupError, match=r"output_dir: .*run of rank 0 is not what .* sees there; set output_dir to a"
+        run = a_run(RUN.root)
+        first.share(run, going_on=False)
+        other = Rank(Place(1, 2), meeting=second)
+        assert shared(other).run.root == RUN.root.resolve()
+        secret = run.secret.read_text()
+        for change, said in (
+            (
+                lambda: run.config.write_text("seed: 2"),
+                "output_dir: .*run of rank 0 is not what .* sees there; set out",
+            ),
+            (lambda: run.secret.write_text("other"), "output_dir: .*run of rank 0 is not what .* sees there; set out"),
+            (lambda: run.secret.chmod(0o644), "output_dir: .*mode 644.*; set it to .*FORGATHER_LAUNCH_SECRET"),
+            (run.secret.unlink, "output_dir: .*run of rank 0 is not what .* sees there; set output_dir to a"),
         ):
-            shared(Rank(Place(1, 2), meeting=second))
-        first.share(Shared(str(RUN.root.resolve()), "pid 1 on other", "seed: 1"))
-        assert shared(Rank(Place(1, 2), meeting=second)).run.root == RUN.root.resolve()
+            change()
+            with pytest.raises(SetupError, match=said):
+                shared(other)
+        monkeypatch.setenv("FORGATHER_LAUNCH_SECRET", secret)
+        run.config.write_text("seed: 1")
+        assert shared(other).run.root == RUN.root.resolve()
 
 
 # ------------------------------------------------------------------------------------------------------- a run of ours
@@ -412,9 +482,9 @@ def test_a_mistake_in_a_joined_world_is_said_once_and_ends_all() -> None:
 
 
 @contextmanager
-def two_nodes(*words: str, other: Path | None = None) -> Iterator[list[Process]]:
+def two_nodes(*words: str, other: Path | None = None, port: int | None = None) -> Iterator[list[Process]]:
     """Two launchers on this machine; ``other`` is the second's working directory."""
-    place = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", f"rdzv_endpoint=localhost:{free_port()}"]
+    place = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", f"rdzv_endpoint=localhost:{port or free_port()}"]
     with ExitStack() as stack:
         yield [
             stack.enter_context(Process("train", *SMALL, *place, f"node_rank={node}", *words, cwd=cwd))
@@ -422,15 +492,37 @@ def two_nodes(*words: str, other: Path | None = None) -> Iterator[list[Process]]
         ][::-1]
 
 
-def test_two_nodes_train_one_run(tmp_path: Path) -> None:
+def test_two_nodes_train_one_run_whoever_writes_into_their_store(tmp_path: Path) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    with two_nodes("max_steps=4", "save_strategy=no", other=elsewhere) as nodes:
-        assert [node.finish() for node in nodes] == [0, 0], "\n".join(node.output for node in nodes)
-    assert recorded_steps() == [1, 2, 3, 4]
-    assert nodes[1].output == ""
+    port = free_port()
+    with two_nodes("max_steps=100000", "save_strategy=no", other=elsewhere, port=port) as nodes:
+        nodes[0].read_until("step 3/")
+        stranger = TCPStore("localhost", port, is_master=False)
+        assert not stranger.check(["torch.rendezvous.forgather"])  # which torch would unpickle
+        assert b"model" not in stranger.get("forgather/0/shared")
+        failure = ending(ERROR, 1, time.time()).to_json()
+        for signature in ("", "-" * 64):
+            stranger.set("forgather/0/stop", signature + "[15, 1]")
+            stranger.set("forgather/0/failed", signature + failure)
+        time.sleep(2.5)  # two looks at the store
+        nodes[0].process.send_signal(signal.SIGTERM)
+        assert [node.finish() for node in nodes] == [75, 75], "\n".join(node.output for node in nodes)
+    assert recorded_steps() == list(range(1, ended().step + 1))
+    assert (nodes[1].output, ended().reason) == ("", "stopped by SIGTERM")
     assert RUN.rank_log(1).exists()
+    assert not RUN.secret.exists()
     assert list(elsewhere.iterdir()) == []
+
+
+def test_two_nodes_start_again_together() -> None:
+    words = ["max_steps=6", "save_steps=2", "async_save=false", "max_restarts=1", *fault("step-kill", after=3)]
+    with two_nodes(*words) as nodes:
+        assert [node.finish() for node in nodes] == [0, 0], "\n".join(node.output for node in nodes)
+    assert sorted(set(recorded_steps())) == [1, 2, 3, 4, 5, 6]
+    assert "resumed from" in RUN.rank_log(0).read_text()
 
 
 def test_a_failure_on_one_node_is_told_on_both() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine_strategy.py").write_text(STRATEGY)
     (tmp_path / "settings" / "trainer").mkdir(parents=True)
     (tmp_path / "settings" / "trainer" / "mine.yaml").write_text(OPTION)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -61,7 +61,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "wandb").mkdir(parents=True)
     (package / "wandb/__init__.py").write_text(WANDB)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
     monkeypatch.setenv("WANDB_SAYS", str(tmp_path / "said.jsonl"))
     monkeypatch.syspath_prepend(package)
     yield tmp_path / "said.jsonl"

@@ -121,9 +121,10 @@ class Publication:
 
     def _publish(self) -> Path:
         """Collective."""
-        temporary = self._on_rank_0(self._prepare)
-        if temporary is None:
+        name = self._on_rank_0(self._prepare)
+        if name is None:
             return self.target
+        temporary = self.target.with_name(name)
         reports = self._gather(self._attempt(lambda: self._write(temporary)))
         self._on_rank_0(lambda: self._finish(temporary, reports))
         return self.target
@@ -156,8 +157,9 @@ class Publication:
 
     # ------------------------------------------------------------------------------------------------------ rank 0
 
-    def _prepare(self) -> Path | None:
-        """A new temporary directory with the files that others write; None if this step has a good checkpoint already.
+    def _prepare(self) -> str | None:
+        """Name of a new temporary directory with the files that others write; None if this step has a good checkpoint
+        already.
 
         Only here, before any rank writes, are all files in it theirs.
         """
@@ -166,7 +168,7 @@ class Publication:
         temporary = self._temporary = sibling(self.target, "tmp")
         (temporary / "model").mkdir(parents=True)
         self._foreign = self._write_foreign(temporary)
-        return temporary
+        return temporary.name
 
     def _is_kept(self) -> bool:
         """True if this step has a checkpoint that is whole, of the same config and data, and no less healthy.

@@ -54,8 +54,9 @@ def try_save(
 
 def _try_directory(run: RunDir, need: int, *, group: Any, rank: int) -> None:
     """Collective. See that all ranks write to one directory, and that it has room for ``need`` bytes."""
-    probe = _agree(_make_probe, run, need, rank, group=group)[0]
-    assert probe is not None
+    name = _agree(_make_probe, run, need, rank, group=group)[0]
+    assert name is not None
+    probe = run.checkpoints / name
     try:
         _agree(_write, probe, rank, group=group)
     finally:
@@ -100,8 +101,8 @@ def _share(
     return [row.piece(name) for name, row in rows.items()], 1 + num_bytes / now if now else 1.0
 
 
-def _make_probe(run: RunDir, need: int, rank: int) -> Path | None:
-    """On rank 0: a new directory where checkpoints will be, if there is room for one."""
+def _make_probe(run: RunDir, need: int, rank: int) -> str | None:
+    """On rank 0: the name of a new directory where checkpoints will be, if there is room for one."""
     if rank != 0:
         return None
     probe = sibling(run.checkpoints / "trial", "tmp")
@@ -118,7 +119,7 @@ def _make_probe(run: RunDir, need: int, rank: int) -> Path | None:
             f"output_dir: one checkpoint needs {_gb(need)}, {run.checkpoints} has {_gb(have)} free; free some space, "
             "or set output_dir to another disk"
         )
-    return probe
+    return probe.name
 
 
 def _write(probe: Path, rank: int) -> None:

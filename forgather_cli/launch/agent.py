@@ -6,9 +6,17 @@ import os
 import sys
 from pathlib import Path
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from forgather_cli.errors import SetupError
@@ -16,6 +24,7 @@ from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout
 
 _MEETING = 600  # seconds in which all nodes must have come
+_ONE_NODE = "forgather-one-node"
 
 
 def run_agent(layout: Layout, job: Job, config: Path | None) -> dict[int, int]:
@@ -47,8 +56,8 @@ def _launch_config(layout: Layout, job: Job) -> LaunchConfig:
         max_nodes=layout.nodes,
         nproc_per_node=layout.ranks_per_node,
         run_id=layout.job_id,
-        rdzv_endpoint=layout.endpoint or "localhost:0",
-        rdzv_backend=layout.backend,
+        rdzv_endpoint="" if alone else layout.endpoint or "",
+        rdzv_backend=_ONE_NODE if alone else layout.backend,
         rdzv_configs={
             "timeout": _MEETING,
             "read_timeout": _MEETING,
@@ -59,6 +68,41 @@ def _launch_config(layout: Layout, job: Job) -> LaunchConfig:
         max_restarts=layout.restarts,
         logs_specs=_Environment(job, layout.ranks_per_node),
     )
+
+
+class _OneNode(RendezvousHandler):
+    """The rendezvous of a node that waits for no other one: without a socket.
+
+    torch's own opens a store on all interfaces, to which anybody may write, and unpickles what it finds there (2.13,
+    ``dynamic_rendezvous.py``).
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._job_id = parameters.run_id
+
+    def get_backend(self) -> str:
+        return _ONE_NODE
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))  # ranks meet in the job's folder
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._job_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+rendezvous_handler_registry.register(_ONE_NODE, _OneNode)
 
 
 def _interpreter_flags() -> list[str]:

@@ -78,6 +78,7 @@ class Claim:
 
     def undo(self) -> None:
         """Put back what this job found. Only for a job that has not trained."""
+        self.run.secret.unlink(missing_ok=True)
         for path, content in self._before.items():
             if content is None:
                 path.unlink(missing_ok=True)
@@ -90,10 +91,6 @@ class Claim:
         for directory in (self.run.logs, self.run.checkpoints):
             _remove_empty([directory])
         _settle_overwritten(self.run)
-
-    def lock_text(self) -> str:
-        """What the lock file says. Read here: closing another descriptor of it would let go of the lock."""
-        return os.pread(self._lock, 200, 0).decode()
 
     def release(self) -> None:
         """Let another job have the directory."""

@@ -1,7 +1,8 @@
 """The folder through which a launcher and the ranks it has started on this node speak to each other.
 
 The launcher asks for a stop; a rank tells its process id and how it ended. Each restart of the ranks has a folder of
-its own. Files appear whole. Nothing here needs torch, and a rank that hangs in a collective can still be told.
+its own. Files appear whole, and only this user may read them. Nothing here needs torch, and a rank that hangs in a
+collective can still be told.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from forgather_cli.launch.ending import Ending
@@ -41,7 +43,7 @@ class Job:
         with tempfile.TemporaryDirectory(prefix="forgather-", ignore_cleanup_errors=True) as folder:
             job = cls(Path(folder), os.getpid(), node, nodes, restarts)
             facts = {"launcher": job.launcher, "node": node, "nodes": nodes, "restarts": restarts}
-            _publish(job.root / "job.json", json.dumps(facts))
+            publish(job.root / "job.json", json.dumps(facts))
             yield job
 
     @classmethod
@@ -64,7 +66,7 @@ class Job:
     # ------------------------------------------------------------------------------------------------- to the ranks
 
     def ask_to_stop(self, signum: int) -> None:
-        _publish(self.root / "stop", str(signum))
+        publish(self.root / "stop", str(signum))
 
     def stop_asked(self) -> int | None:
         """The signal that the launcher has got."""
@@ -81,6 +83,10 @@ class Job:
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.root / f"attempt-{number}")
 
+    def meeting_place(self, attempt: int) -> Path | None:
+        """The folder where all ranks of a start meet; None where they are on several nodes."""
+        return self.attempt(attempt).folder / "meeting" if self.nodes == 1 else None
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -91,7 +97,7 @@ class Attempt:
     def enter(self, rank: int) -> None:
         """Tell that this process is rank ``rank``."""
         self.folder.mkdir(exist_ok=True)
-        _publish(self.folder / f"pid-{rank}", str(os.getpid()))
+        publish(self.folder / f"pid-{rank}", str(os.getpid()))
 
     def pids(self) -> dict[int, int]:
         """Process id by rank."""
@@ -105,7 +111,7 @@ class Attempt:
         """Only a rank's first word counts, except that what it was told by others gives way to what it knows."""
         known = self.ending(ending.rank)
         if known is None or (known.failed and not known.is_cause and ending.is_cause):
-            _publish(self._word_of(ending.rank), ending.to_json())
+            publish(self._word_of(ending.rank), ending.to_json())
 
     def ending(self, rank: int) -> Ending | None:
         """How a rank says it ended."""
@@ -135,7 +141,9 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def _publish(path: Path, text: str) -> None:
+def publish(path: Path, text: str) -> None:
+    """Write a file that is whole as soon as it is there, for this user alone."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_text(text, encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+        file.write(text)
     temporary.replace(path)

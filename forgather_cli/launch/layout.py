@@ -29,7 +29,7 @@ class Layout:
     node: int = 0
     restarts: int = 0
     endpoint: str | None = None
-    backend: str = "c10d"
+    backend: str = "static"
     job_id: str = _ONE_JOB
     joined: str = ""
     """What has started the ranks already; empty if we do."""
@@ -69,7 +69,8 @@ def plan_layout(config: Config, given: frozenset[str] = frozenset(), place: Plac
             node=config.node_rank,
             restarts=config.max_restarts,
             endpoint=config.rdzv_endpoint,
-            backend=config.rdzv_backend,
+            # c10d alone lets nodes meet again, but unpickles what anybody writes into its store (torch 2.13)
+            backend=config.rdzv_backend or ("c10d" if config.max_restarts else "static"),
             job_id=config.rdzv_id or _ONE_JOB,
         )
     if problems := world_problems(config, layout.world):

@@ -1,12 +1,14 @@
-"""What the ranks of one world tell each other outside of collectives: through the store by which they find each other.
+"""What the ranks of one world tell each other outside of collectives.
 
 Rank 0 shares its config; any rank shares that it failed, or that a signal asks for a stop. Ranks that wait in a
-collective hear of it all the same, in their watch threads.
+collective hear of it all the same, in their watch threads. Ranks that our launcher has started on one node meet in the
+job's folder, others in the TCPStore by which they find each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 from forgather_cli.errors import SetupError
@@ -22,9 +25,23 @@ from forgather_cli.launch.ending import LOST, Ending
 from forgather_cli.launch.job import is_running
 from forgather_cli.launch.outcome import FAILED
 from forgather_cli.launch.place import Place
+from forgather_cli.launch.store import (
+    SECRET,
+    FolderStore,
+    SignedStore,
+    Store,
+    find_secret,
+    leave_secret,
+    new_secret,
+    text_of,
+)
+from forgather_cli.run_dir import RunDir
 
 _T = TypeVar("_T")
 _CONNECT = 600.0  # seconds until all ranks must have been started
+_NOT_SEEN = (
+    "output_dir: {root} of rank 0 is not what {host} sees there; set output_dir to a directory that all nodes share"
+)
 FAREWELL = 20.0
 """Seconds that the rank with the store stays for the others."""
 
@@ -35,80 +52,115 @@ class Shared:
 
     root: str
     """The run's directory, absolute."""
-    lock: str
-    """Text of its lock."""
     config: str
-    """YAML."""
+    """Name of the config file in it."""
+    sha256: str
+    """Of that file."""
     going_on: bool = False
     """After a restart: from the newest checkpoint, whatever the config says."""
 
 
 class Meeting:
-    """This rank's connection to the store of its world. Safe to use from several threads; no call waits for others."""
+    """This rank's connection to the others of its world. Safe to use from several threads; no call waits for others."""
 
-    def __init__(self, place: Place) -> None:
-        """Connect, or offer the store. Raises SetupError where that cannot be."""
-        self._place = place
-        self._lock = threading.Lock()
+    def __init__(self, place: Place, folder: Path | None = None) -> None:
+        """Connect, or offer the store. Raises SetupError where that cannot be.
+
+        ``folder``: where the ranks of one node meet, which only this user may read.
+        """
+        self._place, self._folder = place, folder
         self._server: Any = None
-        if place.hosts_store:
-            self._server = _connect(place, offer=True)
-        self._raw = _connect(place)
-        self._store = self._prefixed(self._raw)
-        self._store.set(f"place/{place.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self._raw: Any = None
+        self._signed: SignedStore | None = None
+        if folder is not None:
+            self._store: Store = FolderStore(folder)
+        else:
+            if place.hosts_store:
+                self._server = _connect(place, offer=True)
+            self._raw = _connect(place)
+            secret = new_secret() if place.rank == 0 else b""
+            self._store = self._signed = SignedStore(self._raw, self._prefix(place.attempt), secret)
+        self._say_where()
 
-    def rendezvous_store(self) -> Any:
-        """A connection of its own for the process group, which waits in it."""
-        return self._prefixed(_connect(self._place))
+    def _prefix(self, attempt: int) -> str:
+        return f"forgather/{attempt if self._place.store_survives else 0}/"
 
-    def _prefixed(self, store: Any) -> Any:
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    def _say_where(self) -> None:
+        self._store.set(f"place/{self._place.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
-        return PrefixStore(f"forgather/{self._place.attempt if self._place.store_survives else 0}", store)
+    def all_here(self) -> None:
+        """Every rank has come and knows what to sign with: from now on nobody else is listened to."""
+        if self._signed is not None:
+            self._signed.strict = True
+
+    def group_store(self) -> Any:
+        """A torch Store for the process group, which waits in it."""
+        from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+
+        if self._folder is None:
+            return PrefixStore(f"{self._prefix(self._place.attempt)}group", _connect(self._place))
+        path = self._folder / "process-group"
+        os.close(os.open(path, os.O_CREAT, 0o600))  # torch would let all read it
+        store = FileStore(str(path))
+        store.set_timeout(timedelta(seconds=_CONNECT))
+        return store
 
     # ------------------------------------------------------------------------------------------------------- the run
 
-    def share(self, shared: Shared) -> None:
-        """Of rank 0."""
-        self._call(lambda store: store.set("shared", json.dumps(asdict(shared))))
-        with self._lock:
-            self._raw.set("forgather/root", shared.root)
+    def share(self, run: RunDir, *, going_on: bool) -> None:
+        """Of rank 0: say what to train. Ranks that meet in a folder have read it themselves."""
+        if self._signed is None:
+            return
+        leave_secret(run.secret, self._signed.secret)
+        config = run.newest_config()
+        shared = Shared(str(run.root.resolve()), config.name, _sha256(config), going_on)
+        self._store.set("shared", json.dumps(asdict(shared)))
+
+    def shared(self) -> tuple[Shared | None, str]:
+        """What rank 0 has shared, None as long as it has not; and what is wrong with what is there instead."""
+        if self._signed is None:
+            return None, ""
+        found, secret, problem = _shared_in(self._signed)
+        if found is None:
+            return None, problem
+        with contextlib.suppress(OSError):
+            if _sha256(Path(found.root, found.config)) == found.sha256:
+                self._signed.secret = secret
+                self._say_where()
+                return found, ""
+        return None, _NOT_SEEN.format(root=found.root, host=socket.gethostname())
 
     def earlier_root(self) -> str | None:
-        """The run directory of the attempt before, where the store is still the same."""
-        with self._lock:
-            return self._raw.get("forgather/root").decode() if self._raw.check(["forgather/root"]) else None
-
-    def shared(self) -> Shared | None:
-        """What rank 0 has shared, None as long as it has not."""
-        text = self._read("shared")
-        return None if text is None else Shared(**json.loads(text))
+        """The run directory of an attempt before, where the store is still the same."""
+        for attempt in reversed(range(self._place.attempt)):
+            found, _, _ = _shared_in(SignedStore(self._raw, self._prefix(attempt), b""))
+            if found is not None:
+                return found.root
+        return None
 
     # ---------------------------------------------------------------------------------------------- failures and stops
 
     def fail(self, ending: Ending) -> bool:
         """Tell the world; False if another rank has told before. What explains the others goes before what does not."""
-        text = self._read("failed")
+        text = self._store.get("failed")
         if text is not None and (Ending.from_json(text).is_cause or not ending.is_cause):
             return False
-        old = "" if text is None else text.decode()
-        told = self._call(lambda store: store.compare_set("failed", old, ending.to_json()))
-        return bool(told.decode() == ending.to_json())
+        return self._store.swap("failed", text, ending.to_json())
 
     def failure(self) -> Ending | None:
         """What some rank has told. A store that is gone is the failure of the rank that offered it."""
         try:
-            text = self._read("failed")
+            text = self._store.get("failed")
         except Exception as error:  # whatever the store's library makes of a lost connection
             return _store_is_gone(self._place.rank, error)
         return None if text is None else Ending.from_json(text)
 
     def ask_to_stop(self, signum: int) -> None:
-        self._call(lambda store: store.set("stop", json.dumps([signum, self._place.rank])))
+        self._store.set("stop", json.dumps([signum, self._place.rank]))
 
     def stop_asked(self) -> tuple[int, int] | None:
         """The signal that some rank has got, and the rank."""
-        text = self._read("stop")
+        text = self._store.get("stop")
         if text is None:
             return None
         signum, rank = json.loads(text)
@@ -116,31 +168,29 @@ class Meeting:
 
     def say_busy(self) -> None:
         """This rank is saving, and those that wait for it are to be patient."""
-        self._call(lambda store: store.set("busy", str(time.time())))
+        self._store.set("busy", str(time.time()))
 
     def busy_since(self, seconds: float) -> bool:
         """True if some rank has been saving within the last ``seconds``."""
-        text = self._read("busy")
+        text = self._store.get("busy")
         return text is not None and time.time() - float(text) < seconds
 
     def dead_neighbour(self) -> int | None:
         """A rank on this node whose process is gone although it has not left."""
         first = self._place.rank - self._place.local_rank
         for rank in range(first, min(first + self._place.local_size, self._place.size)):
-            text = self._read(f"place/{rank}")
+            text = self._store.get(f"place/{rank}")
             host, pid = json.loads(text) if text is not None else (None, 0)
-            if host == socket.gethostname() and not is_running(pid) and self._read(f"left/{rank}") is None:
+            if host == socket.gethostname() and not is_running(pid) and self._store.get(f"left/{rank}") is None:
                 return rank
         return None
 
     def leave(self, *, patience: float = FAREWELL) -> None:
         """Say that this rank needs the store no more. The rank that offers it stays until all have, or no longer."""
-        if self._read(f"left/{self._place.rank}") is None:
-            self._call(lambda store: store.set(f"left/{self._place.rank}", "1"))
-            self._call(lambda store: store.add("left", 1))
+        self._store.set(f"left/{self._place.rank}", "1")
         end = time.monotonic() + patience
         while self._server is not None and time.monotonic() < end:
-            if self._call(lambda store: store.add("left", 0)) >= self._place.size:
+            if all(self._store.get(f"left/{rank}") for rank in range(self._place.size)):
                 return
             time.sleep(0.05)
 
@@ -148,28 +198,42 @@ class Meeting:
 
     def tell(self, key: str, text: str) -> None:
         """Leave a word for the other ranks, in place of what lay there."""
-        self._call(lambda store: store.set(key, text))
+        self._store.set(key, text)
 
     def told(self, key: str) -> str | None:
         """What some rank has left."""
-        text = self._read(key)
-        return None if text is None else text.decode()
+        return self._store.get(key)
 
     def claim(self, key: str, name: str) -> bool:
         """Leave a word where none lies, or an empty one; False if another rank was first."""
-        return bool(self._call(lambda store: store.compare_set(key, "", name)).decode() == name)
+        there = self._store.get(key)
+        return there == name or (not there and self._store.swap(key, there, name))
 
-    # ------------------------------------------------------------------------------------------------------- the store
 
-    def _read(self, key: str) -> bytes | None:
-        def read(store: Any) -> bytes | None:
-            return bytes(store.get(key)) if store.check([key]) else None
+def _shared_in(store: SignedStore) -> tuple[Shared | None, bytes, str]:
+    """(what rank 0 has shared there, the secret it is signed with, what is wrong with it).
 
-        return self._call(read)
+    The secret is found in the directory that the message itself names, so it proves who wrote it only by its owner.
+    """
+    raw = store.raw("shared")
+    if raw is None:
+        return None, b"", ""
+    root: Any = "?"
+    try:
+        root = json.loads(text_of(raw))["root"]
+        secret = find_secret(RunDir(Path(root)).secret)
+        if store.is_signed("shared", raw, secret):
+            return Shared(**json.loads(text_of(raw))), secret, ""
+    except PermissionError as error:
+        problem = f"output_dir: {root}/{error}; set it to a directory that keeps owner and mode of files, or {SECRET} "
+        return None, b"", f"{problem}to one secret in the environment of all nodes"
+    except (OSError, ValueError, TypeError, LookupError):
+        pass
+    return None, b"", _NOT_SEEN.format(root=root, host=socket.gethostname())
 
-    def _call(self, use: Callable[[Any], _T]) -> _T:
-        with self._lock:
-            return use(self._store)
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T | None:

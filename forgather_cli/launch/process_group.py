@@ -27,7 +27,11 @@ def initialised(config: Config, place: Place, meeting: Meeting | None) -> Iterat
         return
     import torch.distributed as dist
 
+    from forgather_cli.distributed import listen_on_loopback
+
     record_collectives()
+    if place.local_size == place.size:
+        listen_on_loopback()
     dist.init_process_group(
         _backend(config.device),
         store=_store(meeting),
@@ -35,6 +39,8 @@ def initialised(config: Config, place: Place, meeting: Meeting | None) -> Iterat
         world_size=place.size,
         timeout=timedelta(seconds=config.hang_timeout),
     )
+    if meeting is not None:
+        meeting.all_here()
     try:
         yield
     except BaseException:
@@ -53,7 +59,7 @@ def _backend(device: str) -> str:
 
 def _store(meeting: Meeting | None) -> Any:
     if meeting is not None:
-        return meeting.rendezvous_store()
+        return meeting.group_store()
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     return HashStore()

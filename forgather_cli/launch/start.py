@@ -151,7 +151,7 @@ def _begin(held: Claim, loaded: Loaded, layout: Layout, *, again: bool = False) 
 
 
 def _start(config: Config, held: Claim) -> Start:
-    return Start(held.run, lambda: config, held.lock_text)
+    return Start(held.run, lambda: config)
 
 
 def _config_text(tree: dict[str, Any]) -> str:
@@ -219,7 +219,7 @@ def check_port(layout: Layout) -> None:
 
     torch takes whoever listens there for the store, and waits (2.13, ``_create_tcp_store``).
     """
-    if layout.in_process or layout.endpoint is None:
+    if layout.nodes == 1 or layout.endpoint is None:
         return
     port = int(layout.endpoint.rpartition(":")[2])
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:

@@ -57,7 +57,7 @@ def others(rank: Rank) -> Iterator[None]:
 def _start(rank: Rank, name: str, seconds: float, look: Callable[[], None]) -> None:
     def run() -> None:
         while not rank.ended.wait(seconds):
-            with suppress(RuntimeError):  # of a store that goes just now; the next look says so
+            with suppress(RuntimeError, ValueError, TypeError):  # a store that goes just now, a stranger's message
                 look()
 
     threading.Thread(target=run, name=name, daemon=True).start()

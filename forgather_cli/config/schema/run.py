@@ -106,7 +106,7 @@ class RunSettings(HuggingFaceArguments):
     nnodes: PositiveInt = 1
     node_rank: Count = 0
     rdzv_endpoint: str | None = None
-    rdzv_backend: str = "c10d"
+    rdzv_backend: str | None = None
     rdzv_id: str | None = None
     max_restarts: Count = 0
 

@@ -1,0 +1,150 @@
+"""Where ranks leave each other messages, by key: files of one node, or a TCPStore, in which messages are signed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from forgather_cli.launch.job import publish
+
+SECRET = "FORGATHER_LAUNCH_SECRET"
+"""Environment variable: what the ranks sign with, where the file of rank 0 does not do."""
+_PATIENCE = 1.0  # seconds
+_UNSIGNED = "-" * 64  # as long as a signature
+
+
+class Store(Protocol):
+    """Messages by key."""
+
+    def get(self, key: str) -> str | None:
+        """None where there is no message that counts."""
+
+    def set(self, key: str, text: str) -> None: ...
+
+    def swap(self, key: str, old: str | None, new: str) -> bool:
+        """Put ``new`` in the place of ``old``; False if something else is there."""
+
+
+class FolderStore:
+    """Messages as files of a folder that only this user may read.
+
+    Not torch's FileStore: a process that dies or is stopped while it writes there has all others wait for ever (torch
+    2.13: a record that is cut off, flock without a timeout).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def get(self, key: str) -> str | None:
+        try:
+            return self._path(key).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def set(self, key: str, text: str) -> None:
+        publish(self._path(key), text)
+
+    def swap(self, key: str, old: str | None, new: str) -> bool:
+        with open(self._path(".lock"), "w", opener=partial(os.open, mode=0o600)) as lock:
+            until = time.monotonic() + _PATIENCE
+            while time.monotonic() < until:  # the holder may have been stopped
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.01)
+            if self.get(key) != old:
+                return False
+            self.set(key, new)
+            return True
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.replace("/", "-")
+
+
+class SignedStore:
+    """Messages in a store that others may write to: each begins with an HMAC (SHA-256) of its key and text.
+
+    A message without one counts too until ``strict`` is set: ranks that are about to meet may not know the secret yet.
+    """
+
+    def __init__(self, store: Any, prefix: str, secret: bytes) -> None:
+        """``store``: a torch Store. An empty ``secret`` signs nothing."""
+        self._store, self._prefix, self.secret = store, prefix, secret
+        self.strict = False
+
+    def get(self, key: str) -> str | None:
+        raw = self.raw(key)
+        return None if raw is None else self._counting(key, raw)
+
+    def set(self, key: str, text: str) -> None:
+        self._store.set(self._prefix + key, self._message(key, text))
+
+    def swap(self, key: str, old: str | None, new: str) -> bool:
+        raw, message = self.raw(key), self._message(key, new)
+        there = None if raw is None else self._counting(key, raw)
+        if there != old:
+            return False
+        if raw is not None and there is None:  # of a stranger
+            self._store.set(self._prefix + key, message)
+            return True
+        return bool(self._store.compare_set(self._prefix + key, raw or "", message) == message.encode())
+
+    def raw(self, key: str) -> str | None:
+        """A message with its signature, whoever it is from."""
+        where = self._prefix + key
+        return self._store.get(where).decode(errors="replace") if self._store.check([where]) else None
+
+    def is_signed(self, key: str, raw: str, secret: bytes) -> bool:
+        """True if who wrote the message knew the secret."""
+        text = raw[len(_UNSIGNED) :]
+        return bool(secret) and hmac.compare_digest(raw.encode(), (self._signature(key, text, secret) + text).encode())
+
+    def _counting(self, key: str, raw: str) -> str | None:
+        return raw[len(_UNSIGNED) :] if not self.strict or self.is_signed(key, raw, self.secret) else None
+
+    def _message(self, key: str, text: str) -> str:
+        return (self._signature(key, text, self.secret) if self.secret else _UNSIGNED) + text
+
+    def _signature(self, key: str, text: str, secret: bytes) -> str:
+        return hmac.new(secret, f"{self._prefix}{key}\n{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def text_of(raw: str) -> str:
+    """What a message says, whoever it is from."""
+    return raw[len(_UNSIGNED) :]
+
+
+def new_secret() -> bytes:
+    """For the ranks of one start: the environment's, else a random one."""
+    return os.environ.get(SECRET, "").encode() or secrets.token_hex(32).encode()
+
+
+def leave_secret(path: Path, secret: bytes) -> None:
+    """Let the ranks of other nodes, which see the run's directory, know the secret."""
+    if SECRET not in os.environ:
+        publish(path, secret.decode())
+
+
+def find_secret(path: Path) -> bytes:
+    """What rank 0 has left for this user. Raises OSError where that is not there or may be of somebody else."""
+    if SECRET in os.environ:
+        return os.environ[SECRET].encode()
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        facts = os.fstat(file)
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or not stat.S_ISREG(facts.st_mode):
+            mode = stat.S_IMODE(facts.st_mode)
+            raise PermissionError(f"is of user {facts.st_uid} with mode {mode:o} instead of {os.geteuid()} with 600")
+        return os.read(file, 1000)
+    finally:
+        os.close(file)
