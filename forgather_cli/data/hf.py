@@ -257,7 +257,9 @@ class HfCorpus:
         return content
 
     def _content(self, root: Path, *, read: bool) -> str | None:
-        stamp = digest(["hf", self.text_key, *(each._fingerprint for each in self._datasets())])
+        # the library's fingerprint alone is equal for files of equal name, size and modification time
+        parts = [[each._fingerprint, *(file["filename"] for file in each.cache_files)] for each in self._datasets()]
+        stamp = digest(["hf", self.text_key, *parts])
         note = root / "content" / f"{stamp}.json"
 
         def read_all() -> Meta:
