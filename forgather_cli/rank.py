@@ -104,7 +104,8 @@ class Rank:
         """
         if self.job is not None:
             return outcome.FAILED if ending.worth_a_restart and not self.stop.name else outcome.DONE
-        if self.place.by and ending.code == outcome.STOPPED:
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - self.place.attempt
+        if self.place.by and (ending.code == outcome.STOPPED or (ending.state == "aborted" and restarts > 0)):
             return outcome.DONE
         return ending.code
 

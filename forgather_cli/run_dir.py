@@ -153,6 +153,25 @@ class RunDir:
         assert is_name(command_id)
         return self.control / f"{command_id}.json"
 
+    @property
+    def set_aside(self) -> Path:
+        """Where a run that is to be overwritten waits for the first step of the new one."""
+        return self.root / ".overwritten"
+
+    @property
+    def being_set_aside(self) -> Path:
+        """Where it is while it moves there or back: its files are here or in the run directory, never in both."""
+        return self.root / ".overwriting"
+
+    def note_set_aside(self) -> str | None:
+        """What is to be known while a run waits there; None if none does. Reads the directory."""
+        if not (self.set_aside.is_dir() or self.being_set_aside.is_dir()):
+            return None
+        return (
+            f"{self.root}: a start with overwrite_output_dir=true has not come to its first step; the run from before "
+            f"it lies in {self.set_aside.name}, and comes back with the next forgather resume {self.root}"
+        )
+
     def is_used(self) -> bool:
         """True if a run has left metrics or checkpoints here. Reads the directory."""
         return self.metrics.exists() or bool(self.checkpoint_steps())

@@ -102,7 +102,10 @@ def _reader(source: Path) -> Reader | None:
         return open_whole(source)
     if (source / "config.json").is_file():
         return None
-    reader_or_none = newest_valid(RunDir(source))
+    run = RunDir(source)
+    reader_or_none = newest_valid(run)
+    if reader_or_none is None and (note := run.note_set_aside()) is not None:
+        raise ModelError(note)
     if reader_or_none is None:
         raise ModelError(f"{source}: the run has no checkpoint yet; train it with save_strategy=steps or epoch")
     return reader_or_none

@@ -336,15 +336,28 @@ def test_a_mistake_in_an_overwriting_run_costs_nothing(program: Program, trained
     assert not list(Path("trained").glob(".over*"))
 
 
+@pytest.mark.parametrize("how", ["train", "resume"])
 @pytest.mark.parametrize("name", [".overwriting", ".overwritten"])
-def test_a_run_whose_overwriting_was_killed_in_set_up_comes_back(program: Program, trained: Path, name: str) -> None:
+def test_a_run_whose_overwriting_was_killed_in_set_up_comes_back(
+    program: Program, trained: Path, name: str, how: str
+) -> None:
     before = contents()
     (trained / name).mkdir()
     for entry in ("checkpoints", "config.yaml", "logs") if name == ".overwriting" else os.listdir(trained):
         if not entry.startswith("."):
             (trained / entry).rename(trained / name / entry)
     if name == ".overwritten":
-        (trained / "config.yaml").write_text("of the job that was killed")
+        settings = (trained / name / "config.yaml").read_text().replace("hidden_size: 64", "hidden_size: 32")
+        (trained / "config.yaml").write_text(settings)
+        (trained / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 5.5}\n')  # eval_on_start
+    for words in (["logs", "summary"], ["checkpoint", "list"], ["checkpoint", "verify"], ["eval"]):
+        assert "overwrite_output_dir=true" in program(*words, "trained").err
+    if how == "resume":
+        done = program("resume", "trained", "max_steps=5")
+        assert done.code == 0, done.err
+        assert "this is the run from before" in done.err
+        assert "hidden_size: 64" in Path("trained/config.1.yaml").read_text()
+        return
     assert "already holds a run" in program("train", *SYNTHETIC, "output_dir=trained").err
     assert contents() == before
 
@@ -615,10 +628,8 @@ def test_a_disk_that_is_full_later_ends_no_run_early_and_a_lost_final_checkpoint
     words = ["max_steps=30", "save_steps=2", "+callbacks.fill._target_=mine.FillsTheDisk", "async_save=false"]
     done = on_small_disk("6m", "train", *SYNTHETIC, *words)
     assert done.returncode == 1, done.stderr
-    assert (
-        "error: done at step 30, but that step could not be saved (see above); forgather resume run goes on"
-        in done.stderr
-    )
+    assert "error: done at step 30, but that step could not be saved (see above); " in done.stderr
+    assert done.stderr.splitlines()[-1] == "forgather resume run"
     assert "Traceback" not in done.stderr
     lost = r"ERROR the checkpoint of step {} was not saved: No space left on device; the newest one is "
     for step in (4, 30):

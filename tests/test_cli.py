@@ -18,7 +18,7 @@ import yaml
 from forgather_cli.cli import app
 from forgather_cli.cli.multirun import Job, _cells
 from forgather_cli.config.load import load_config
-from forgather_cli.launch.outcome import write_outcome
+from forgather_cli.launch.outcome import State, write_outcome
 from forgather_cli.launch.start import launch
 from forgather_cli.plan import make_plan
 from forgather_cli.run_dir import RunDir
@@ -391,7 +391,7 @@ def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Pat
 def test_a_summary_of_a_torn_log_and_of_a_broken_one(forgather: Forgather, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
     torn = summarize(RunDir(tmp_path))
-    assert (torn.step, torn.first_loss, torn.last_loss, torn.state) == (2, 2.0, 2.0, "unfinished")
+    assert (torn.step, torn.first_loss, torn.last_loss, torn.state) == (2, 2.0, 2.0, "cut")
     (tmp_path / "metrics.jsonl").write_text("nothing\n{}\n")
     assert "metrics.jsonl:1: not a record" in forgather("logs", "summary", ".").err
 
@@ -445,8 +445,19 @@ def test_generate_is_repeatable_and_streams_what_it_returns(
 
 
 def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
+    (tmp_path / "quitting.py").write_text(
+        "import pathlib\n"
+        "from forgather_cli.callbacks.base import TrainerCallback\n"
+        "class Quits(TrainerCallback):\n"
+        "    def on_step_end(self, args, state, control, **kwargs):\n"
+        "        mark = pathlib.Path('has-quit')\n"
+        "        control.should_abort_without_save = not mark.exists()\n"
+        "        mark.touch()\n"
+    )
+
     def sweep() -> subprocess.CompletedProcess[str]:
-        words = ["train", *SMALL, "max_steps=2", "model.vocab_size=8,300", "-m"]
+        words = ["train", *SMALL, "max_steps=2", "model.vocab_size=8,300", "+callbacks.quits._target_=quitting.Quits"]
+        words.append("-m")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [PROGRAM, *words], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
@@ -458,24 +469,33 @@ def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     [root] = (tmp_path / "outputs/default").glob("sweep-*")
     [done] = root.iterdir()
     assert done.name.startswith("model.vocab_size=300-")
+    assert re.search(r"vocab_size=300-\w+ +aborted +1 ", first.stdout)
+    assert first.stdout.splitlines()[-1].startswith("forgather train")
+    second = sweep()
+    assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", second.stdout), "an aborted job is started again"
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
     again = sweep()
     assert again.returncode == 1
     assert f"{done.name} is done" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
-    assert re.search(r"vocab_size=8-\w+ +refused \(2\)", again.stdout)
+    assert re.search(r"vocab_size=8-\w+ +refused", again.stdout)
     assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", again.stdout)
 
 
 def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    codes = [(None, None, "not run"), (2, None, "refused (2)"), (137, None, "failed (137)"), (0, 0, "done")]
-    codes += [(75, 75, "stopped"), (1, 1, "failed (1)"), (None, 1, "failed"), (2, 75, "refused (2)")]
-    for code, told, shown in codes:
+    cases: list[tuple[int | None, State | None, str]] = [
+        (None, None, "not run"), (2, None, "refused"), (137, None, "cut"), (0, "done", "done"),
+        (0, "stopped", "stopped"), (75, "stopped", "stopped"), (1, "failed", "failed"), (None, "failed", "failed"),
+        (2, "stopped", "refused"),
+        (1, "aborted", "aborted"), (1, "diverged", "diverged"), (1, "done", "failed"),
+    ]  # fmt: skip
+    for code, told, shown in cases:
         run.exit.unlink(missing_ok=True)
         if told is not None:
-            write_outcome(run, told, "because", 3)
+            write_outcome(run, told, code or 0, "because", 3)
         assert _cells(Job("x", [], run), code) == [shown, "-", "-", "-", "-", "-"]
+        assert Job("x", [], run).is_done == (told == "done"), "only what is done is not started again"
 
 
 def test_a_sweep_checks_all_jobs_before_the_first(forgather: Forgather) -> None:

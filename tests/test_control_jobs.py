@@ -124,11 +124,17 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
             assert watcher.finish() == 0
             assert "my-job: ended at step" in watcher.output
         assert job.finish() == 0
+    assert job.lines[-1] == "forgather resume run"
+    stopped = read_outcome(RUN)
+    assert stopped is not None
+    assert (stopped.state, stopped.code) == ("stopped", 0)
     assert json.loads(RUN.command(told["id"]).read_text())["state"] == "done"
     assert json.loads(answer.read_text())["state"] == "done"
     code, _, wrong = say("save", "run")
     assert code == 1
-    assert re.fullmatch(r"error: run: no job runs there; the last one ended at step \d+ with exit code 0: .+", wrong)
+    assert re.fullmatch(
+        r"error: run: no job runs there; the last one ended at step \d+, stopped, with exit code 0: .+", wrong
+    )
     assert say("abort", "my-job", "--force")[:2] == (1, "")
 
 
@@ -209,5 +215,8 @@ def test_abort_from_the_command_line(say: Any) -> None:
         job.read_until("callbacks.control.disable_auth=true: any process of this machine can stop this job")
         assert say("abort", job_id) == (2, "", "error: abort: asks first, and nobody can answer here; use --force")
         assert say("abort", job_id, "--force")[:2] == (0, f"{job_id} is aborted, nothing was saved")
-        assert job.finish() == 0
+        assert job.finish() == 1
+    outcome = read_outcome(RUN)
+    assert outcome is not None
+    assert (outcome.state, outcome.code) == ("aborted", 1)
     assert RUN.checkpoint_steps() == []

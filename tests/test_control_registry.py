@@ -178,7 +178,7 @@ def test_list_tells_jobs_of_this_machine_ended_ones_and_foreign_ones_apart(
     register(entry("foreign", hostname="elsewhere"), None)
     assert forgather("control", "list") == 0
     text = capsys.readouterr().out
-    for name, state in (("mute", "does not answer"), ("dead", "ended"), ("foreign", "on elsewhere")):
+    for name, state in (("mute", "does not answer"), ("dead", "cut"), ("foreign", "on elsewhere")):
         assert any(name in line and state in line for line in text.splitlines()), text
     assert forgather("control", "list", "--json") == 0
     shown = {job["job_id"]: (job["running"], job["status"]) for job in json.loads(capsys.readouterr().out)}
@@ -208,11 +208,11 @@ def test_what_cannot_be_done_is_said_in_one_line(ended: tuple[int, str], capsys:
     run = RunDir(Path("run"))
     run.root.mkdir()
     run.config.touch()
-    write_outcome(run, 0, "done", 7)
+    write_outcome(run, "done", 0, "done", 7)
     unregister(entry("mute"))
     unregister(entry("foreign", hostname="elsewhere"))
     assert told("stop", "run") == (
-        1, "error: run: no job runs there; the last one ended at step 7 with exit code 0: done"
+        1, "error: run: no job runs there; the last one ended at step 7, done, with exit code 0: done"
     )  # fmt: skip
 
 
@@ -236,12 +236,13 @@ def test_a_run_that_takes_no_commands_is_told_by_who_holds_its_directory(
     assert told("status", f"{alive} on {here}").endswith(
         f"wait, or stop it with a checkpoint by SIGTERM (kill {alive})"
     )
-    killed = "error: run: no job runs there; the last one was killed; forgather resume run goes on"
-    assert told("status", f"{ended[0]} on {here}") == killed
+    killed = told("status", f"{ended[0]} on {here}")
+    assert killed.startswith("error: run: no job runs there; the last one was cut")
+    assert killed.endswith("forgather resume run goes on")
     elsewhere = "error: run: no job is known there; the last one was started on afar and has not told of its end; "
     assert told("status", f"{alive} on afar").startswith(elsewhere)
-    write_outcome(run, 0, "done", 7)  # as long as the process that has written this ends
-    assert told("status", f"{alive} on {here}").endswith("the last one ended at step 7 with exit code 0: done")
+    write_outcome(run, "done", 0, "done", 7)  # as long as the process that has written this ends
+    assert told("status", f"{alive} on {here}").endswith("the last one ended at step 7, done, with exit code 0: done")
 
 
 def test_a_registry_that_cannot_be_written_is_an_error_of_the_system(home: Path) -> None:

@@ -99,7 +99,9 @@ def test_faults_are_told_and_a_second_signal_ends_what_hangs_and_damaged_checkpo
         assert job.finish() == 130, job.output
     assert_restarted(job.output, (*before,))
     assert "Traceback" not in job.output
-    assert job.lines[-1] == "ended at once by SIGINT; the newest checkpoint is step 6"
+    assert "ended at once by SIGINT; the newest checkpoint is step 6" in job.lines
+    assert job.lines[-1] == "forgather resume run"
+    assert ended().state == "cut"
     assert ended().code == 130
     assert nobody_left()
     goes_on_past_damage_until_the_launcher_is_killed()

@@ -326,6 +326,8 @@ def test_the_log_has_lines_without_colour_and_without_what_was_overwritten() -> 
 def test_outcome_survives_a_torn_file(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.metrics.write_text('{"step": 3}\n{"step": 4, "lo')
-    assert write_outcome(run, 1, "failed").step == 3
+    write_outcome(run, "failed", 1, "because")
+    assert read_outcome(run) is not None
+    assert read_outcome(run).step == 3  # type: ignore[union-attr]
     run.exit.write_text('{"code": 0')
     assert read_outcome(run) is None

@@ -222,7 +222,13 @@ def test_a_killed_rank_explains_errors_at_the_same_moment_and_none_before() -> N
 def test_what_is_worth_a_restart() -> None:
     assert Ending(0, ERROR, 1).worth_a_restart
     assert told(1, Ending(0, KILLED, 1)).worth_a_restart
-    for final in (Ending(0, MISTAKE, 2), Ending(0, UNHEEDED, 1), Ending(0, CUT, 143), done(0), done(0, signal.SIGTERM)):
+    for final in (
+        Ending(0, MISTAKE, 2),
+        Ending(0, UNHEEDED, 1),
+        Ending(0, CUT, 143),
+        done(0),
+        Ending(0, "stopped", 75),
+    ):
         assert not final.worth_a_restart
         assert not told(1, final).worth_a_restart
 
@@ -379,7 +385,9 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
     assert (ended().code, ended().reason) == (75, "stopped by SIGTERM")
     assert RUN.checkpoint_steps() == [ended().step]
     assert recorded_steps() == list(range(1, ended().step + 1))
-    ours = re.compile(r"^\d{4}-|^rank 0 begins$|^SIGTERM|^\s*$|^run |^newest |^to go on:$|^forgather resume")
+    ours = re.compile(
+        r"^\d{4}-|^rank 0 begins$|^SIGTERM|^\s*$|^run |^newest |^stopped by SIGTERM; to go on|^forgather resume"
+    )
     assert [line for line in job.lines if not ours.match(line)] == []  # no other rank, and no library, speaks there
     logs = [RUN.rank_log(rank).read_text() for rank in range(2)]
     assert ["rank 0 begins" in log for log in logs] == [True, False]

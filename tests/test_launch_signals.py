@@ -186,14 +186,16 @@ def test_under_nohup_a_run_outlives_terminal_and_pipe_and_a_burst_of_one_signal_
 
 
 @pytest.mark.parametrize(
-    ("act", "reason", "saved"),
+    ("act", "state", "reason", "saved"),
     [
-        ("control.should_training_stop = True", "stopped by callback quits in on_step_end at step 3", [3]),
-        ("control.should_abort_without_save = True",
-         "aborted by callback quits in on_step_end at step 3; nothing was saved", []),
+        ("control.should_training_stop = True", "done", "stopped by callback quits in on_step_end at step 3", [2, 3]),
+        ("control.should_abort_without_save = True", "aborted",
+         "aborted by callback quits in on_step_end at step 3; nothing was saved", [2]),
     ],
 )  # fmt: skip
-def test_exit_json_tells_what_ended_a_run_early(act: str, reason: str, saved: list[int], tmp_path: Path) -> None:
+def test_exit_json_tells_what_ended_a_run_early(
+    act: str, state: str, reason: str, saved: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "quitting.py").write_text(
         "from forgather_cli.callbacks.base import TrainerCallback\n"
         "class Quits(TrainerCallback):\n"
@@ -203,6 +205,10 @@ def test_exit_json_tells_what_ended_a_run_early(act: str, reason: str, saved: li
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(tmp_path)
         patch.delitem(sys.modules, "quitting", raising=False)
-        assert forgather("train", *SMALL, "max_steps=9", "+callbacks.quits._target_=quitting.Quits") == 0
-    assert (ended().code, ended().reason, ended().step) == (0, reason, 3)
+        words = ["max_steps=9", "save_steps=2", "+callbacks.quits._target_=quitting.Quits"]
+        code = forgather("train", *SMALL, *words)
+    assert code == (1 if state == "aborted" else 0)
+    assert (ended().state, ended().code, ended().reason, ended().step) == (state, code, reason, 3)
     assert RUN.checkpoint_steps() == saved
+    last = "".join(capsys.readouterr()).strip().splitlines()[-1]
+    assert (last == "forgather resume run") == (state == "aborted")

@@ -56,7 +56,7 @@ ALLOWED = {
         "checkpoint.gather", "control", "distributed", "models.generate", "models.modes", "trainer.schedule",
         "trainer.setup",
     },
-    "control": {"trainer.commands"},
+    "control": {"launch.outcome", "trainer.commands"},
     "distributed": set(),
     "checkpoint": set(),
     "models": {"config.families", "config.model_limits"},

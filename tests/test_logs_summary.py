@@ -62,9 +62,9 @@ def test_a_directory_of_runs_is_a_table_with_the_settings_that_differ(
 ) -> None:
     found = summaries(capsys, str(sweep))
     assert [(each["settings"], each["last_loss"], each["state"]) for each in found] == [
-        ({"learning_rate": "0.0003"}, None, "unfinished"),
-        ({"learning_rate": "0.001"}, 2.5, "unfinished"),
-        ({"learning_rate": "0.003"}, 2.0, "unfinished"),
+        ({"learning_rate": "0.0003"}, None, "cut"),
+        ({"learning_rate": "0.001"}, 2.5, "cut"),
+        ({"learning_rate": "0.003"}, 2.0, "cut"),
     ]
     assert "has no metrics.jsonl" in found[0]["reason"]
     assert summaries(capsys, str(sweep / "lr-*")) == found  # a pattern that the shell left alone
@@ -89,17 +89,22 @@ def test_runs_are_sorted_by_what_they_measured_or_by_a_setting(sweep: Path, caps
 
 
 def test_states_are_those_of_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    codes = {"done": 0, "failed": 1, "stopped": 75, "ended": 143}
-    for state, code in codes.items():
+    told = ("done", "stopped", "aborted", "failed", "diverged", "cut")
+    for state in told:
         run = make_run(tmp_path / state, [2.0])
+        ended = {"state": state, "code": 1, "reason": state, "step": 10, "time": "now"}
+        (run / "exit.json").write_text(json.dumps(ended))
+    codes = {"done": 0, "failed": 1, "stopped": 75, "cut": 143}  # which 0.1.0 wrote alone
+    for state, code in codes.items():
+        run = make_run(tmp_path / f"{state}-old", [2.0])
         (run / "exit.json").write_text(json.dumps({"code": code, "reason": state, "step": 10, "time": "now"}))
     running = make_run(tmp_path / "running", [2.0])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         (running / ".lock").write_text(f"pid {process.pid} on {socket.gethostname()}\n")
         states = {Path(each["run"]).name: each["state"] for each in summaries(capsys, str(tmp_path))}
         process.communicate(b"\n")
-    assert states == {state: state for state in [*codes, "running"]}
-    assert summarize(RunDir(running)).state == "unfinished"
+    assert states == {state: state for state in [*told, "running"]} | {f"{state}-old": state for state in codes}
+    assert summarize(RunDir(running)).state == "cut"
     make_run(tmp_path / "broken", [2.0]).joinpath("metrics.jsonl").write_text("nothing\n{}\n")
     [broken] = [each for each in summaries(capsys, str(tmp_path)) if each["run"].endswith("broken")]
     assert "not a record of metrics" in broken["reason"]

@@ -51,7 +51,10 @@ def _of_run(run_dir: Path) -> list[CheckpointInfo]:
 
     if not run_dir.is_dir():
         raise CheckpointError(f"{run_dir}: no such directory; give a run's directory")
-    found = list_checkpoints(RunDir(run_dir))
+    run = RunDir(run_dir)
+    found = list_checkpoints(run)
+    if not found and (note := run.note_set_aside()) is not None:
+        raise CheckpointError(note)
     if not found:
         raise CheckpointError(f"{run_dir}: has no checkpoints; give the directory of a run that has saved one")
     return found
@@ -109,7 +112,7 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
 
 def _newest(source: Path) -> Path:
     """``source`` if it is a checkpoint, else the newest checkpoint of the run."""
-    if (source / "checkpoints").is_dir() or not source.is_dir():
+    if (source / "checkpoints").is_dir() or not source.is_dir() or RunDir(source).note_set_aside():
         return _of_run(source)[-1].path
     return source
 
@@ -184,7 +187,7 @@ def verify(source: RunOrCheckpoint, as_json: AsJson = False) -> None:
 
 
 def _all(source: Path) -> list[Path]:
-    if (source / "checkpoints").is_dir() or not source.is_dir():
+    if (source / "checkpoints").is_dir() or not source.is_dir() or RunDir(source).note_set_aside():
         return [info.path for info in _of_run(source)]
     return [source]
 

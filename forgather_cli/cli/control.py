@@ -20,7 +20,7 @@ from forgather_cli.errors import ConfigError, ControlError
 from forgather_cli.launch.outcome import read_outcome, resume_command
 from forgather_cli.launch.standing import Standing, table
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.summary import holder_of
+from forgather_cli.runs.summary import holder_of, state_of
 
 _LOOK_PATIENCE = 2.0  # seconds that a listed job gets to say what it is at
 _REDRAW = 1.0  # seconds
@@ -47,7 +47,8 @@ def list_(as_json: AsJson = False) -> None:
     """List the jobs that run, and what ended ones have left behind."""
     found = [(entry, _glance(entry)) for entry in registry.entries()]
     if as_json:
-        print_json([{**asdict(entry), "running": entry.is_running, "status": status} for entry, status in found])
+        rows_ = ({**asdict(e), "running": e.is_running, "state": _standing(e, s), "status": s} for e, s in found)
+        print_json(list(rows_))
         return
     if not found:
         typer.echo("no jobs")
@@ -71,7 +72,10 @@ def _glance(entry: Entry) -> dict[str, Any] | None:
 def _standing(entry: Entry, status: dict[str, Any] | None) -> str:
     if status is not None:
         return str(status["state"])
-    return {True: "does not answer", False: "ended", None: f"on {entry.hostname}"}[entry.is_running]
+    if entry.is_running is False:
+        state = state_of(RunDir(Path(entry.run_dir)))[0]
+        return "cut" if state == "running" else state  # another job has the directory by now
+    return "does not answer" if entry.is_running else f"on {entry.hostname}"
 
 
 def _cells(status: dict[str, Any] | None) -> tuple[str, str, str]:
@@ -159,12 +163,12 @@ def _ended(run: RunDir) -> str:
     """What has become of a job that takes no commands any more."""
     outcome, holder = read_outcome(run), holder_of(run)
     if outcome is not None:
-        return f"ended at step {outcome.step} with exit code {outcome.code}: {outcome.reason}"
+        return f"ended at step {outcome.step}, {outcome.state}, with exit code {outcome.code}: {outcome.reason}"
     if holder is not None and holder.is_running is None:
         return f"was started on {holder.hostname} and has not told of its end; ask there"
     if holder is not None and holder.is_running:
         return "is ending"
-    return f"was killed; {resume_command(run)} goes on"
+    return f"was cut: it told nothing of its end; {resume_command(run)} goes on"
 
 
 # -------------------------------------------------------------------------------------------------------------- stacks

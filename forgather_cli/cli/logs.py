@@ -47,7 +47,10 @@ def summary(
         raise ConfigError("--markdown: got --json too; use one of them")
     if reverse and sort is None:
         raise ConfigError("--reverse: needs --sort NAME")
-    summaries = summarize_all(find_runs(run_dirs))
+    runs = find_runs(run_dirs)
+    summaries = summarize_all(runs)
+    for note in filter(None, (run.note_set_aside() for run in runs)):
+        typer.echo(note, err=True)
     if sort is not None:
         summaries = ordered(summaries, sort)
         summaries = summaries[::-1] if reverse else summaries

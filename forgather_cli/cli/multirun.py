@@ -23,7 +23,7 @@ import typer
 from forgather_cli.cli.common import Col, human_seconds, print_json, print_table, quoted
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.orphans import end_with_parent
-from forgather_cli.launch.outcome import DONE, FAILED, MISTAKE, STOPPED, read_outcome
+from forgather_cli.launch.outcome import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import state_of, summarize
@@ -44,12 +44,12 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        ended = read_outcome(self.run)
-        return ended is not None and ended.code == DONE
+        return state_of(self.run)[0] == "done"
 
 
 def run_sweep(recipe: str, overrides: list[str], *, config_dir: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Run what is left of a sweep; returns 0 if all jobs are done, 75 after a signal, else 1.
+    """Run what is left of a sweep; returns 0 if all jobs are done or were stopped by commands, 75 after a signal, else
+    1. What is not done goes on with the next call.
 
     Every job's config is checked before the first starts; raises ConfigError with the problems of all.
     """
@@ -64,10 +64,16 @@ def run_sweep(recipe: str, overrides: list[str], *, config_dir: Path | None, dry
         code = codes[job.name] = DONE if job.is_done else forward.run(_command(job, recipe, config_dir))
         if forward.signum is not None or code in _SIGNALLED:
             _print_table(jobs, codes)
-            typer.echo(f"stopped; the same command goes on:\n{shlex.join(['forgather', *sys.argv[1:]])}")
+            _tell_how_to_go_on()
             return STOPPED if code in (STOPPED, DONE) else code
     _print_table(jobs, codes)
-    return DONE if all(job.is_done for job in jobs) else FAILED
+    if not all(job.is_done for job in jobs):
+        _tell_how_to_go_on()
+    return DONE if all(state_of(job.run)[0] in ("done", "stopped") for job in jobs) else FAILED
+
+
+def _tell_how_to_go_on() -> None:
+    typer.echo(f"not all jobs are done; the same command goes on:\n{shlex.join(['forgather', *sys.argv[1:]])}")
 
 
 def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> list[Job]:
@@ -174,18 +180,17 @@ def _print_table(jobs: list[Job], codes: dict[str, int]) -> None:
 
 def _cells(job: Job, code: int | None) -> list[str]:
     """What a job has measured, after how it stands: what it has left tells nothing of a start that was refused."""
-    has_run = job.run.metrics.exists() or read_outcome(job.run) is not None
-    state = _ended(code) or (state_of(job.run)[0] if has_run else "not run")
+    has_run = job.run.metrics.exists() or job.run.exit.exists()
+    state = state_of(job.run)[0] if has_run else "not run"
+    if code == MISTAKE:
+        state = "refused"
+    elif code == FAILED and state not in ("aborted", "diverged"):
+        state = "failed"  # maybe before it wrote anything, on top of an earlier start's end
+    elif code is not None and not has_run:
+        state = "cut"
     if not job.run.metrics.exists():
         return [state, *["-"] * 5]
     each = summarize(job.run)
     losses = [each.last_loss, each.last_eval_loss, each.best_eval_loss]
     shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
     return [state, str(each.step), *shown, human_seconds(each.seconds)]
-
-
-def _ended(code: int | None) -> str:
-    """What the exit code says beyond the files; empty if nothing."""
-    if code in (None, DONE, *_SIGNALLED):
-        return ""
-    return f"refused ({code})" if code == MISTAKE else f"failed ({code})"

@@ -9,7 +9,7 @@ import typer
 
 from forgather_cli.cli.common import quoted
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.run_dir import run_of
+from forgather_cli.run_dir import RunDir, run_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -31,7 +31,8 @@ def check_source(source: Path) -> None:
     marks = ("config.yaml", "manifest.json", "config.json")
     if not any((source / mark).is_file() for mark in marks):
         raise SetupError(
-            f"{source}: is no run (config.yaml), no checkpoint (manifest.json) and no model directory (config.json)"
+            RunDir(source).note_set_aside()
+            or f"{source}: is no run (config.yaml), no checkpoint (manifest.json) and no model directory (config.json)"
         )
 
 

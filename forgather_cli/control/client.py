@@ -14,6 +14,7 @@ from forgather_cli.control import records
 from forgather_cli.control.records import Command
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ControlError
+from forgather_cli.launch.outcome import read_outcome
 from forgather_cli.run_dir import RunDir
 
 PATIENCE = 5.0  # seconds for one request
@@ -83,10 +84,9 @@ def _look(entry: Entry, told: Command) -> Command | None:
 
 def _ending(entry: Entry) -> str:
     """What ``exit.json`` says, which the job's launcher writes, also for ranks that were killed."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        ending = json.loads(RunDir(Path(entry.run_dir)).exit.read_text(encoding="utf-8"))
-        return f": {ending['reason']}"
-    return f"; see {RunDir(Path(entry.run_dir)).logs}"
+    run = RunDir(Path(entry.run_dir))
+    outcome = read_outcome(run)
+    return f"; see {run.logs}" if outcome is None else f": {outcome.reason}"
 
 
 def request(

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import SetupError
+from forgather_cli.launch.outcome import newest_step
 from forgather_cli.run_dir import RunDir
 
+_HIDDEN = ".before-"
 _PACKAGES = ("forgather", "torch", "hydra-core", "omegaconf", "safetensors", "tokenizers", "torchdata", "numpy")
 
 
@@ -29,10 +31,18 @@ class Claim:
         """Make and lock the directory. Raises SetupError if it cannot be made or another job holds it."""
         self.run = RunDir(root)
         self._before: dict[Path, bytes | None] = {}
+        self._hidden: list[tuple[Path, Path]] = []
         self._made = _make_directory(root)
-        self._lock = _take_lock(self.run)
+        try:
+            self._lock = _take_lock(self.run)
+        except SetupError:
+            if self._made:  # else the lock may be another job's
+                self.run.lock.unlink(missing_ok=True)
+            _remove_empty(self._made)
+            raise
         with _writing(self.run):
             _settle_overwritten(self.run)
+            forget_hidden(self.run)
         self._traces = self._training_traces()
 
     def write(self, path: Path, text: str) -> None:
@@ -51,14 +61,21 @@ class Claim:
         """Note what is at ``path`` now, for ``undo``."""
         self._before.setdefault(path, path.read_bytes() if path.is_file() else None)
 
+    def hide(self, path: Path) -> None:
+        """Take a file away until ``undo`` puts it back. Needs no room on the disk, neither now nor then."""
+        if path.exists():
+            hidden = path.with_name(f"{_HIDDEN}{path.name}")
+            path.rename(hidden)
+            self._hidden.append((path, hidden))
+
     def set_aside(self) -> None:
         """Move away what a run left here, until the first step is done: a mistake in the settings costs no run."""
-        moving = _moving(self.run)
+        moving = self.run.being_set_aside
         moving.mkdir()
         try:
             for path in _files_of(self.run):
                 path.rename(moving / path.name)
-            moving.rename(_aside(self.run))
+            moving.rename(self.run.set_aside)
         finally:
             if moving.is_dir():
                 _settle_overwritten(self.run)
@@ -66,7 +83,7 @@ class Claim:
 
     def has_set_aside(self) -> bool:
         """True if a run that is to be overwritten is still there."""
-        return _aside(self.run).is_dir()
+        return self.run.set_aside.is_dir()
 
     def _training_traces(self) -> tuple[object, ...]:
         metrics = self.run.metrics
@@ -77,13 +94,24 @@ class Claim:
         return self._training_traces() != self._traces
 
     def undo(self) -> None:
-        """Put back what this job found. Only for a job that has not trained."""
+        """Put back what this job found, also where no room is left. Only for a job that has not trained."""
         self.run.secret.unlink(missing_ok=True)
         for path, content in self._before.items():
+            now = path.read_bytes() if path.is_file() else b""
             if content is None:
                 path.unlink(missing_ok=True)
-            else:
-                path.write_bytes(content)
+            elif now != content and now.startswith(content):  # a log, which was appended to
+                os.truncate(path, len(content))
+            elif now != content:
+                temporary = path.with_name(f".{path.name}.tmp")
+                try:
+                    temporary.write_bytes(content)
+                    temporary.replace(path)
+                except OSError as error:
+                    temporary.unlink(missing_ok=True)
+                    print(f"{path} cannot be put back as it was: {error.strerror}", file=sys.stderr)
+        for path, hidden in self._hidden:
+            hidden.rename(path)
         if self._made:
             shutil.rmtree(self.run.root, ignore_errors=True)
             _remove_empty(self._made[1:])
@@ -103,25 +131,45 @@ def _make_directory(root: Path) -> list[Path]:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        _remove_empty(missing)
         raise SetupError(
             f"output_dir: {root} cannot be created: {error.strerror}; make it writable or choose another one"
         ) from error
     return missing
 
 
-def _aside(run: RunDir) -> Path:
-    """Where a run that is to be overwritten waits for the first step of the new one."""
-    return run.root / ".overwritten"
-
-
-def _moving(run: RunDir) -> Path:
-    """Where it is while it moves there or back: its files are here or in the run directory, never in both."""
-    return run.root / ".overwriting"
-
-
 def begin_training(run: RunDir) -> None:
     """Delete what was set aside. Any process may, for the one that holds the directory."""
-    _remove_tree(_aside(run))
+    _remove_tree(run.set_aside)
+    forget_hidden(run)
+
+
+def forget_hidden(run: RunDir) -> None:
+    """Delete what a start that came to train, or was killed, has hidden."""
+    for path in run.root.glob(f"{_HIDDEN}*"):
+        path.unlink()
+
+
+def settle(run: RunDir) -> None:
+    """Put back a run that a killed job had set aside and never overwritten, before anything of it is read.
+
+    It does nothing where a job holds the directory, which will be told when it is taken. Raises SetupError.
+    """
+    if run.note_set_aside() is None:
+        return
+    try:
+        lock = _take_lock(run)
+    except SetupError:
+        return
+    try:
+        with _writing(run):
+            _settle_overwritten(run)
+    finally:
+        os.close(lock)
+    print(
+        f"{run.root}: overwrite_output_dir=true was cut off before its first step: this is the run from before it",
+        file=sys.stderr,
+    )
 
 
 def _files_of(run: RunDir) -> list[Path]:
@@ -136,8 +184,8 @@ def _settle_overwritten(run: RunDir) -> None:
 
     Whenever this is cut off, the next job does the rest.
     """
-    aside, moving = _aside(run), _moving(run)
-    if aside.is_dir() and run.is_used():
+    aside, moving = run.set_aside, run.being_set_aside
+    if aside.is_dir() and newest_step(run) > 0:  # else there may be an evaluation from before the first step
         _remove_tree(aside)
     elif aside.is_dir():
         for path in _files_of(run):
@@ -189,8 +237,14 @@ def _take_lock(run: RunDir) -> int:
         raise SetupError(
             f"output_dir: {run.root} is being written by another job ({holder}); wait for it or choose another one"
         ) from error
-    os.ftruncate(lock, 0)
-    os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    try:
+        os.ftruncate(lock, 0)
+        os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    except OSError as error:
+        os.close(lock)
+        raise SetupError(
+            f"output_dir: {run.lock} cannot be written: {error.strerror}; make room or choose another one"
+        ) from error
     return lock
 
 
@@ -225,13 +279,13 @@ def prepare(
     with _writing(run):
         if run.is_used() and overwrite:
             held.set_aside()
-        held.remember(run.exit)
-        run.exit.unlink(missing_ok=True)
         for rank in range(ranks):
             held.remember(run.rank_log(rank))
         run.logs.mkdir(exist_ok=True)
         run.rank_log(0).touch()
-        return _write_start(held, tree_text, origin, later=resume and run.config.exists())
+        path = _write_start(held, tree_text, origin, later=resume and run.config.exists())
+        held.hide(run.exit)
+        return path
 
 
 def _write_start(held: Claim, tree_text: str, origin: dict[str, Any], *, later: bool) -> Path:
@@ -240,8 +294,7 @@ def _write_start(held: Claim, tree_text: str, origin: dict[str, Any], *, later: 
     held.write(path, tree_text)
     if not later:
         for n in run.later_starts():
-            held.remember(run.later_config(n))
-            run.later_config(n).unlink()
+            held.hide(run.later_config(n))
         held.write(run.origin, _yaml({**origin, "versions": versions()}))
     return path
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from forgather_cli.errors import ConfigError, ForgatherError
-from forgather_cli.launch.outcome import DONE, FAILED, STOPPED
+from forgather_cli.launch.outcome import DONE, FAILED, STOPPED, State
 from forgather_cli.run_dir import RunDir
 
 # causes, the earliest of which is told
@@ -29,7 +29,7 @@ _DEPTH = {MISTAKE: 0, ERROR: 0, CUT: 0, UNHEEDED: 0, KILLED: 0, STUCK: 1, WAITED
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended: ``done``, ``stopped`` by a signal with a checkpoint, or one of the failures above."""
+    """How a rank ended: ``done``, ``stopped`` by a signal or a command, ``aborted``, or one of the failures above."""
 
     rank: int
     kind: str
@@ -39,8 +39,8 @@ class Ending:
     problems: tuple[str, ...] = ()
     """Lines of a ConfigError."""
     traceback: str = ""
-    repeats: bool = False
-    """From the same checkpoint a restart would come to the same end."""
+    diverged: bool = False
+    """Of a failure: from the same checkpoint a restart would come to the same end."""
     batch: int | None = None
     """Sequences at a time for which there was no memory, where that can be mended by itself."""
     smaller_batch: int | None = None
@@ -53,6 +53,14 @@ class Ending:
     @property
     def failed(self) -> bool:
         return self.kind in _DEPTH
+
+    @property
+    def state(self) -> State:
+        """What ``exit.json`` says of it."""
+        if self.kind == CUT:
+            return "stopped" if self.code == STOPPED else "cut"
+        names: dict[str, State] = {"done": "done", "stopped": "stopped", "aborted": "aborted"}
+        return names.get(self.kind, "diverged" if self.diverged else "failed")
 
     @property
     def is_cause(self) -> bool:
@@ -68,7 +76,7 @@ class Ending:
     def worth_a_restart(self) -> bool:
         """True for failures that may not happen again; mistakes and signals are answered by ending."""
         cause = self.cause
-        otherwise = cause.repeats or cause.smaller_batch is not None
+        otherwise = cause.diverged or cause.smaller_batch is not None
         return cause.failed and cause.code == FAILED and cause.kind != UNHEEDED and not otherwise
 
     def as_error(self) -> ForgatherError:
@@ -89,11 +97,9 @@ class Ending:
         return cls(**{**known, "problems": tuple(known["problems"])})
 
 
-def done(rank: int, stopped_by: int | None = None, reason: str = "done") -> Ending:
-    """Training came to its end, which ``reason`` tells, or a signal stopped it."""
-    if stopped_by is None:
-        return Ending(rank, "done", DONE, reason)
-    return Ending(rank, "stopped", STOPPED, f"stopped by {signal.Signals(stopped_by).name}")
+def done(rank: int, reason: str = "done") -> Ending:
+    """Training came to its end, which ``reason`` tells."""
+    return Ending(rank, "done", DONE, reason)
 
 
 def cut(rank: int, run: RunDir | None, signum: int, early: bool) -> Ending:

@@ -35,9 +35,9 @@ def ending_of(rank: Rank, error: BaseException) -> Ending:
     if isinstance(error, ForgatherError):
         problems = tuple(error.problems) if isinstance(error, ConfigError) else ()
         users = error.__cause__ if isinstance(error, CallbackError) else None  # who will want to mend it
-        repeats = isinstance(error, DivergenceError)
+        diverged = isinstance(error, DivergenceError)
         batch, smaller = (error.batch, error.smaller_batch) if isinstance(error, OutOfMemoryError) else (None, None)
-        return Ending(number, MISTAKE, error.exit_code, str(error), problems, _text(users) if users else "", repeats,
+        return Ending(number, MISTAKE, error.exit_code, str(error), problems, _text(users) if users else "", diverged,
                       batch, smaller)  # fmt: skip
     return Ending(number, ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=_text(error))
 

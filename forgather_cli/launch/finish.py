@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -15,50 +16,53 @@ if TYPE_CHECKING:
     from forgather_cli.checkpoint.retention import CheckpointInfo
     from forgather_cli.trainer.trainer import Trainer
 
-_DONE = "done"
-
 
 def finish(config: Config, run: RunDir, trainer: Trainer) -> Ending:
     """How training has ended on this rank; rank 0 writes ``exit.json`` and prints the places.
 
-    Raises TrainingError where its last checkpoint was asked for and could not be written.
+    Raises TrainingError where its last checkpoint was asked for, or ``exit.json``, and could not be written.
     """
     step, rank = trainer.state.global_step, trainer.world.rank
-    aborted = trainer.control.should_abort_without_save
-    ending = done(rank, None if aborted else trainer.stopped_by, _reason(trainer))
+    ending = _ending(trainer)
     if rank != 0:
         return ending
     failed = any(unsaved == step for unsaved, _ in trainer.persistence.failures)
     wanted = trainer.stopped_by is not None or config.save_strategy != "no" or failed
-    if wanted and not aborted and step not in run.checkpoint_steps():
-        raise TrainingError(_not_saved(run, ending.message, step))
-    if ending.message == _DONE and 0 < step == trainer.state.resumed_step:
+    if wanted and ending.state != "aborted" and step not in run.checkpoint_steps():
+        raise TrainingError(_but(run, f"{ending.message} at step {step}", "that step could not be saved (see above)"))
+    if ending.message == "done" and 0 < step == trainer.state.resumed_step:
         setting = "max_steps" if config.max_steps > 0 else "num_train_epochs"
         print(f"\nnothing left to train: step {step} is the last; raise {setting} to go on")
-    outcome.write_outcome(run, ending.code, ending.message, step)
+    try:
+        outcome.write_outcome(run, ending.state, ending.code, ending.message, step)
+    except OSError as error:
+        what = f"{run.exit} cannot be written ({error.strerror}): make room, and go on with the run to have it written"
+        raise TrainingError(_but(run, f"{ending.message} at step {step}", what)) from error
     _print_places(run)
     return ending
 
 
-def _reason(trainer: Trainer) -> str:
-    """Why training ended that no signal has ended."""
-    step, last = trainer.state.global_step, trainer.state.max_steps
+def _ending(trainer: Trainer) -> Ending:
+    """What has ended training. A callback of the user's that stops it is a rule of the run, so the run is done."""
+    rank, step, last = trainer.world.rank, trainer.state.global_step, trainer.state.max_steps
     told, callback = trainer.stopping.obeyed, trainer.callbacks.stopped
     if trainer.control.should_abort_without_save:
         by = " by a command" if told.aborts else f" by {callback}" if callback else ""
-        return f"aborted{by} at step {step}; nothing was saved"
+        return Ending(rank, "aborted", outcome.FAILED, f"aborted{by} at step {step}; nothing was saved")
+    if trainer.stopped_by is not None:
+        return Ending(rank, "stopped", outcome.STOPPED, f"stopped by {signal.Signals(trainer.stopped_by).name}")
     if 0 < last <= step:
-        return _DONE
+        return done(rank)
     if told.stops:
-        return f"stopped by a command at step {step}"
-    return f"stopped by {callback} at step {step}" if callback else _DONE
+        return Ending(rank, "stopped", outcome.DONE, f"stopped by a command at step {step}")
+    return done(rank, f"stopped by {callback} at step {step}" if callback else "done")
 
 
-def _not_saved(run: RunDir, reason: str, step: int) -> str:
-    """Why a stop is a failure: the log above says what kept the checkpoint from being written."""
+def _but(run: RunDir, reason: str, problem: str) -> str:
+    """Why an end is a failure all the same."""
     kept = run.checkpoint_steps()
-    remedy = f"{outcome.resume_command(run)} goes on from step {kept[-1]}" if kept else "the run has no checkpoint"
-    return f"{reason} at step {step}, but that step could not be saved (see above); {remedy}"
+    remedy = f"the newest checkpoint is step {kept[-1]}" if kept else "the run has no checkpoint"
+    return f"{reason}, but {problem}; {remedy}"
 
 
 def _print_places(run: RunDir) -> None:

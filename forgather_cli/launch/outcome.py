@@ -9,6 +9,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal, get_args
 
 from forgather_cli.run_dir import RunDir
 
@@ -21,10 +22,16 @@ STOPPED = 75
 """Stopped by a signal with a complete checkpoint (EX_TEMPFAIL: try again later)."""
 
 
+State = Literal["done", "stopped", "aborted", "failed", "diverged", "cut"]
+"""How a job ended. ``stopped``: by a signal or a command, with what training left saved by ``save_strategy``; ``cut``:
+nothing was written at its end."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of one job in a run directory."""
 
+    state: State
     code: int
     reason: str
     step: int
@@ -33,21 +40,16 @@ class Outcome:
     """UTC, ISO 8601."""
 
 
-def write_outcome(run: RunDir, code: int, reason: str, step: int | None = None) -> Outcome:
-    """Publish ``RUN/exit.json``; without ``step`` the newest one that checkpoints and metrics tell.
-
-    A disk that is full is an error in the log: the caller knows the outcome all the same.
-    """
+def write_outcome(run: RunDir, state: State, code: int, reason: str, step: int | None = None) -> None:
+    """Publish ``RUN/exit.json``; without ``step`` the newest one that checkpoints and metrics tell. Raises OSError."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    outcome = Outcome(code, reason, newest_step(run) if step is None else step, now)
+    outcome = Outcome(state, code, reason, newest_step(run) if step is None else step, now)
     temporary = run.exit.with_name(f".{run.exit.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
         temporary.replace(run.exit)
-    except OSError as error:
-        log.error("%s cannot be written: %s", run.exit, error.strerror)
+    finally:
         temporary.unlink(missing_ok=True)
-    return outcome
 
 
 def resume_command(run: RunDir) -> str:
@@ -59,8 +61,11 @@ def read_outcome(run: RunDir) -> Outcome | None:
     """How the last job ended; None if it runs, was killed, or never was."""
     try:
         raw = json.loads(run.exit.read_text(encoding="utf-8"))
-        return Outcome(int(raw["code"]), str(raw["reason"]), int(raw["step"]), str(raw["time"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        code, state = int(raw["code"]), raw.get("state")
+        if state not in get_args(State):  # of version 0.1.0, which wrote the code alone
+            state = {DONE: "done", STOPPED: "stopped"}.get(code, "cut" if code > 128 else "failed")
+        return Outcome(state, code, str(raw["reason"]), int(raw["step"]), str(raw["time"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

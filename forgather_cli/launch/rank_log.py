@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
 _GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file: the lines are lost, and there may be room again
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
 
@@ -105,6 +106,8 @@ class Lasting(_Over):
         try:
             use()
         except OSError as error:
+            if error.errno in _FULL:
+                return
             if error.errno not in _GONE:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)

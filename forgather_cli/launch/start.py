@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError, ForgatherError, SetupError
 from forgather_cli.launch import outcome
-from forgather_cli.launch.claim import Claim, claim, prepare
+from forgather_cli.launch.claim import Claim, claim, forget_hidden, prepare
 from forgather_cli.launch.ending import CUT, ERROR, MISTAKE, Ending
 from forgather_cli.launch.exits import leave_now
 from forgather_cli.launch.job import Job
@@ -61,7 +61,6 @@ def launch(loaded: Loaded) -> int:
         config, path = _begin(held, loaded, layout)
         ending = until_it_fits(held, config, path, partial(_train, layout, held, path))
         _settle(held, ending)
-    _tell_how_to_go_on(held.run, ending)
     return ending.code
 
 
@@ -97,22 +96,10 @@ def join(place: Place, compose: Callable[[], Loaded]) -> int:
             rank = Rank(place, meeting=meeting, settle=lambda ending: _settle(held, ending))
             ending = rank.train(lambda rank: _start(config, held))
             _settle(held, ending)
-        _tell_how_to_go_on(held.run, ending)
         return _left(rank, ending)
     except ForgatherError as error:
         _tell_mistake(place, meeting, error)
         raise
-
-
-def _tell_how_to_go_on(run: RunDir, ending: Ending) -> None:
-    """The command, after a stop as the last line, after a failure with the step that was kept."""
-    command = outcome.resume_command(run)
-    if ending.code == outcome.STOPPED:
-        print(f"\nto go on:\n{command}", flush=True)
-    elif ending.failed and ending.code != outcome.MISTAKE and command not in ending.message:
-        kept = run.checkpoint_steps()
-        if kept:
-            print(f"\nto go on from step {kept[-1]}:\n{command}", file=sys.stderr, flush=True)
 
 
 def _left(rank: Rank, ending: Ending) -> int:
@@ -172,17 +159,25 @@ def _origin(loaded: Loaded) -> dict[str, Any]:
 
 
 def _settle(held: Claim, ending: Ending) -> None:
-    """Leave the directory as an ending asks: as it was found after a mistake, else with ``exit.json``.
-
-    A run that has come to its end has written that itself.
+    """Leave the directory as an ending asks: as it was found after a mistake, else with ``exit.json``, which a run that
+    has come to its end has written itself. The last line is how to go on, where there is something to go on from.
     """
-    if not ending.failed:
-        return
+    run = held.run
     mistake = ending.code == outcome.MISTAKE or held.has_set_aside()
-    if mistake and ending.kind != CUT and not held.has_trained():
+    if ending.failed and mistake and ending.kind != CUT and not held.has_trained():
         held.undo()
-    else:
-        outcome.write_outcome(held.run, ending.code, ending.message)
+        return
+    forget_hidden(run)
+    if ending.failed:
+        try:
+            outcome.write_outcome(run, ending.state, ending.code, ending.message)
+        except OSError as error:
+            print(f"{run.exit} cannot be written: {error.strerror}", file=sys.stderr)
+    kept = run.checkpoint_steps()
+    if ending.state != "done" and kept:
+        told = "" if ending.failed else f"{ending.message}; "
+        stream = sys.stderr if ending.code == outcome.FAILED else sys.stdout
+        print(f"\n{told}to go on from step {kept[-1]}:\n{outcome.resume_command(run)}", file=stream, flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- our ranks

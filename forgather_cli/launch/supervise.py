@@ -16,7 +16,7 @@ from forgather_cli.launch.ending import ERROR, KILLED, LOST, MISTAKE, STUCK, End
 from forgather_cli.launch.job import Attempt, Job, is_running
 from forgather_cli.launch.layout import Layout
 from forgather_cli.launch.orphans import children
-from forgather_cli.launch.outcome import FAILED, STOPPED, resume_command
+from forgather_cli.launch.outcome import FAILED
 from forgather_cli.launch.outcome import MISTAKE as MISTAKE_CODE
 from forgather_cli.launch.signals import STOP_SIGNALS, counts_again, end_process, listening
 from forgather_cli.run_dir import RunDir
@@ -144,8 +144,6 @@ class Supervisor:
         print(f"\n{ending.message}", file=sys.stderr, flush=True)
         self._settle(ending)
         self._job.discard()
-        if ending.code == STOPPED and self._run is not None:
-            print(resume_command(self._run), flush=True)
         return ending.code
 
     # ------------------------------------------------------------------------------------------------------- the end
@@ -159,8 +157,7 @@ class Supervisor:
         cause = first_cause(self._causes(attempt, self._codes))
         if cause is not None:
             return cause
-        stopped = [ending for ending in attempt.endings() if ending.kind == "stopped"]
-        return stopped[0] if stopped else done(0)
+        return min(attempt.endings(), key=lambda ending: ending.rank, default=done(0))
 
     def _without_the_others(self, attempt: Attempt, message: str) -> Ending:
         """The agents have not met, or not again: what our ranks told of a failure is nearer to the cause."""

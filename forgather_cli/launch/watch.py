@@ -21,7 +21,7 @@ from forgather_cli.launch.ending import STUCK, UNHEEDED, WAITED, Ending, cut, fi
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.meeting import within
 from forgather_cli.launch.orphans import is_orphan
-from forgather_cli.launch.outcome import FAILED, STOPPED, resume_command
+from forgather_cli.launch.outcome import FAILED
 from forgather_cli.launch.signals import (
     Hooks,
     end_process,
@@ -167,8 +167,6 @@ def _cut(rank: Rank, signum: int, early: bool) -> int:
     ending = cut(rank.place.rank, rank.run, signum, early)
     failures.tell(rank, ending)
     rank.settle(ending)
-    if ending.code == STOPPED and rank.job is None and rank.run is not None and rank.place.rank == 0:
-        print(resume_command(rank.run), flush=True)
     return rank.exit_code(ending)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from forgather_cli.config.options import did_you_mean
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch.job import is_running
-from forgather_cli.launch.outcome import DONE, STOPPED, newest_step, read_outcome
+from forgather_cli.launch.outcome import newest_step, read_outcome
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.differences import differing
 from forgather_cli.runs.find import settings_of
@@ -27,7 +27,7 @@ class Summary:
 
     run: str
     state: str
-    """done, stopped (with a checkpoint), ended (by a second signal), failed, running, or unfinished: killed."""
+    """One of ``launch.outcome.State``, or running."""
     reason: str
     step: int
     max_steps: int | None = None
@@ -70,6 +70,8 @@ def summarize(run: RunDir) -> Summary:
     if not run.root.is_dir():
         raise SetupError(f"{run.root}: no such directory; give a run's directory")
     if not run.metrics.exists():
+        if (note := run.note_set_aside()) is not None:
+            raise SetupError(note)
         raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
     records = [record for record in read_records(run.metrics) if not record.get("abandoned")]
     state, reason = state_of(run)
@@ -91,8 +93,8 @@ def state_of(run: RunDir) -> tuple[str, str]:
     ended = read_outcome(run)
     if ended is None:
         holder = holder_of(run)
-        return ("running" if holder is not None and holder.is_running else "unfinished"), ""
-    return {DONE: "done", STOPPED: "stopped"}.get(ended.code, "ended" if ended.code > 128 else "failed"), ended.reason
+        return ("running" if holder is not None and holder.is_running else "cut"), run.note_set_aside() or ""
+    return ended.state, ended.reason
 
 
 @dataclass(frozen=True)
