@@ -83,6 +83,10 @@ class ReplicationError(TrainingError):
     """Ranks hold different values of state that must be equal on them, so what is trained is not one model."""
 
 
+class NotFiniteError(TrainingError):
+    """Weights or moments that were to be saved are infinite or no numbers."""
+
+
 class OutOfMemoryError(TrainingError):
     """The device ran out of memory during a step, with ``batch`` sequences at a time.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -590,13 +591,16 @@ def test_batches_without_targets_are_warned_of_once(program: Program) -> None:
 # -------------------------------------------------------------------------------------------------------- a full disk
 
 
-def on_small_disk(size: str, *words: str) -> subprocess.CompletedProcess[str]:
+MAIN = [sys.executable, "-m", "forgather_cli"]
+
+
+def on_small_disk(size: str, *words: str, shell: bool = False) -> subprocess.CompletedProcess[str]:
     """The program with the directory ``disk`` on a file system of that size, looked at before it is gone."""
     Path("disk").mkdir(exist_ok=True)
     shutil.copy("mine.py", "disk")
     look = "code=$?; find . -path './run/*' | sort; cat run/metrics.jsonl run/logs/*; exit $code"
     script = f'mount -t tmpfs -o size={size} tmpfs disk && cd disk && cp ../mine.py . && "$@"; {look}'
-    command = ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, "-m", "forgather_cli", *words]
+    command = ["unshare", "-Urm", "sh", "-c", script, "sh", *(["sh"] if shell else MAIN), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -624,6 +628,28 @@ def test_a_disk_too_small_for_one_checkpoint_is_found_before_the_first_step(prog
 
 
 @needs_mount
+def test_a_save_makes_room_by_what_retention_would_delete_and_so_does_a_resume(program: Program) -> None:
+    """Room for three checkpoints of 1.7 MB."""
+    words = ["max_steps=5", "save_steps=1", "save_total_limit=3", "preserve_n_best=0", "eval_strategy=no"]
+    script = (
+        f"{shlex.join([*MAIN, 'train', *SYNTHETIC, *words])} && {shlex.join([*MAIN, 'resume', 'run', 'max_steps=7'])}"
+    )
+    done = on_small_disk("6200k", "-c", script, shell=True)
+    assert done.returncode == 0, done.stderr
+    assert "was not saved" not in done.stderr
+    assert re.findall(r"\./run/checkpoints/step-(\d+)\n", done.stdout) == ["00000005", "00000006", "00000007"]
+
+
+@needs_mount
+def test_a_disk_that_is_full_from_the_start_is_one_message_and_leaves_nothing(program: Program) -> None:
+    done = on_small_disk("16k", "train", *SYNTHETIC)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: output_dir: ")
+    assert done.stdout == ""
+
+
+@needs_mount
 def test_a_disk_that_is_full_later_ends_no_run_early_and_a_lost_final_checkpoint_is_a_failure(program: Program) -> None:
     words = ["max_steps=30", "save_steps=2", "+callbacks.fill._target_=mine.FillsTheDisk", "async_save=false"]
     done = on_small_disk("6m", "train", *SYNTHETIC, *words)
@@ -631,6 +657,7 @@ def test_a_disk_that_is_full_later_ends_no_run_early_and_a_lost_final_checkpoint
     assert "error: done at step 30, but that step could not be saved (see above); " in done.stderr
     assert done.stderr.splitlines()[-1] == "forgather resume run"
     assert "Traceback" not in done.stderr
+    assert re.search(r"records were lost: \d+ of callback json in on_log", done.stderr)
     lost = r"ERROR the checkpoint of step {} was not saved: No space left on device; the newest one is "
     for step in (4, 30):
         assert re.search(lost.format(step) + "run/checkpoints/step-00000002", done.stderr), done.stderr

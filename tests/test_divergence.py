@@ -248,6 +248,38 @@ def test_what_only_the_last_norms_tell_takes_the_run_back_too(tmp_path: Path) ->
     assert all(math.isfinite(value) for value in newest.metrics.values())
 
 
+class VoidsLastUpdate(TrainerCallback):
+    """Makes one weight or moment NaN after the last gradient norm was found finite."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == state.max_steps:
+            trainer = kwargs["trainer"]
+            tensors = trainer.model.state_dict() if self._kind == "weight" else trainer.optimizer.state_tensors()
+            next(t for t in tensors.values() if t.ndim == 2)[-1, -1] = math.nan
+
+
+@pytest.mark.parametrize("kind", ["weight", "moment"])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_void_weights_and_moments_are_never_published(tmp_path: Path, kind: str, async_save: bool) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=4, save_steps=2, async_save=async_save)
+    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[VoidsLastUpdate(kind)])
+    with pytest.raises(DivergenceError, match=r"step 4: .*not finite; .*were not saved; forgather resume"):
+        trainer.train()
+    [kept] = list_checkpoints(RunDir(tmp_path))
+    assert (kept.step, kept.healthy, kept.final) == (2, True, False)
+
+
+def test_a_buffer_may_hold_infinities(tmp_path: Path) -> None:
+    model = tiny.decoder()
+    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    args = TrainingArguments(str(tmp_path), max_steps=1)
+    Trainer(model, args, None, tiny.RandomTokens()).train()
+    assert RunDir(tmp_path).checkpoint_steps() == [1]
+
+
 def test_after_max_rollbacks_the_run_is_stopped(tmp_path: Path) -> None:
     again = add("spike", "diverging.Spike", at=8, times=9)
     with pytest.raises(DivergenceError, match=r"step 12: .*; max_rollbacks=2 are used up; .* step-00000008: give it"):

@@ -16,7 +16,7 @@ from forgather_cli.checkpoint.load import best_valid, newest_valid
 from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.checkpoint.retention import (
     CheckpointInfo,
-    apply_retention,
+    delete_all,
     expendable,
     list_checkpoints,
 )
@@ -72,13 +72,12 @@ def test_saving_thins_out(tmp_path: Path) -> None:
     assert saving.debris(saver.run) == []
 
 
-def test_save_total_limit_1_without_metrics_keeps_the_newest_and_a_protected_one(tmp_path: Path) -> None:
+def test_save_total_limit_1_without_metrics_keeps_the_newest(tmp_path: Path) -> None:
     saver = saving.checkpointer(tmp_path, save_total_limit=1, async_save=True)
-    saver.protected.add(2)
     for step in (1, 2, 3, 4):
         saving.save(saver, step)
     saver.close()
-    assert saver.run.checkpoint_steps() == [2, 4]
+    assert saver.run.checkpoint_steps() == [4]
 
 
 def test_load_best_model_at_end_keeps_the_best_without_preserve_n_best(tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_the_checkpoint_just_published_stays_behind_later_steps_of_an_abandoned_
 def test_a_damaged_newest_one_does_not_cost_the_last_valid_one(tmp_path: Path) -> None:
     run = saving.saved_run(tmp_path, 1, 2)
     (run.checkpoint(2) / "state.json").unlink()
-    apply_retention(run, limit=1, num_best=0, best_by=BestBy("eval_loss", False))
+    delete_all(expendable(list_checkpoints(run), limit=1, num_best=0, best_by=BestBy("eval_loss", False)))
     assert run.checkpoint_steps() == [1]
     assert newest_valid(run) is not None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -143,7 +144,8 @@ class CallbackList:
     def __init__(self) -> None:
         self.by_name: dict[str, Any] = {}
         self._handlers: dict[str, list[tuple[str, Any]]] = {event: [] for event in EVENTS}
-        self._cut_short: set[tuple[str, str]] = set()
+        self.lost: Counter[tuple[str, str]] = Counter()
+        """How often (callback, event) could not write, since the disk was full."""
         self.stopped = ""
         """``callback NAME in EVENT`` that has stopped training."""
 
@@ -190,9 +192,9 @@ class CallbackList:
                 log.info("callback %s stopped training in %s at step %d", name, event, state.global_step)
 
     def _report_full_disk(self, name: str, event: str, error: OSError) -> None:
-        if (name, event) not in self._cut_short:
+        if not self.lost[name, event]:
             log.error("callback %s in %s: %s; training goes on, what it writes is lost", name, event, error.strerror)
-        self._cut_short.add((name, event))
+        self.lost[name, event] += 1
 
     def emit_quietly(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """``emit`` for a run that is failing already: what a handler raises is logged, the first cause stands."""

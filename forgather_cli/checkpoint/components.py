@@ -84,6 +84,7 @@ class Rows:
     tensor: Tensor
     start: int = 0
     shape: tuple[int, ...] | None = None
+    must_be_finite: bool = True
 
     def piece(self, name: str) -> Piece:
         """Where these rows belong. Raises CheckpointError for a dtype that cannot be stored."""

@@ -72,6 +72,8 @@ class Publication:
     ) -> None:
         self.target = target
         self.step = manifest.step
+        self.num_bytes = sum(spec.num_bytes for plan in snapshot.plans for file in plan.files for spec in file.specs)
+        """Of all ranks' tensors."""
         self.path: Path | None = None
         self.failure: str | None = None
         self.group_is_lost = False

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -124,14 +124,9 @@ def expendable(
     return [info for info in found if info.step not in kept | set(protected) and not info.foreign]
 
 
-def apply_retention(
-    run: RunDir, *, limit: int | None, num_best: int, best_by: BestBy, protected: Collection[int] = ()
-) -> None:
-    """Delete what ``expendable`` names; None keeps all. What cannot be deleted is a warning."""
-    if limit is None:
-        return
-    found = list_checkpoints(run)
-    for info in expendable(found, limit=limit, num_best=num_best, best_by=best_by, protected=protected):
+def delete_all(found: Iterable[CheckpointInfo]) -> None:
+    """Delete checkpoints. What cannot be deleted is a warning."""
+    for info in found:
         try:
             delete(info.path)
         except OSError as error:

@@ -8,10 +8,11 @@ import logging
 import math
 import os
 import platform
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from forgather_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
+_SMALL_FILES = 1 << 18  # bytes of a checkpoint besides its tensors, on disk
 _MUST_BE_FINITE = ("loss", "grad_norm", "max_grad_norm")
 
 
@@ -67,8 +69,6 @@ class Checkpointer:
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         self.run = run
-        self.protected: set[int] = set()
-        """Steps that retention leaves alone, for example the one this run was resumed from."""
         self.failures: list[tuple[int, str]] = []
         """(step, reason) of every save that was not published."""
         self.best_by = BestBy(args.metric_for_best_model, args.greater_is_better)
@@ -106,7 +106,17 @@ class Checkpointer:
         with the directory is a warning. Raises SetupError on all ranks alike.
         """
         planned = self._args.save_strategy != "no"
-        try_save(self.run, components, rows or {}, num_bytes, group=self._group, rank=self._rank, planned=planned)
+        spare = sum(old.size_bytes for old in self._expendable(coming=1)) if self._rank == 0 else 0
+        try_save(
+            self.run,
+            components,
+            rows or {},
+            num_bytes,
+            group=self._group,
+            rank=self._rank,
+            planned=planned,
+            spare=spare,
+        )
 
     # --------------------------------------------------------------------------------------------------------- saving
 
@@ -127,7 +137,8 @@ class Checkpointer:
         Waits for the save before. False: it failed already; with async_save a later failure is seen in ``failures``.
         ``write_model_files`` puts config and tokenizer into the directory it is given, on rank 0 and from another
         thread. ``info`` has strategy, config_fingerprint, final (training ends here), versions, and what else is worth
-        keeping (JSON). Raises ReplicationError, on all ranks, where they differ in what must be equal.
+        keeping (JSON). Raises ReplicationError, on all ranks, where they differ in what must be equal, and
+        NotFiniteError where weights or moments are void.
         """
         self.wait()
         failures, components = len(self.failures), list(components)
@@ -207,19 +218,32 @@ class Checkpointer:
         if self._rank == 0 and self.failures:
             with contextlib.suppress(OSError):
                 retention.clean(self.run)  # what a rank was still writing when its save was given up
+        if self._rank == 0 and not job.target.exists():
+            with contextlib.suppress(OSError):  # no directory yet
+                if shutil.disk_usage(self.run.checkpoints).free < 1.02 * job.num_bytes + _SMALL_FILES:
+                    self._thin_out(coming=1)
         job.run()
-        if job.path is None or self._rank != 0:
-            return
+        if self._rank == 0 and job.path is not None:
+            self._thin_out(coming=0, protected={job.step})
+
+    def _thin_out(self, *, coming: int, protected: Collection[int] = ()) -> None:
         try:
-            retention.apply_retention(
-                self.run,
-                limit=self._args.save_total_limit,
-                num_best=max(self._args.preserve_n_best, int(self._args.load_best_model_at_end)),
-                best_by=self.best_by,
-                protected={*self.protected, job.step},
-            )
+            retention.delete_all(self._expendable(coming=coming, protected=protected))
         except Exception as error:  # the edge of the thread
             log.error("old checkpoints were not deleted: %s", reason(error))
+
+    def _expendable(self, *, coming: int, protected: Collection[int] = ()) -> list[retention.CheckpointInfo]:
+        """What retention does not keep, with ``coming`` more to come: never the newest that is there, nor the best."""
+        limit = self._args.save_total_limit
+        if limit is None:
+            return []
+        return retention.expendable(
+            retention.list_checkpoints(self.run),
+            limit=max(1, limit - coming),
+            num_best=max(self._args.preserve_n_best, int(self._args.load_best_model_at_end)),
+            best_by=self.best_by,
+            protected=protected,
+        )
 
     # ---------------------------------------------------------------------------------------------------------- results
 

@@ -33,7 +33,7 @@ from forgather_cli.checkpoint.replication import (
     refuse,
 )
 from forgather_cli.checkpoint.tensors import host_copy
-from forgather_cli.errors import SetupError
+from forgather_cli.errors import NotFiniteError, SetupError
 
 Kinds = Mapping[str, Mapping[str, Rows]]
 """What a rank holds of each kind of tensors, by the stem of the kind's files and by tensor name."""
@@ -73,6 +73,8 @@ class _Share:
     """Of REPLICATED components, by key."""
     groups: dict[str, str] = field(default_factory=dict)
     """The rank's group in each PER_GROUP and PER_NODE component, by key."""
+    not_finite: list[str] = field(default_factory=list)
+    """Names of tensors."""
     failure: str | None = None
 
 
@@ -93,12 +95,15 @@ class Snapshots:
 
         ``failure``: why this rank cannot take part. ``share``: host tensors are not copied, the caller leaves them
         alone until they are on disk. Raises, on all ranks alike, SetupError where a rank has failed, CheckpointError
-        where tensors do not fit together, ReplicationError where ranks differ in what must be equal.
+        where tensors do not fit together, ReplicationError where ranks differ in what must be equal, NotFiniteError.
         """
         encoded, own = self._own(kinds, components, failure)
         shares = gather(own, self._group)
         if failed := joined([other.failure for other in shares]):
             raise SetupError(failed)
+        if void := sorted({name for other in shares for name in other.not_finite}):
+            more = f" and {len(void) - 3} more" if len(void) > 3 else ""
+            raise NotFiniteError(f"{', '.join(void[:3])}{more} hold values that are not finite")
         self._compare(step, kinds, shares)
         holders = holders_of([other.groups for other in shares])
         states = state_files(encoded, components, self._rank, holders)
@@ -123,6 +128,7 @@ class Snapshots:
             pieces = [[row.piece(name) for name, row in rows.items()] for rows in kinds.values()]
             checks = [self._checks.setdefault(stem, ReplicationCheck(self._level)) for stem in kinds]
             sums = [c.sums(rows, p) for c, rows, p in zip(checks, kinds.values(), pieces, strict=True)]
+            void = [name for rows in kinds.values() for name in not_finite(rows)]
         except SetupError as error:
             return {}, _Share(failure=str(error))
         except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
@@ -130,7 +136,7 @@ class Snapshots:
         compared = [c.key for c in components if c.sharing is Sharing.REPLICATED and self._level != "none"]
         digests = {key: digest_of(encoded[key], self._level) for key in compared}
         groups = {c.key: c.group for c in components if c.sharing.is_grouped}
-        return encoded, _Share(pieces, sums, digests, groups)
+        return encoded, _Share(pieces, sums, digests, groups, void)
 
     def _compare(self, step: int, kinds: Kinds, shares: Sequence[_Share]) -> None:
         found = [
@@ -150,6 +156,23 @@ class Snapshots:
             snapshot.copies = copy_events(list(kinds.values()))
         except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
             snapshot.failure = f"the copy to host memory failed ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def not_finite(rows: Mapping[str, Rows]) -> list[str]:
+    """Names of the tensors that hold an infinity or NaN, which the last update may have made after its gradient norm.
+
+    One pass where they are, as long as the copy to host memory takes or less (``aminmax`` keeps NaN, and is 10 to 20
+    times as fast as ``isfinite().all()`` on a CPU with torch 2.13); waits for each device once.
+    """
+    found: list[str] = []
+    tensors = {n: r.tensor for n, r in rows.items() if r.must_be_finite and r.tensor.is_floating_point()}
+    for device in {tensor.device for tensor in tensors.values()}:
+        there = {n: t for n, t in tensors.items() if t.device == device and t.numel()}
+        ends = [torch.stack(torch.aminmax(t if t.element_size() > 1 else t.float())) for t in there.values()]
+        flags = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
+        found += [name for name, is_finite in zip(there, flags, strict=True) if not is_finite]
+    return found
 
 
 class HostBuffers:

@@ -31,10 +31,12 @@ def try_save(
     group: Any,
     rank: int,
     planned: bool = True,
+    spare: int = 0,
 ) -> None:
     """Collective. Encode every state, see that the ranks' rows make whole tensors, write to the directory, look for
     room: for the full tensors of ``rows``, and for ``num_bytes`` more beside each rank's.
 
+    ``spare``, on rank 0: bytes that a save may free by deleting what retention does not keep.
     ``planned`` False: a signal or a command alone will save, so what is wrong with the directory is a warning. It costs
     no more than the copies of the components' states and one file of a few bytes. Raises SetupError on all ranks alike.
     """
@@ -42,6 +44,7 @@ def try_save(
     files = plan([pieces for pieces, _ in shares], "trial").files
     growth = max(growth for _, growth in shares)
     need = int(growth * sum(spec.num_bytes for file in files for spec in file.specs))
+    need -= spare
     if planned:
         _try_directory(run, need, group=group, rank=rank)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import Config
@@ -24,21 +25,30 @@ def finish(config: Config, run: RunDir, trainer: Trainer) -> Ending:
     """
     step, rank = trainer.state.global_step, trainer.world.rank
     ending = _ending(trainer)
+    told = ", ".join(
+        f"{count} of callback {each} in {event}" for (each, event), count in trainer.callbacks.lost.items()
+    )
+    reason = f"{ending.message} at step {step}"
+    if told:
+        told = f"the disk was full, and records were lost: {told}"
+        ending = replace(ending, message=f"{ending.message}; {told}")
     if rank != 0:
         return ending
     failed = any(unsaved == step for unsaved, _ in trainer.persistence.failures)
     wanted = trainer.stopped_by is not None or config.save_strategy != "no" or failed
     if wanted and ending.state != "aborted" and step not in run.checkpoint_steps():
-        raise TrainingError(_but(run, f"{ending.message} at step {step}", "that step could not be saved (see above)"))
-    if ending.message == "done" and 0 < step == trainer.state.resumed_step:
+        raise TrainingError(_but(run, reason, "that step could not be saved (see above)", told))
+    if ending.state == "done" and 0 < step == trainer.state.resumed_step:
         setting = "max_steps" if config.max_steps > 0 else "num_train_epochs"
         print(f"\nnothing left to train: step {step} is the last; raise {setting} to go on")
     try:
         outcome.write_outcome(run, ending.state, ending.code, ending.message, step)
     except OSError as error:
         what = f"{run.exit} cannot be written ({error.strerror}): make room, and go on with the run to have it written"
-        raise TrainingError(_but(run, f"{ending.message} at step {step}", what)) from error
+        raise TrainingError(_but(run, reason, what, told)) from error
     _print_places(run)
+    if told:
+        print(told, flush=True)
     return ending
 
 
@@ -58,11 +68,11 @@ def _ending(trainer: Trainer) -> Ending:
     return done(rank, f"stopped by {callback} at step {step}" if callback else "done")
 
 
-def _but(run: RunDir, reason: str, problem: str) -> str:
+def _but(run: RunDir, reason: str, problem: str, lost: str) -> str:
     """Why an end is a failure all the same."""
     kept = run.checkpoint_steps()
     remedy = f"the newest checkpoint is step {kept[-1]}" if kept else "the run has no checkpoint"
-    return f"{reason}, but {problem}; {remedy}"
+    return "; ".join(filter(None, (f"{reason}, but {problem}", lost, remedy)))
 
 
 def _print_places(run: RunDir) -> None:

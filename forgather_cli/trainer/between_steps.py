@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from forgather_cli.distributed import all_sum
+from forgather_cli.errors import NotFiniteError
 from forgather_cli.trainer import schedule
 from forgather_cli.trainer.best import check_metric
 from forgather_cli.trainer.evaluate import EvaluationStopped
@@ -187,8 +188,11 @@ class BetweenSteps:
         if needs_metric and self._can_evaluate and not done_with and self._trainer.stopped_by is None:
             self._evaluate()
         start = time.perf_counter()
-        if self._trainer.persistence.save(self._metrics_of_step(), final=step == self._state.max_steps):
-            self._saved_step = step
+        try:
+            if self._trainer.persistence.save(self._metrics_of_step(), final=step == self._state.max_steps):
+                self._saved_step = step
+        except NotFiniteError as error:
+            self._trainer.recovery.not_finite(str(error))
         self._trainer.metrics.pause(time.perf_counter() - start)
 
     def _metrics_of_step(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +221,8 @@ class Persistence:
         """Buffers, which may differ between ranks (batch statistics), are those of the first data rank."""
         strategy = self._trainer.strategy
         kept = {n: t for n, t in named_tensors(strategy.parts).items() if _is_parameter(t) or strategy.data_rank == 0}
-        return rows_of(kept)
+        # a buffer may be a mask of infinities
+        return {n: replace(row, must_be_finite=_is_parameter(kept[n])) for n, row in rows_of(kept).items()}
 
     def _optimizer_rows(self) -> dict[str, Rows]:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
@@ -292,7 +294,6 @@ class Persistence:
             # how gradients come about belongs to how they are used; another number of ranks goes on with rank 0's
             same = reader.manifest.world_size == t.world.size
             restore_components(reader, self._of_strategy(), rank=t.world.rank if same else 0)
-        self._checkpointer.protected = {reader.step}
 
     def _wanted(self) -> set[str]:
         wanted = self._trainer.args.resume_components

@@ -100,6 +100,11 @@ class Recovery:
         for norm in self._norms.drain():
             self._check(norm)
 
+    def not_finite(self, what: str) -> None:
+        """What was to be saved is void. Raises DivergenceError where nobody asks for a rollback."""
+        reason = f"the weights or moments became void by step {self._trainer.state.global_step}: {what}"
+        self._diverged(reason, "they were not saved")
+
     def overflowed(self, scaler: LossScaler) -> None:
         """A step has been skipped under fp16. Raises DivergenceError where the scale of the loss cannot be made smaller
         and nobody asks for a rollback.
