@@ -47,6 +47,7 @@ ALLOWED = {
         "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.dispatch",
         "data.loader", "loss", "optim", "models.modes", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.check", "config.decode", "config.optimizer_limits", "precision", "targets",
+        "callbacks.build", "launch.claim", "launch.finish", "launch.outcome",
     },
     "strategies": {
         "config.accelerate_file", "config.pipeline_layout", "distributed", "loss", "precision", "models.init",

@@ -163,6 +163,7 @@ def test_optimizers_and_schedulers_of_the_users(tmp_path: Path) -> None:
     trainer = Trainer(model, args, None, tiny.RandomTokens(), optimizers=(optimizer, scheduler))
     trainer.train()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    args = TrainingArguments(str(tmp_path / "class"), **settings)
     trainer = Trainer(
         llama(), args, None, tiny.RandomTokens(), optimizer_cls_and_kwargs=(torch.optim.SGD, {"momentum": 0.5})
     )

@@ -40,7 +40,13 @@ def target_problems(config: Config) -> list[str]:
 
     Imports the users' modules, and with them what those import.
     """
-    return [problem for where, target, call in _targets(config) if (problem := _problem(where, target, call))]
+    found = list(_targets(config))
+    if objects := [where for where, target, _ in found if target.is_object]:
+        return [
+            f"{', '.join(objects)}: made by a Python script, which a config cannot hold; run the script again, with "
+            "trainer.train(resume_from_checkpoint=True) to go on"
+        ]
+    return [problem for where, target, call in found if (problem := _problem(where, target, call))]
 
 
 def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:

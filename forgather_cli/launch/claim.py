@@ -267,6 +267,8 @@ def prepare(
 ) -> Path:
     """Refuse or empty a used directory and write what is started; returns the config file of this start.
 
+    ``ranks`` have logs of their own here.
+
     Raises SetupError for a used directory that is neither to be overwritten nor gone on with, and for one that cannot
     be written.
     """
@@ -281,8 +283,9 @@ def prepare(
             held.set_aside()
         for rank in range(ranks):
             held.remember(run.rank_log(rank))
-        run.logs.mkdir(exist_ok=True)
-        run.rank_log(0).touch()
+        if ranks:
+            run.logs.mkdir(exist_ok=True)
+            run.rank_log(0).touch()
         path = _write_start(held, tree_text, origin, later=resume and run.config.exists())
         held.hide(run.exit)
         return path

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from forgather_cli.config.schema import Config
+from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import TrainingError
 from forgather_cli.launch import outcome
 from forgather_cli.launch.ending import Ending, done
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
 
 
-def finish(config: Config, run: RunDir, trainer: Trainer) -> Ending:
+def finish(config: RunSettings, run: RunDir, trainer: Trainer) -> Ending:
     """How training has ended on this rank; rank 0 writes ``exit.json`` and prints the places.
 
     Raises TrainingError where its last checkpoint was asked for, or ``exit.json``, and could not be written.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -85,6 +85,13 @@ def _config(args: TrainingArguments, objects: Objects) -> Config:
         precision=args.precision,
         callbacks=args.callbacks,
     )
+
+
+def described_data(objects: Objects) -> dict[str, Any]:
+    """What the datasets tell of themselves, for people."""
+    sets = {"train": objects.train_dataset, "eval": objects.eval_dataset}
+    sizes = {f"{split}_samples": len(data) for split, data in sets.items() if isinstance(data, Sized)}
+    return {"type": type(objects.train_dataset).__name__, **sizes} if objects.train_dataset is not None else sizes
 
 
 def _named(given: Any) -> Target:

@@ -36,12 +36,13 @@ from forgather_cli.trainer.describe import describe
 from forgather_cli.trainer.device_errors import evaluation_explained, step_explained
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
 from forgather_cli.trainer.evaluate import PredictionOutput, Uninterrupted, evaluate, in_rounds, predict
-from forgather_cli.trainer.from_python import Objects, checked_config
+from forgather_cli.trainer.from_python import Objects, checked_config, described_data
 from forgather_cli.trainer.host import garbage_collection, seed_step
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings
 from forgather_cli.trainer.persistence import Persistence
 from forgather_cli.trainer.rollback import Recovery
+from forgather_cli.trainer.run_files import RunFiles
 from forgather_cli.trainer.stopping import Stopping
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,8 @@ class Trainer:
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         self.config_tree = config_tree or {}
         self.data_description = data_description or {}
-        self.run_dir = RunDir(Path(self.args.output_dir or "trainer_output"))
+        logging_dir = None if self.args.logging_dir is None else Path(self.args.logging_dir)
+        self.run_dir = RunDir(Path(self.args.output_dir or "trainer_output"), logging_dir)
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.used_lr: float | None = None
@@ -119,6 +121,7 @@ class Trainer:
             lr_scheduler_factory,
             as_group_settings(optimizer_groups),
         )
+        self._files: RunFiles | None = None
         if isinstance(self.args, TrainingArguments):
             objects = Objects(
                 model=model,
@@ -130,7 +133,10 @@ class Trainer:
                 made_strategy=made_strategy,
                 enable_checkpointing=enable_activation_checkpoint_fn,
             )
-            checked_config(self.args, objects)
+            config = checked_config(self.args, objects)
+            self._files = RunFiles(self, config)
+            self.config_tree, self.data_description = self._files.tree, described_data(objects)
+            callbacks = [*self._files.callbacks(config, given := list(callbacks)), *given]
 
         self.strategy = made_strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
         self.world, self.cpu_group = world(), cpu_group()
@@ -164,7 +170,14 @@ class Trainer:
         ``resume_from_checkpoint`` overrides the setting of that name: True is the newest valid checkpoint in
         ``output_dir`` (a fresh start if there is none), a path is that one.
         """
-        self._prepare(self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint)
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if self._files is None:  # whoever gave a recipe's settings has the directory
+            return self._train(resume)
+        with self._files.taken(resume=resume is not False):
+            return self._train(resume)
+
+    def _train(self, resume: bool | str) -> TrainOutput:
+        self._prepare(resume)
         try:
             with garbage_collection(self.args) as self._garbage, self.persistence:
                 self.emit("on_train_begin")

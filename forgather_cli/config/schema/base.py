@@ -40,6 +40,11 @@ class Target:
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_object(self) -> bool:
+        """True for an object that a script gave, of which there is only the name, in angle brackets."""
+        return self.path.startswith("<")
+
 
 def _to_target(value: Any) -> Any:
     if isinstance(value, dict) and "_target_" in value:

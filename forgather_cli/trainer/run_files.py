@@ -1,0 +1,126 @@
+"""The run directory of a Trainer that a script makes: taken, described and left as ``forgather train`` does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.checkpoint.gather import on_rank_0
+from forgather_cli.config.decode import dump_tree, to_tree
+from forgather_cli.config.schema import Config
+from forgather_cli.errors import DivergenceError, ForgatherError, SetupError
+from forgather_cli.launch.claim import Claim, begin_training, claim, forget_hidden, prepare
+from forgather_cli.launch.finish import finish
+from forgather_cli.launch.outcome import FAILED, MISTAKE, State, write_outcome
+from forgather_cli.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from forgather_cli.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class RunFiles:
+    """Lock, configs, metrics and ``exit.json`` of one Trainer's run.
+
+    ``config.yaml`` has the names of the objects that the script gave, in angle brackets: commands read the settings,
+    and only the script can go on with the run.
+    """
+
+    def __init__(self, trainer: Trainer, config: Config) -> None:
+        self._trainer = trainer
+        self.tree = to_tree(replace(config, output_dir=str(trainer.run_dir.root)))
+        self._has_trained = False
+        self._logger: Any = None
+
+    def callbacks(self, config: Config, users: list[Any]) -> list[tuple[str, Any]]:
+        """What every run shows and writes, but for those that the user gives in their place.
+
+        ``metrics.jsonl`` is written from the first ``train()`` on: who only evaluates leaves no trace in a run.
+        """
+        from forgather_cli.callbacks.build import build_callbacks  # some of them know of the Trainer
+
+        built = build_callbacks(config.callbacks, self._trainer.run_dir, config_tree=self.tree)
+        kinds = {given if isinstance(given, type) else type(given) for given in users}
+        wanted = {name: callback for name, callback in built if type(callback) not in kinds}
+        self._logger = wanted.pop("json", None)
+        return [("first_step", _FirstStep(self._trainer.run_dir)), *wanted.items()]
+
+    @contextmanager
+    def taken(self, *, resume: bool) -> Iterator[None]:
+        """Collective. Hold the directory while training lasts, and leave how it ended. Raises SetupError for one that
+        another job holds, and for one with a run that is neither gone on with nor to be overwritten.
+        """
+        trainer, held = self._trainer, None
+        with ExitStack() as stack:
+
+            def take() -> None:
+                nonlocal held
+                held = stack.enter_context(claim(trainer.run_dir.root))
+                self._begin(held, resume=resume)
+
+            on_rank_0(take, trainer.cpu_group)
+            if self._logger is not None:
+                trainer.callbacks.add(self._logger, "json")
+                self._logger = None
+            try:
+                yield
+                finish(trainer.args, trainer.run_dir, trainer)
+                if held is not None:
+                    forget_hidden(held.run)
+            except BaseException as error:
+                if held is not None:
+                    _leave(held, error)
+                raise
+
+    def _begin(self, held: Claim, *, resume: bool) -> None:
+        """On rank 0."""
+        prepare(
+            held,
+            dump_tree(self.tree),
+            {
+                "recipe": self.tree["recipe"],
+                "recipe_path": sys.argv[0],
+                "overrides": [],
+                "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
+            },
+            overwrite=self._trainer.args.overwrite_output_dir and not resume,
+            resume=resume or self._has_trained,
+            ranks=0,
+        )
+        self._has_trained = True
+
+
+class _FirstStep(TrainerCallback):
+    """A run that is to be overwritten goes when settings, data and model were found sound."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._is_done = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._is_done and state.is_world_process_zero:
+            begin_training(self._run)
+        self._is_done = True
+
+
+def _leave(held: Claim, error: BaseException) -> None:
+    """As it was found after a mistake, else with ``exit.json``."""
+    mistake = isinstance(error, ForgatherError) and error.exit_code == MISTAKE
+    if mistake and not held.has_trained():
+        if not isinstance(error, SetupError):  # which claim answers
+            held.undo()
+        return
+    state: State = "diverged" if isinstance(error, DivergenceError) else "failed"
+    reason = str(error) if isinstance(error, ForgatherError) else f"{type(error).__name__}: {error}"
+    forget_hidden(held.run)
+    try:
+        write_outcome(held.run, state, FAILED, reason)
+    except OSError as full:
+        log.error("%s cannot be written: %s", held.run.exit, full.strerror)

@@ -1,0 +1,169 @@
+"""A script's Trainer leaves a run directory as ``forgather train`` does, and trains under every strategy."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from program import Process, forgather
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+
+from forgather_cli import FSDP2Settings, PipelineSettings, Trainer, TrainerCallback, TrainingArguments
+from forgather_cli.config.decode import load_saved
+from forgather_cli.data.byte_tokenizer import ByteTokenizer
+from forgather_cli.errors import CallbackError, DataError, SetupError
+from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.run_dir import RunDir
+
+
+def trainer(path: Path, *, data: Any = None, callbacks: Any = (), **settings: Any) -> Trainer:
+    """Of a small model that reads bytes."""
+    base = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "use_cpu": True}
+    args = TrainingArguments(str(path), **{**base, **settings})
+    tokens = tiny.RandomTokens(64, vocab=256)
+    given = {"processing_class": ByteTokenizer(), "callbacks": callbacks}
+    return Trainer(tiny.decoder(vocab_size=258), args, None, data or tokens, tiny.RandomTokens(8, vocab=256), **given)
+
+
+def test_the_commands_take_a_script_s_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    trainer(run, eval_strategy="steps", eval_steps=2, save_steps=2, optimizer="muon").train()
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("step 4", "eval loss", "checkpoint saved", str(run)))
+    assert [step for step, *_ in tiny.training_curve(run)] == [1, 2, 3, 4]
+    saved = load_saved(run / "config.yaml")
+    assert (saved.max_steps, saved.output_dir, getattr(saved.optimizer, "type", "")) == (4, str(run), "muon")
+    assert saved.model.path == "<forgather_cli.models.decoder.Decoder>"  # type: ignore[union-attr]
+
+    assert forgather("logs", "summary", "--json", str(run)) == 0
+    told = json.loads(capsys.readouterr().out)
+    [summary] = told if isinstance(told, list) else [told]
+    assert (summary["state"], summary["step"], summary["max_steps"]) == ("done", 4, 4)
+    assert forgather("checkpoint", "list", "--json", str(run)) == 0
+    assert "step-00000004" in capsys.readouterr().out
+    assert forgather("logs", "plot", str(run), "-o", str(tmp_path / "loss.png")) == 0
+    assert forgather("resume", str(run), "max_steps=9") == 2
+    assert "trainer.train(resume_from_checkpoint=True)" in capsys.readouterr().err
+    assert forgather("finalize", str(run), str(tmp_path / "model")) == 0
+    (tmp_path / "text.txt").write_text("Some text to measure by.\n" * 40)
+    words = ["data=text", f"data.files=[{tmp_path / 'text.txt'}]", "data.seq_len=16", "device=cpu"]
+    capsys.readouterr()
+    assert forgather("eval", str(tmp_path / "model"), *words, "--json") == 0
+    assert 4 < json.loads(capsys.readouterr().out)["eval_loss"] < 7
+
+
+def test_a_run_is_gone_on_with_or_overwritten_and_never_mixed(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(SetupError, match=r"resume_from_checkpoint=true.*overwrite_output_dir=true"):
+        trainer(tmp_path, max_steps=2).train()
+    with pytest.raises(DataError, match="labels"):
+        trainer(tmp_path, max_steps=2, overwrite_output_dir=True, data=[{"input_ids": "no tensor"}] * 8).train()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert trainer(tmp_path, max_steps=6).train(resume_from_checkpoint=True).global_step == 6
+    assert [step for step, *_ in tiny.training_curve(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert yaml.safe_load((tmp_path / "config.1.yaml").read_text())["max_steps"] == 6
+    assert trainer(tmp_path, max_steps=2, overwrite_output_dir=True).train().global_step == 2
+    assert RunDir(tmp_path).checkpoint_steps() == [2]
+    assert [step for step, *_ in tiny.training_curve(tmp_path)] == [1, 2]
+
+
+class Stops(TrainerCallback):
+    """Raises after the second step, or after none."""
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.event == "on_train_begin":
+            raise ValueError("out of tea")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.event == "on_step_end" and state.global_step == 2:
+            raise ValueError("out of tea")
+
+
+def test_how_a_script_s_run_ended_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CallbackError):
+        trainer(tmp_path / "failed", callbacks=[Stops("on_step_end")]).train()
+    ended = read_outcome(RunDir(tmp_path / "failed"))
+    assert ended is not None
+    assert (ended.code, ended.step, "out of tea" in ended.reason) == (1, 1, True)
+    with pytest.raises(SetupError):
+        trainer(tmp_path / "mistaken", data=[{"input_ids": "no tensor"}] * 8).train()
+    assert not (tmp_path / "mistaken").exists()
+
+
+def test_two_jobs_cannot_write_one_directory(tmp_path: Path) -> None:
+    tmp_path.joinpath(".lock").touch()
+    take = "import fcntl,signal; f=open('.lock','w'); fcntl.lockf(f,fcntl.LOCK_EX)"
+    holds = f"{take}; print('held',flush=True); signal.pause()"
+    with Process(code=holds, cwd=tmp_path) as other:
+        other.read_until("held")
+        with pytest.raises(SetupError, match="another job"):
+            trainer(tmp_path).train()
+
+
+def test_who_only_evaluates_leaves_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    evaluates = trainer(path)
+    before = evaluates.evaluate()["eval_loss"]
+    assert not path.exists()
+    evaluates.train()
+    after = evaluates.evaluate()["eval_loss"]
+    assert after < before
+    assert [r["eval_loss"] for r in tiny.metrics(path) if "eval_loss" in r] == [after]
+
+
+# ------------------------------------------------------------------------------------------------------- every strategy
+
+
+def trained(path: str, strategy: Any) -> dict[str, Any]:
+    """Of this rank: losses and the weights that it holds, whole."""
+    args = TrainingArguments(path, max_steps=3, global_batch_size=8, logging_steps=1, learning_rate=1e-2, use_cpu=True)
+    data, model = tiny.RandomTokens(24, ragged=True), partial(tiny.decoder, num_hidden_layers=4)
+    made = Trainer(model_init=model, args=args, train_dataset=data, strategy=strategy)
+    made.train()
+    weights = {n: p for part in made.strategy.parts for n, p in part.named_parameters()}
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in weights.items()}
+    return {
+        "strategy": made.strategy.name,
+        "losses": [record["loss"] for record in made.state.log_history if "loss" in record],
+        "weights": {name: tensor.detach().clone() for name, tensor in whole.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        FSDP2Settings(reshard_after_forward=False),
+        PipelineSettings(n_microbatches=2),
+        {"type": "pipeline", "schedule": "ZBVZeroBubble", "n_microbatches": 2},
+    ],
+    ids=str,
+)
+def test_a_script_trains_the_same_under_every_strategy(tmp_path: Path, strategy: Any) -> None:
+    ranks = run_ranks(2, trained, str(tmp_path / "two"), strategy)
+    alone = trained(str(tmp_path / "one"), "single")
+    assert alone["strategy"] == "single"
+    for result in ranks:
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        for name, tensor in result["weights"].items():
+            torch.testing.assert_close(tensor, alone["weights"][name], rtol=1e-5, atol=1e-5)
+    ended = read_outcome(RunDir(tmp_path / "two"))
+    assert ended is not None
+    assert (ended.code, ended.step) == (0, 3)
+
+
+def test_fsdp2_alone_is_one_device(tmp_path: Path) -> None:
+    alone = trained(str(tmp_path / "one"), None)
+    (sharded,) = run_ranks(1, trained, str(tmp_path / "fsdp2"), "fsdp2")
+    assert sharded["losses"] == pytest.approx(alone["losses"], rel=1e-5)
