@@ -118,9 +118,12 @@ def _leave(held: Claim, error: BaseException) -> None:
             held.undo()
         return
     state: State = "diverged" if isinstance(error, DivergenceError) else "failed"
+    code = FAILED
+    if isinstance(error, KeyboardInterrupt):
+        state, code = "cut", 130
     reason = str(error) if isinstance(error, ForgatherError) else f"{type(error).__name__}: {error}"
     forget_hidden(held.run)
     try:
-        write_outcome(held.run, state, FAILED, reason)
+        write_outcome(held.run, state, code, reason)
     except OSError as full:
         log.error("%s cannot be written: %s", held.run.exit, full.strerror)
