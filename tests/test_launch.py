@@ -103,6 +103,24 @@ def test_resume_adds_a_config_and_goes_on() -> None:
     assert reload_config(Path("run"), []).config.max_steps == 4
 
 
+def test_a_resume_of_a_finished_run_changes_nothing_and_one_that_ends_earlier_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def state() -> dict[Path, tuple[int, bytes]]:
+        return {p: (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in Path().rglob("*")}
+
+    start("max_steps=2", "output_dir=run")
+    start("max_steps=-1", "num_train_epochs=1", "num_samples=8", "output_dir=epochs")
+    before = state()
+    for name, words in (("run", []), ("run", ["logging_steps=7"]), ("epochs", [])):
+        capsys.readouterr()
+        assert launch(reload_config(Path(name), words)) == 0
+        assert "nothing left to train: step 2 is the last" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"max_steps: .*step 2, got 1; give 2 or more"):
+        launch(reload_config(Path("run"), ["max_steps=1"]))
+    assert state() == before
+
+
 def test_resume_takes_group_overrides_and_never_deletes(tmp_path: Path) -> None:
     start("max_steps=1", "output_dir=run", "overwrite_output_dir=true", "optimizer=adamw", "eps=1e-7")
     loaded = reload_config(Path("run"), ["optimizer=sgd", "learning_rate=0.5"])

@@ -31,7 +31,7 @@ ALLOWED = {
         "checkpoint", "config.decode", "data", "distributed", "loss", "models", "precision", "sharding", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
-    "launch": {"checkpoint.retention", "config", "distributed", "rank", "trainer.trainer"},
+    "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed", "rank", "trainer.trainer"},
     "rank": {"config.decode", "evaluation", "launch", "worker"},
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.layout", "launch.outcome", "models",

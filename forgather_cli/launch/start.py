@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import Config
-from forgather_cli.errors import ConfigError, ForgatherError, SetupError
+from forgather_cli.errors import CheckpointError, ConfigError, ForgatherError, SetupError
 from forgather_cli.launch import outcome
 from forgather_cli.launch.claim import Claim, claim, forget_hidden, prepare
 from forgather_cli.launch.ending import CUT, ERROR, MISTAKE, Ending
@@ -57,11 +57,48 @@ def launch(loaded: Loaded) -> int:
         return supervised(layout, None, None).code
     check_port(layout)
     root = output_dir(loaded)
+    if layout.nodes == 1 and (reason := _nothing_left(RunDir(root), loaded)) is not None:
+        print(f"nothing left to train: {reason}; raise max_steps or num_train_epochs to go on")
+        return outcome.DONE
     with claim(root) as held:
         config, path = _begin(held, loaded, layout)
         ending = until_it_fits(held, config, path, partial(_train, layout, held, path))
         _settle(held, ending)
     return ending.code
+
+
+def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
+    """Why a run that is to be gone on with is at its end already; None if it is not. Changes nothing.
+
+    Raises ConfigError where its end is to lie behind what it has reached.
+    """
+    from forgather_cli.checkpoint.manifest import read_manifest
+    from forgather_cli.config.decode import load_tree
+
+    config, steps = loaded.config, run.checkpoint_steps()
+    if config.resume_from_checkpoint is not True:
+        return None
+    if steps and 0 < config.max_steps < steps[-1] and config.resume_components == "all":
+        raise ConfigError(
+            f"max_steps: the run has a checkpoint of step {steps[-1]}, got {config.max_steps}; give {steps[-1]} or "
+            f"more, or remove the later checkpoints from {run.checkpoints} to go on from an earlier one"
+        )
+    ended = outcome.read_outcome(run)
+    if ended is None or ended.state != "done" or (steps and steps[-1] != ended.step):
+        return None
+    if config.max_steps != ended.step:  # it counts epochs, or was stopped early: then any other setting is a reason
+        own = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "resume_components")
+        saved, tree = load_tree(run.newest_config()), loaded.tree
+        if any(saved.get(key) != tree.get(key) for key in {*saved, *tree}.difference(own)):
+            return None
+    if steps and config.verify_checkpoint != "none":
+        path = run.checkpoint(steps[-1])
+        try:
+            if read_manifest(path).problems(path, config.verify_checkpoint):
+                return None
+        except CheckpointError:
+            return None
+    return f"step {ended.step} is the last ({ended.reason})"
 
 
 def _train(layout: Layout, held: Claim, path: Path, config: Config) -> Ending:
