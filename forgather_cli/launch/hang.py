@@ -243,7 +243,7 @@ def odd_first(standings: Sequence[Standing]) -> list[Standing]:
 def report_text(standings: Sequence[Standing], seconds: float, hang_timeout: float) -> str:
     """What the terminal shows of ranks that make no progress."""
     odd = [f"rank {standing.rank} {standing.odd}" for standing in standings if standing.odd]
-    said = "; ".join(odd) or ("no rank stands out" if len(standings) > 1 else standings[0].doing)
+    said = "; ".join(odd) or ("no rank stands out" if len(standings) > 1 else f"it {standings[0].doing}")
     return "\n".join(
         [
             f"no progress for {seconds:.0f} s: {said}",
