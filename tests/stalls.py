@@ -1,9 +1,9 @@
 """A callback that makes one rank of a run stand still: ``+callbacks.stall._target_=stalls.Stall``.
 
 ``acts`` are done one after another, each at a step of its own, once the file ``go-N`` is there: sleep, data (a sample
-that does not come) and save (a disk that does not sync) last until the file ``end-N`` is there; skip and mismatch
-concern a collective that the callback does at every step, and nothing ends them. slow is 30 ms of sleep at every step.
-Every rank leaves its process id.
+that does not come) and save (a disk that does not sync) last until the file ``end-N`` is there, late (a disk that syncs
+late) for 1.5 s; skip and mismatch concern a collective that the callback does at every step, and nothing ends them.
+slow is 30 ms of sleep at every step. Every rank leaves its process id.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ class Stall(TrainerCallback):
             self._wait(number)
         elif due and act == "data":
             self._lie_in_wait(number, kwargs["train_dataloader"].dataset, "_draw")
-        elif due and act == "save":
-            self._lie_in_wait(number, os, "fsync")
+        elif due and act in ("save", "late"):
+            self._lie_in_wait(number, os, "fsync", seconds=1.5 if act == "late" else 600)
 
-    def _lie_in_wait(self, number: int, owner: Any, name: str) -> None:
+    def _lie_in_wait(self, number: int, owner: Any, name: str, seconds: float = 600) -> None:
         call = getattr(owner, name)
 
         def late(*args: Any) -> Any:
             setattr(owner, name, call)
-            self._wait(number)
+            self._wait(number, seconds)
             return call(*args)
 
         setattr(owner, name, late)
 
-    def _wait(self, number: int) -> None:
-        while not Path(f"end-{number}").exists():
+    def _wait(self, number: int, seconds: float = 600) -> None:
+        until = time.monotonic() + seconds
+        while not Path(f"end-{number}").exists() and time.monotonic() < until:
             time.sleep(0.02)

@@ -175,7 +175,7 @@ def settle(run: RunDir) -> None:
 def _files_of(run: RunDir) -> list[Path]:
     """What a run of ours leaves directly in its directory; other files are not touched."""
     starts = [run.later_config(n) for n in run.later_starts()]
-    files = [run.metrics, run.rollbacks, run.samples, run.exit, run.config, run.origin, *starts]
+    files = [run.metrics, run.rollbacks, run.samples, run.exit, run.hang, run.config, run.origin, *starts]
     return [path for path in (*files, run.logs, run.tensorboard, run.checkpoints, run.control) if path.exists()]
 
 

@@ -136,7 +136,7 @@ class HangWatch:
         if self._report or not self._is_reporter:
             return
         standings = standings_of_all(self._rank)
-        if any(self._is_usual(standing) for standing in standings):
+        if any(self._is_usual(standing) for standing in standings) or self._rank.stop.polls != self._polls:
             return
         lengths = round(statistics.median(self._lengths), 3) if self._lengths else None
         self._report = {
@@ -158,7 +158,7 @@ class HangWatch:
         if self._rank.meeting is not None:
             self._rank.meeting.tell("hang", "")
         if self._report:
-            self._usual = self._still
+            self._usual = max(self._usual, self._still)
             self._report["ended_after_seconds"] = round(self._still, 1)
             self._write()
             self._report = {}
