@@ -41,7 +41,7 @@ class OwnTime:
         self._seen = self._waited = 0
         self._lines: Counter[str] = Counter()
         """Where it stood outside of collectives."""
-        self._windows, self._told_line = 0, ""
+        self._windows = 0
         self._in_a_row: Counter[int] = Counter()
         self._compared: list[int] = []
 
@@ -59,10 +59,7 @@ class OwnTime:
         self._windows += 1
         line = self._lines.most_common(1)[0][0] if self._lines else ""
         me = self._rank.place.rank
-        if line != self._told_line:  # a store that is a file never gets shorter
-            self._told_line = line
-            self._meeting.tell(f"at/{me}", line)
-        self._meeting.tell(f"own/{me}", json.dumps([self._windows, round(1 - self._waited / self._seen, 3)]))
+        self._meeting.tell(f"own/{me}", json.dumps([self._windows, 1 - self._waited / self._seen, line]))
         self._seen = self._waited = 0
         self._lines.clear()
         if me == 0:
@@ -74,7 +71,7 @@ class OwnTime:
         texts = [self._meeting.told(f"own/{rank}") for rank in range(self._rank.place.size)]
         if None in texts:
             return
-        windows, shares = zip(*(json.loads(text or "") for text in texts), strict=True)
+        windows, shares, lines = zip(*(json.loads(text or "") for text in texts), strict=True)
         if any(now == before for now, before in zip(windows, self._compared, strict=False)):
             return  # a rank that is late has told nothing new
         self._compared = list(windows)
@@ -85,8 +82,7 @@ class OwnTime:
             if self._in_a_row[rank] == _WINDOWS:
                 log.warning(
                     "rank %d is slow, and the others wait for it: its own work takes %.0f %% of the time, the median "
-                    "is %.0f %%; most often it stands at %s", rank, 100 * share, 100 * usual,
-                    self._meeting.told(f"at/{rank}"),
+                    "is %.0f %%; most often it stands at %s", rank, 100 * share, 100 * usual, lines[rank],
                 )  # fmt: skip
 
 
