@@ -8,8 +8,10 @@ class written for that library works here unchanged. Forgather adds ``on_forward
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,15 +87,17 @@ class TrainerState:
 
 
 class TrainerCallback:
-    """Base of Forgather's callbacks. Every event is called as ``event(args, state, control, **kwargs)`` on all ranks.
+    """Base of Forgather's callbacks. Every event is called as ``event(args, state, control, **kwargs)`` on all ranks,
+    or by name where a method takes others first or only some: ``on_log_step(self, state, logs, **kwargs)``.
 
-    ``kwargs`` hold model, processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader and trainer;
-    besides: metrics (on_evaluate, on_predict), logs (on_log, on_log_step; the latter may add to it), checkpoint
-    (on_save: path of the published checkpoint), loss, grad_norm, tokens (on_train_metrics: device tensors and an int),
-    reason (on_divergence: the gradient norm is not finite, and the run fails unless a callback asks for a rollback),
-    rollback (on_rollback: the run is back at ``state.global_step``, states as they were there; before on_train_begin
-    where that happened in a job that was killed right after), exception (on_exception). An event may return the control
-    object.
+    ``kwargs`` hold model, processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader and trainer
+    (the dataloaders are None where there is none yet); besides: metrics (on_evaluate, on_predict), logs (on_log,
+    on_log_step; the latter may add to it), checkpoint (on_save: path of the published checkpoint, whose step
+    ``state.global_step`` is there; an asynchronous save is told of some steps later), loss, grad_norm, tokens
+    (on_train_metrics: device tensors and an int), reason (on_divergence: the gradient norm is not finite, and the
+    run fails unless a callback asks for a rollback), rollback (on_rollback: the run is back at
+    ``state.global_step``, states as they were there; before on_train_begin where that happened in a job that was
+    killed right after), exception (on_exception). An event may return the control object.
 
     A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its name. ``name``
     is its config name, else its class name. Ranks other than 0 get every event too: check
@@ -138,6 +142,47 @@ def _failed(name: str, event: str, error: Exception) -> CallbackError:
     return CallbackError(f"callback {name} failed in {event}: {type(error).__name__}: {error}")
 
 
+_NAMES = frozenset(
+    ("args", "state", "control", "model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader",
+     "eval_dataloader", "trainer", "metrics", "logs", "interval", "checkpoint", "loss", "grad_norm", "tokens", "reason",
+     "rollback", "exception")
+)  # fmt: skip
+"""What an event is called with."""
+
+
+def _handler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` as ``(args, state, control, **kwargs)``: itself, or, where its first parameters are others of an
+    event's names (``on_log_step(self, state, logs, **kwargs)``) or it takes only some, called by name.
+    """
+    parameters = inspect.signature(method).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    places = [name for name, parameter in parameters.items() if parameter.kind in _BY_PLACE]
+    leads = [name == at or name not in _NAMES for name, at in zip(places, ("args", "state", "control"), strict=False)]
+    in_place = inspect.Parameter.VAR_POSITIONAL in kinds or (len(leads) == 3 and all(leads))
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    if in_place and takes_all:
+        return method
+
+    def by_name(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if not in_place:
+            kwargs |= {"args": args, "state": state, "control": control}
+        if not takes_all:
+            kwargs = {name: value for name, value in kwargs.items() if name in parameters}
+        return method(args, state, control, **kwargs) if in_place else method(**kwargs)
+
+    return by_name
+
+
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class NoWriter:
+    """Takes every call of a TensorBoard writer and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
 class CallbackList:
     """The run's callbacks by name; an event that nobody handles costs one dictionary look-up."""
 
@@ -160,8 +205,17 @@ class CallbackList:
         self.by_name[unique] = callback
         for event in EVENTS:
             if _handles(callback, event):
-                self._handlers[event].append((unique, getattr(callback, event)))
+                self._handlers[event].append((unique, _handler(getattr(callback, event))))
         return unique
+
+    def pop(self, callback: Any) -> Any:
+        """Remove and return a callback: this object, or the first of this class; None if there is none."""
+        for name, each in self.by_name.items():
+            if (type(each) if isinstance(callback, type) else each) is callback:
+                for event, handlers in self._handlers.items():
+                    self._handlers[event] = [handler for handler in handlers if handler[0] != name]
+                return self.by_name.pop(name)
+        return None
 
     def handles(self, event: str) -> bool:
         return bool(self._handlers[event])

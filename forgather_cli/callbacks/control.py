@@ -91,7 +91,7 @@ class TrainerControlCallback(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         path = Path(kwargs["checkpoint"])
         self._published[step_of(path) or 0] = path
-        self._settle(state, control)
+        self._settle(self._trainer.state, control)  # not that of the saved step
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         for command in self._open():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import math
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ class TBLogger(TrainerCallback):
         self._waiting: list[tuple[str, str, int]] = []
         self._writer: Any = None
         self._purge_step: int | None = None
+        self._begun = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -44,6 +46,7 @@ class TBLogger(TrainerCallback):
             raise SetupError(
                 "callbacks.tensorboard: the package is missing; pip install tensorboard, or set it to null"
             )
+        self._begun = True
         self._purge_step = state.resumed_step + 1 if state.resumed_step else 0
         if self._tree is not None:
             text = yaml.safe_dump(self._tree, sort_keys=False, allow_unicode=True)
@@ -60,6 +63,14 @@ class TBLogger(TrainerCallback):
             return
         for tag, value in self._values(logs).items():
             writer.add_scalar(tag, value, state.global_step)
+
+    @property
+    def tb_writer(self) -> Any:
+        """The ``SummaryWriter`` for whoever has more to show; None before training begins and on other ranks than 0.
+
+        The name is that of Hugging Face's TensorBoardCallback.
+        """
+        return self._open() if self._begun else None
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Show literal text of another callback; world rank 0 only."""
@@ -90,12 +101,14 @@ class TBLogger(TrainerCallback):
 
             self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
             self._purge_step = None  # a later reopening goes on
+            atexit.register(self._close)  # of what others write after on_train_end
         for text in self._waiting:
             self._writer.add_text(*text)
         self._waiting.clear()
         return self._writer
 
     def _close(self) -> None:
+        atexit.unregister(self._close)
         if self._writer is not None:
             self._writer.close()
             self._writer = None

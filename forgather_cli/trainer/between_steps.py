@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from forgather_cli.distributed import all_sum
 from forgather_cli.errors import NotFiniteError
+from forgather_cli.run_dir import step_of
 from forgather_cli.trainer import schedule
 from forgather_cli.trainer.best import check_metric
 from forgather_cli.trainer.evaluate import EvaluationStopped
@@ -134,7 +136,8 @@ class BetweenSteps:
 
     def _deliver_saves(self) -> None:
         for path in self._trainer.persistence.published():
-            self._trainer.emit("on_save", checkpoint=path)
+            saved = replace(self._state, global_step=step_of(path) or self._state.global_step)
+            self._trainer.emit("on_save", state=saved, checkpoint=path)
 
     # ------------------------------------------------------------------------------------------------------------ log
 

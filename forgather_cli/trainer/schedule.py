@@ -25,6 +25,11 @@ def eval_due_at_epoch(args: RunSettings, epoch: float) -> bool:
     return args.eval_strategy == "epoch" and epoch >= args.eval_delay
 
 
+def evaluates(args: RunSettings) -> bool:
+    """Whether a run may evaluate at all."""
+    return args.eval_strategy != "no" or args.eval_on_start or args.eval_on_save or args.load_best_model_at_end
+
+
 def save_due(args: RunSettings, step: int) -> bool:
     return args.save_strategy == "steps" and step % args.save_steps == 0
 

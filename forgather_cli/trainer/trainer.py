@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import CallbackList, NoWriter, TrainerControl, TrainerState
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
@@ -28,7 +28,7 @@ from forgather_cli.distributed import clip_grad_norm, cpu_group, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
-from forgather_cli.trainer import setup
+from forgather_cli.trainer import schedule, setup
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, placed
 from forgather_cli.trainer.best import track_best
 from forgather_cli.trainer.between_steps import BetweenSteps
@@ -112,6 +112,7 @@ class Trainer:
         self.used_lr: float | None = None
         """Of the newest update."""
         self.train_loader: TrainLoader | None = None
+        self.eval_loader: EvalLoader | None = None
         self._warned_no_targets = False
         self._make_optimizer = OptimizerRecipe(
             self.args,
@@ -164,6 +165,14 @@ class Trainer:
         """Append a callback: an object or a class."""
         self.callbacks.add(callback)
 
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove and return a callback: this object, or the first of this class; None if there is none."""
+        return self.callbacks.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """``pop_callback`` without the answer."""
+        self.callbacks.pop(callback)
+
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train to the end, or until something stops it; returns the run's metrics.
 
@@ -198,7 +207,7 @@ class Trainer:
         """Loss and perplexity over the whole evaluation split. Builds no optimizer. Emits on_log and on_evaluate."""
         loader = self._eval_loader(eval_dataset)
         rounds = in_rounds(loader, self.cpu_group, self.stopping)
-        on_batch = partial(self.emit, "on_prediction_step", eval_dataloader=loader)
+        on_batch = partial(self.emit, "on_prediction_step")
         what = f"the evaluation at step {self.state.global_step}"
         with evaluation_explained(what, rounds, self.args, self.strategy, self.optimizer) as watched:
             metrics = evaluate(self.strategy, watched, self.world, prefix=metric_key_prefix, on_batch=on_batch)
@@ -213,7 +222,7 @@ class Trainer:
         """Logits and labels of every example, and the loss. Builds no optimizer. Emits on_predict."""
         loader = self._eval_loader(test_dataset)
         rounds = in_rounds(loader, self.cpu_group, Uninterrupted())
-        on_batch = partial(self.emit, "on_prediction_step", eval_dataloader=loader)
+        on_batch = partial(self.emit, "on_prediction_step")
         with evaluation_explained("the prediction", rounds, self.args, self.strategy, self.optimizer) as watched:
             logits, labels = predict(self.strategy, watched, self.cpu_group, on_batch)
         metrics: dict[str, float] = {}
@@ -226,6 +235,15 @@ class Trainer:
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and tokenizer as a Hugging Face directory (default: ``output_dir``)."""
         setup.save_model(self, Path(output_dir or self.run_dir.root))
+
+    @property
+    def tensorboard(self) -> Any:
+        """The run's TensorBoard writer (``add_scalar``, ``add_histogram``, ``add_image``, ``add_figure``, ...): that of
+        the active TensorBoard callback. On other ranks than 0, outside training and without such a callback one that
+        does nothing. Ask for it at each use: after a rollback it is another one.
+        """
+        found = (getattr(callback, "tb_writer", None) for callback in self.callbacks.by_name.values())
+        return next((writer for writer in found if writer is not None), NoWriter())
 
     def info(self) -> dict[str, Any]:
         """What is about to be trained, flat and printable."""
@@ -286,6 +304,8 @@ class Trainer:
             self.epochs.reckon()
         self.recovery.begin(reader)
         self.persistence.trial()
+        if self.eval_dataset is not None and schedule.evaluates(args):
+            self._eval_loader(None)
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps, state.save_steps = args.logging_steps, args.eval_steps, args.save_steps
         self._between_steps = BetweenSteps(self)
@@ -296,7 +316,9 @@ class Trainer:
         dataset = self.eval_dataset if dataset is None else dataset
         if dataset is None:
             raise DataError("eval_dataset: missing; evaluation needs one (or set eval_strategy=no)")
-        return setup.eval_loader(self.args, self.strategy, dataset, self.peers, self.collate_fn)
+        if self.eval_loader is None or self.eval_loader.dataset is not dataset:
+            self.eval_loader = setup.eval_loader(self.args, self.strategy, dataset, self.peers, self.collate_fn)
+        return self.eval_loader
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
@@ -402,22 +424,25 @@ class Trainer:
         """Collective. True if any rank has been told to stop: the run is to end. Waits for all ranks."""
         return self.stopping.poll()
 
-    def emit(self, event: str, *, quietly: bool = False, **kwargs: Any) -> None:
-        """Send an event to the callbacks that handle it, with the run's objects; see ``CallbackList``."""
+    def emit(self, event: str, *, quietly: bool = False, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Send an event to the callbacks that handle it, with the run's objects; see ``CallbackList``.
+
+        ``state``: another one than the run's present one.
+        """
         if not self.callbacks.handles(event):
             return
-        kwargs.setdefault("eval_dataloader", None)
         send = self.callbacks.emit_quietly if quietly else self.callbacks.emit
         send(
             event,
             self.args,
-            self.state,
+            state or self.state,
             self.control,
             model=self.model,
             processing_class=self.processing_class,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             train_dataloader=self.train_loader,
+            eval_dataloader=self.eval_loader,
             trainer=self,
             **kwargs,
         )

@@ -1,0 +1,178 @@
+"""What events hand to callbacks, how these are called, and the writer that they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+
+from forgather_cli import Trainer, TrainingArguments
+from forgather_cli.callbacks.base import EVENTS, CallbackList, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.tensorboard import TBLogger
+from forgather_cli.errors import CallbackError
+from forgather_cli.run_dir import RunDir
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "use_cpu": True,
+}  # fmt: skip
+
+
+def run(path: Path, *callbacks: Any, **settings: Any) -> Trainer:
+    args, data = TrainingArguments(str(path), **{**SETTINGS, **settings}), tiny.RandomTokens(16)
+    trainer = Trainer(tiny.decoder(), args, None, data, data, callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+class Saves(transformers.TrainerCallback):
+    """As scripts for that library write them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.seen.append((state.global_step, Path(kwargs["checkpoint"]).name))
+        return control
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_on_save_has_the_step_that_was_saved_and_its_path(tmp_path: Path, async_save: bool) -> None:
+    saves = Saves()
+    trainer = run(tmp_path, saves, async_save=async_save)
+    assert saves.seen == [(step, f"step-{step:08}") for step in (2, 4, 6)]
+    assert trainer.state.global_step == 6
+
+
+class Loaders(TrainerCallback):
+    def __init__(self) -> None:
+        self.without: set[str] = set()
+        self.seen: set[str] = set()
+
+
+for _event in EVENTS:
+
+    def _note(self: Loaders, args: Any, state: Any, control: Any, *, _event: str = _event, **kwargs: Any) -> None:
+        self.seen.add(_event)
+        if kwargs["eval_dataloader"] is None or kwargs["train_dataloader"] is None:
+            self.without.add(_event)
+
+    _note.__qualname__ = f"Loaders.{_event}"
+    setattr(Loaders, _event, _note)
+
+
+def test_the_dataloaders_are_in_every_event_of_a_run_that_evaluates(tmp_path: Path) -> None:
+    loaders = Loaders()
+    run(tmp_path, loaders)
+    assert loaders.without == {"on_init_end"}
+    assert {"on_step_end", "on_log_step", "on_save", "on_evaluate", "on_train_end", "on_epoch_end"} <= loaders.seen
+
+
+class ByName(TrainerCallback):
+    """Methods that take what they use, in an order of their own."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_log_step(self, state: Any, logs: dict[str, float], **kwargs: Any) -> None:  # type: ignore[override]
+        logs["doubled"] = 2 * logs.get("loss", 0.0)
+        self.seen["log_step"] = (state.global_step, "control" in kwargs, "args" in kwargs)
+
+    def on_train_metrics(self, state: Any, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:  # type: ignore[override]
+        self.seen["train_metrics"] = (state.global_step, loss.shape, grad_norm.shape)
+
+    def on_step_end(self, args: Any, state: Any, control: Any) -> None:  # type: ignore[override]
+        self.seen["step_end"] = (args.max_steps, state.global_step, type(control))
+
+    def on_log(self, arguments: Any, progress: Any, flags: Any, logs: Any = None, **_: Any) -> None:  # type: ignore[override]
+        self.seen["log"] = (arguments.max_steps, progress.global_step, logs is not None)
+
+    def on_epoch_begin(self, *everything: Any, **kwargs: Any) -> None:
+        self.seen["epoch_begin"] = len(everything)
+
+    def on_train_end(self, *, trainer: Any) -> None:  # type: ignore[override]
+        self.seen["train_end"] = trainer.state.global_step
+
+
+def test_methods_that_lack_args_and_control_are_called_by_name(tmp_path: Path) -> None:
+    by_name = ByName()
+    trainer = run(tmp_path, by_name)
+    assert by_name.seen == {
+        "log_step": (6, True, True),
+        "train_metrics": (5, torch.Size([]), torch.Size([])),
+        "step_end": (6, 6, TrainerControl),
+        "log": (6, 6, True),
+        "epoch_begin": 3,
+        "train_end": 6,
+    }
+    logged = [record for record in trainer.state.log_history if "grad_norm" in record]
+    assert all(record["doubled"] == 2 * record["loss"] for record in logged)
+
+
+def test_a_method_of_the_usual_shape_is_called_as_it_is() -> None:
+    saves, callbacks = Saves(), CallbackList()
+    callbacks.add(saves)
+    assert callbacks._handlers["on_save"][0][1] == saves.on_save  # nothing lies between
+
+
+def test_what_a_method_asks_for_and_the_event_lacks_is_said(tmp_path: Path) -> None:
+    class Greedy(TrainerCallback):
+        def on_step_end(self, state: Any, logs: Any) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    callbacks = CallbackList()
+    callbacks.add(Greedy)
+    with pytest.raises(CallbackError, match=r"Greedy.*on_step_end.*'logs'"):
+        callbacks.emit("on_step_end", None, TrainerState(), TrainerControl())
+
+
+def test_callbacks_are_taken_out_by_object_or_class(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), **SETTINGS)
+    one, two, other = Saves(), Saves(), ByName()
+    data = tiny.RandomTokens(16)
+    trainer = Trainer(tiny.decoder(), args, None, data, data, callbacks=[one, two, other])
+    assert trainer.pop_callback(two) is two
+    assert trainer.pop_callback(Saves) is one
+    assert trainer.pop_callback(Saves) is None
+    trainer.remove_callback(other)
+    trainer.train()
+    assert (one.seen, two.seen, other.seen) == ([], [], {})
+
+
+class Pictures(TrainerCallback):
+    """Writes beside the run's own curves."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        writer = kwargs["trainer"].tensorboard
+        writer.add_scalar("mine/step", 10 * state.global_step, state.global_step)
+        writer.add_histogram("mine/weights", kwargs["model"].lm_head.weight, state.global_step)
+        writer.add_image("mine/image", torch.rand(3, 4, 4), state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["trainer"].tensorboard.add_text("mine/end", "done", state.global_step)
+
+
+@pytest.mark.filterwarnings("default")  # of TensorBoard's dependencies
+def test_callbacks_share_the_tensorboard_writer_and_resume_in_it(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tmp_path, TBLogger(RunDir(tmp_path)), Pictures)
+    newest = tmp_path / "checkpoints" / "step-00000004"
+    args, data = TrainingArguments(str(tmp_path), **SETTINGS), tiny.RandomTokens(16)
+    again = Trainer(tiny.decoder(), args, None, data, data, callbacks=[TBLogger(RunDir(tmp_path)), Pictures])
+    again.train(resume_from_checkpoint=str(newest))
+    again.tensorboard.flush()
+    told = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [scalar.step for scalar in told.Scalars("mine/step")] == [1, 2, 3, 4, 5, 6]
+    assert [scalar.step for scalar in told.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    tags = told.Tags()
+    assert ("mine/weights" in tags["histograms"], "mine/image" in tags["images"]) == (True, True)
+    assert "mine/end/text_summary" in tags["tensors"]
+
+
+def test_without_a_tensorboard_callback_the_writer_does_nothing(tmp_path: Path) -> None:
+    run(tmp_path, Pictures)
+    assert not (tmp_path / "tensorboard").exists()
