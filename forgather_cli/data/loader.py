@@ -83,7 +83,7 @@ class TrainLoader:
                 peers=peers,
                 dispatch=dispatch is not False,
             )
-            self._steps = _StreamSteps(rounds)
+            self._steps = _StreamSteps(rounds, share)
         self._position = start_of(0)
 
     @property
@@ -99,6 +99,10 @@ class TrainLoader:
     def __len__(self) -> int:
         """Steps of a whole epoch. Raises TypeError for data without a length."""
         return len(self._steps)
+
+    def num_microbatches(self) -> int:
+        """This rank's, of a whole epoch. Raises TypeError for data without a length."""
+        return self._steps.num_microbatches()
 
     def __iter__(self) -> Iterator[Step]:
         epoch = self.epoch
@@ -151,14 +155,32 @@ def _checked(steps: Iterator[tuple[Step, Position]], vocab_size: int) -> Iterato
         yield step, position
 
 
+class Microbatched:
+    """A TrainLoader's epoch as one micro-batch after another."""
+
+    def __init__(self, loader: TrainLoader) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __len__(self) -> int:
+        """Raises TypeError for data without a length."""
+        return self.loader.num_microbatches()
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.loader.set_epoch(0)
+        return (batch for step in self.loader for batch in step.microbatches)
+
+
 class _StreamSteps:
     """Steps of data that comes in order."""
 
-    def __init__(self, rounds: Rounds) -> None:
-        self.rounds = rounds
+    def __init__(self, rounds: Rounds, share: Share) -> None:
+        self.rounds, self._share = rounds, share
 
     def __len__(self) -> int:
         return len(self.rounds)
+
+    def num_microbatches(self) -> int:
+        return len(self.rounds) * (self._share.batches_per_round() // self._share.size)
 
     def check(self, state: Position) -> None:
         self.rounds.check(state)

@@ -29,6 +29,10 @@ class MapSteps:
     def __len__(self) -> int:
         return self._share.num_rounds(self._length, self._share.global_batch)
 
+    def num_microbatches(self) -> int:
+        shares = (self._share.of(stop - start) for start, stop in self._global_batches(0))
+        return sum(-(-(last - first) // self._share.micro_batch) for first, last in shares)
+
     def check(self, state: Position) -> None:
         if state["sample"] > self._length:
             raise DataError(

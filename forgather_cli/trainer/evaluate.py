@@ -14,7 +14,7 @@ import torch
 from forgather_cli import distributed
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.distributed import World
-from forgather_cli.errors import DataError
+from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.models.modes import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.trainer.ticket import Sum, without_targets
@@ -80,24 +80,39 @@ def in_rounds(batches: Iterable[Batch], group: Any, interrupts: Interrupts) -> I
 
 
 def evaluate(
-    strategy: Strategy, rounds: Iterable[tuple[Batch, bool]], world: World, *, prefix: str, on_batch: Callable[[], None]
+    strategy: Strategy,
+    rounds: Iterable[tuple[Batch, bool]],
+    world: World,
+    *,
+    prefix: str,
+    on_batch: Callable[[], None],
+    predictions: Predictions | None = None,
 ) -> dict[str, float]:
     """Collective. Sum of losses over the split divided by its number of targets; ``rounds`` are those of ``in_rounds``.
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
     float range), tokens (counted targets), runtime (seconds), samples_per_second. Without a target there is no loss.
+    ``predictions`` keeps the logits of each batch, which takes a second forward; batches may then lack labels, and
+    there are no metrics of these.
     """
     start = time.perf_counter()
     loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
     target_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
-    samples = 0
+    samples, has_labels = 0, False
     with evaluation_mode(strategy.parts):
         for batch, counted in rounds:
-            loss, count = strategy.loss(batch)
-            loss_sum += loss
-            target_sum += count
-            samples += len(batch["input_ids"]) if counted else 0
+            has_labels |= "labels" in batch
+            if predictions is None or "labels" in batch:
+                loss, count = strategy.loss(batch)
+                loss_sum += loss
+                target_sum += count
+                samples += len(batch["input_ids"]) if counted else 0
+            if predictions is not None:
+                mean = loss / count if "labels" in batch and predictions.with_losses else None
+                predictions.add(batch, strategy.logits(batch), mean, counted=counted)
             on_batch()
+    if not has_labels and predictions is not None:
+        return {}
     sums = torch.stack([loss_sum, target_sum, torch.full_like(loss_sum, samples)])
     total, targets, samples_seen = distributed.all_sum(sums, world.group).tolist()
     samples_seen /= world.size // strategy.data_size
@@ -126,36 +141,93 @@ class PredictionOutput:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def predict(
-    strategy: Strategy, rounds: Iterable[tuple[Batch, bool]], group: Any, on_batch: Callable[[], None]
-) -> tuple[Any, Any]:
-    """Collective. (logits, labels) as numpy arrays over the whole split, on every rank; None for labels the data lacks.
+class EvalPrediction:
+    """What ``compute_metrics`` gets, as Hugging Face's class of that name: arrays of a whole split, every example once.
 
-    ``group``: a CPU group of all ranks.
+    ``predictions`` (N, T, V), or what ``preprocess_logits_for_metrics`` makes of them, and ``label_ids`` (N, T), not
+    shifted; with ``include_for_metrics`` also ``inputs`` (N, T) and ``losses`` (N,), each the mean of its batch.
+    Unpacks in this order.
     """
-    logits: list[torch.Tensor] = []
-    labels: list[torch.Tensor] = []
-    with evaluation_mode(strategy.parts):
-        for batch, counted in rounds:
-            out = strategy.logits(batch)
-            if counted and out is not None:
-                logits.append(out.float().cpu())
-                if "labels" in batch:
-                    labels.append(batch["labels"].cpu())
-            on_batch()
-    shares = gather((strategy.data_rank, logits, labels), group)
-    held = {rank: (one, two) for rank, one, two in reversed(shares) if one}  # by data rank: the first that has logits
-    ordered = [held[rank] for rank in sorted(held)]
-    return _stack([t for one, _ in ordered for t in one]), _stack([t for _, two in ordered for t in two])
+
+    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
+        self.predictions, self.label_ids, self.inputs, self.losses = predictions, label_ids, inputs, losses
+        self.elements = (predictions, label_ids, *(each for each in (inputs, losses) if each is not None))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.elements[index]
+
+
+class Predictions:
+    """Keeps what the model says of a split, in host memory after every ``keep`` batches.
+
+    ``preprocess(logits, labels)`` makes it smaller first: a tensor (B, ...).
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        preprocess: Callable[[Any, Any], Any] | None = None,
+        with_inputs: bool = False,
+        with_losses: bool = False,
+        keep: int = 1,
+    ) -> None:
+        self._strategy, self._preprocess, self._keep = strategy, preprocess, keep
+        self._with_inputs, self.with_losses = with_inputs, with_losses
+        self._kept: list[dict[str, torch.Tensor]] = []
+
+    def add(self, batch: Batch, logits: Any, loss: Any, *, counted: bool) -> None:
+        """A batch, its logits (None on ranks without the last layer) and its mean loss; not counted: one of padding."""
+        if not counted or logits is None:
+            return
+        labels = batch.get("labels")
+        if self._preprocess is not None:
+            logits = self._preprocess(logits, labels)
+            if not isinstance(logits, torch.Tensor):
+                raise ConfigError(
+                    "preprocess_logits_for_metrics: must return a tensor (B, ...), "
+                    f"got a {type(logits).__name__}; stack what it returns"
+                )
+        found = {"predictions": logits.float() if logits.is_floating_point() else logits, "labels": labels}
+        found["inputs"] = batch["input_ids"] if self._with_inputs else None
+        found["losses"] = None if loss is None else loss.repeat(len(batch["input_ids"]))
+        self._kept.append({name: tensor for name, tensor in found.items() if tensor is not None})
+        if len(self._kept) % self._keep == 0:
+            self._kept[-self._keep :] = [_on_host(each) for each in self._kept[-self._keep :]]
+
+    def gathered(self, group: Any) -> dict[str, Any]:
+        """Collective. Arrays of the whole split by name, on every rank; ``group``: a CPU group of all ranks."""
+        shares = gather((self._strategy.data_rank, [_on_host(each) for each in self._kept]), group)
+        held = {rank: kept for rank, kept in reversed(shares) if kept}  # by data rank: the first that has logits
+        ordered = [each for rank in sorted(held) for each in held[rank]]
+        names = ("predictions", "labels", "inputs", "losses")
+        return {name: _stack([each[name] for each in ordered if name in each]) for name in names}
+
+
+def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def users_metrics(compute: Callable[[Any], dict[str, Any]], arrays: dict[str, Any], prefix: str) -> dict[str, float]:
+    """What ``compute_metrics`` says of a split, as plain numbers whose names begin with ``prefix``."""
+    told = compute(EvalPrediction(arrays["predictions"], arrays["labels"], arrays["inputs"], arrays["losses"]))
+    if not isinstance(told, dict):
+        raise ConfigError(f"compute_metrics: must return a dict of numbers, got a {type(told).__name__}; return one")
+    named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in told.items()}
+    return {name: value.item() if hasattr(value, "item") else value for name, value in named.items()}
 
 
 def _stack(chunks: list[torch.Tensor]) -> Any:
     """One array; batches of other lengths are padded with -100 on the right, as Hugging Face does."""
     if not chunks:
         return None
-    longest = max(chunk.shape[1] for chunk in chunks)
-    padded = [_padded(chunk, longest) for chunk in chunks]
-    return torch.cat(padded).numpy()
+    if chunks[0].ndim > 1:
+        longest = max(chunk.shape[1] for chunk in chunks)
+        chunks = [_padded(chunk, longest) for chunk in chunks]
+    return torch.cat(chunks).numpy()
 
 
 def _padded(chunk: torch.Tensor, length: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,26 @@ from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.dispatch import Peers
-from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.loader import EvalLoader, Microbatched, TrainLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
-from forgather_cli.trainer import schedule, setup
+from forgather_cli.trainer import results, schedule, setup
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, placed
 from forgather_cli.trainer.best import track_best
 from forgather_cli.trainer.between_steps import BetweenSteps
 from forgather_cli.trainer.describe import describe
 from forgather_cli.trainer.device_errors import evaluation_explained, step_explained
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
-from forgather_cli.trainer.evaluate import PredictionOutput, Uninterrupted, evaluate, in_rounds, predict
+from forgather_cli.trainer.evaluate import (
+    PredictionOutput,
+    Predictions,
+    Uninterrupted,
+    evaluate,
+    in_rounds,
+    users_metrics,
+)
 from forgather_cli.trainer.from_python import Objects, checked_config, described_data
 from forgather_cli.trainer.host import garbage_collection, seed_step
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
@@ -89,6 +96,8 @@ class Trainer:
         loss_fn: Callable[..., Tensor] | None = None,
         fused_loss_factory: Callable[[nn.Module], Callable[..., Tensor]] | None = None,
         enable_activation_checkpoint_fn: Callable[[nn.Module], Any] | None = None,
+        compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         strategy: Strategy | TrainerOption | str | None = None,
         init_weights: Callable[[nn.Module, int], None] | None = None,
         should_stop: Callable[[], int | None] = lambda: None,
@@ -102,6 +111,7 @@ class Trainer:
             raise ConfigError("loss_fn: excludes fused_loss_factory, got both; give one")
         self.args, made_strategy = placed(as_arguments(args), strategy)
         self.processing_class = processing_class
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         self.config_tree = config_tree or {}
         self.data_description = data_description or {}
@@ -205,12 +215,9 @@ class Trainer:
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Loss and perplexity over the whole evaluation split. Builds no optimizer. Emits on_log and on_evaluate."""
-        loader = self._eval_loader(eval_dataset)
-        rounds = in_rounds(loader, self.cpu_group, self.stopping)
-        on_batch = partial(self.emit, "on_prediction_step")
         what = f"the evaluation at step {self.state.global_step}"
-        with evaluation_explained(what, rounds, self.args, self.strategy, self.optimizer) as watched:
-            metrics = evaluate(self.strategy, watched, self.world, prefix=metric_key_prefix, on_batch=on_batch)
+        predictions = None if self.compute_metrics is None else self._predictions()
+        metrics = self._evaluated(eval_dataset, metric_key_prefix, what, self.stopping, predictions)[1]
         metrics["epoch"] = self.state.epoch
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         self.emit("on_log", logs=metrics)
@@ -219,18 +226,75 @@ class Trainer:
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Logits and labels of every example, and the loss. Builds no optimizer. Emits on_predict."""
-        loader = self._eval_loader(test_dataset)
-        rounds = in_rounds(loader, self.cpu_group, Uninterrupted())
-        on_batch = partial(self.emit, "on_prediction_step")
-        with evaluation_explained("the prediction", rounds, self.args, self.strategy, self.optimizer) as watched:
-            logits, labels = predict(self.strategy, watched, self.cpu_group, on_batch)
-        metrics: dict[str, float] = {}
-        if labels is not None:
-            rounds = in_rounds(loader, self.cpu_group, Uninterrupted())
-            metrics = evaluate(self.strategy, rounds, self.world, prefix=metric_key_prefix, on_batch=lambda: None)
+        """Logits and labels of every example, the loss, and the metrics of ``compute_metrics``. Builds no optimizer.
+        Emits on_predict.
+        """
+        arrays, metrics = self._evaluated(
+            test_dataset, metric_key_prefix, "the prediction", Uninterrupted(), self._predictions()
+        )
         self.emit("on_predict", metrics=metrics)
-        return PredictionOutput(logits, labels, metrics)
+        return PredictionOutput(arrays.get("predictions"), arrays.get("labels"), metrics)
+
+    def _predictions(self) -> Predictions | None:
+        args = self.args
+        if args.prediction_loss_only:
+            return None
+        return Predictions(
+            self.strategy,
+            preprocess=self.preprocess_logits_for_metrics,
+            with_inputs="inputs" in args.include_for_metrics,
+            with_losses="loss" in args.include_for_metrics,
+            keep=args.eval_accumulation_steps or 1,
+        )
+
+    def _evaluated(
+        self, dataset: Any, prefix: str, what: str, interrupts: Any, predictions: Predictions | None
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Collective. What the model says of a split, by name, where ``predictions`` keeps it; and the metrics."""
+        rounds = in_rounds(self._eval_loader(dataset), self.cpu_group, interrupts)
+        on_batch = partial(self.emit, "on_prediction_step")
+        with evaluation_explained(what, rounds, self.args, self.strategy, self.optimizer) as watched:
+            metrics = evaluate(
+                self.strategy, watched, self.world, prefix=prefix, on_batch=on_batch, predictions=predictions
+            )
+        arrays = {} if predictions is None else predictions.gathered(self.cpu_group)
+        if self.compute_metrics is not None and arrays.get("labels") is not None:
+            metrics |= users_metrics(self.compute_metrics, arrays, prefix)
+        return arrays, metrics
+
+    def get_train_dataloader(self) -> Microbatched:
+        """Collective. One epoch of this rank's training batches, from its beginning, in the order of training."""
+        if self.train_dataset is None:
+            raise DataError("train_dataset: missing; give the Trainer one")
+        self.batch_plan = batch_plan(self.args, self.strategy.data_size, multiple_of=self.strategy.batch_multiple)
+        return Microbatched(setup.train_loader(self))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:
+        """Collective. This rank's batches of a split (default: ``eval_dataset``), every example once over all ranks."""
+        return self._eval_loader(eval_dataset)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0 of all."""
+        return self.state.is_world_process_zero
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.state.is_local_process_zero
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print the metrics of ``split`` (train, eval, test), on rank 0."""
+        if self.is_world_process_zero():
+            results.show(split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write ``<split>_results.json`` into ``output_dir``, and with ``combined`` add to ``all_results.json``."""
+        if self.is_world_process_zero():
+            results.save(self.run_dir.root, split, metrics, combined=combined)
+
+    def save_state(self) -> None:
+        """Write the counters and the log history as ``trainer_state.json`` into ``output_dir``."""
+        if self.is_world_process_zero():
+            results.write(self.run_dir.root / "trainer_state.json", asdict(self.state))
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and tokenizer as a Hugging Face directory (default: ``output_dir``)."""

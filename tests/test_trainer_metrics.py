@@ -1,0 +1,153 @@
+"""Metrics of a script: ``compute_metrics`` beside Hugging Face's own Trainer, and what is done with the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+
+from forgather_cli import Trainer, TrainingArguments
+from forgather_cli.errors import ConfigError
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def measures(told: Any) -> dict[str, Any]:
+    """Of logits or of token ids, and of whatever else is there."""
+    predictions, labels = told.predictions, told.label_ids
+    ids = predictions.argmax(-1) if predictions.ndim == 3 else predictions
+    counted = labels[:, 1:] != -100
+    found = {"accuracy": (ids[:, :-1] == labels[:, 1:])[counted].mean(), "eval_rows": len(labels)}
+    if predictions.ndim == 3:
+        found["logits"] = np.float32(predictions.sum())
+    if told.inputs is not None:
+        found["inputs"] = int(told.inputs.sum())
+    return found
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("preprocess", "settings"),
+    [
+        (None, {"include_for_metrics": ["inputs"], "eval_accumulation_steps": 2}),
+        (lambda logits, labels: logits.argmax(-1), {}),
+        (None, {"prediction_loss_only": True}),
+    ],
+)
+def test_compute_metrics_gets_what_the_library_gives_it(
+    tmp_path: Path, preprocess: Any, settings: dict[str, Any]
+) -> None:
+    data, answers = tiny.RandomTokens(11, ragged=True), []
+    common = {"per_device_eval_batch_size": 4, "use_cpu": True, "report_to": "none", "disable_tqdm": True, **settings}
+    for trainer_class, arguments_class in (
+        (transformers.Trainer, transformers.TrainingArguments),
+        (Trainer, TrainingArguments),
+    ):
+        trainer = trainer_class(
+            model=llama(), args=arguments_class(str(tmp_path), **common), eval_dataset=data,
+            compute_metrics=measures, preprocess_logits_for_metrics=preprocess,
+        )  # fmt: skip
+        answers.append((trainer.evaluate(), trainer.predict(data)))
+    (theirs, their_output), (mine, my_output) = answers
+    names = {"eval_accuracy", "eval_rows", "eval_logits", "eval_inputs"} & theirs.keys()
+    assert {name: mine[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-5)
+    assert names == {"eval_accuracy", "eval_rows", "eval_logits", "eval_inputs"} & mine.keys()
+    assert all(isinstance(mine[name], int | float) for name in names)
+    if settings.get("prediction_loss_only"):
+        assert (names, my_output.predictions, their_output.predictions) == (set(), None, None)
+        return
+    np.testing.assert_allclose(my_output.predictions, their_output.predictions, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(my_output.label_ids, their_output.label_ids)
+    assert my_output.metrics["test_accuracy"] == pytest.approx(their_output.metrics["test_accuracy"])
+
+
+def test_metrics_of_the_user_choose_the_best_model(tmp_path: Path) -> None:
+    rising = iter((0.1, 0.9, 0.5))
+    args = TrainingArguments(
+        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="rank",
+    )  # fmt: skip
+    data = tiny.RandomTokens(16)
+    trainer = Trainer(
+        llama(),
+        args,
+        None,
+        data,
+        data,
+        compute_metrics=lambda told: {"rank": next(rising), "losses": told.losses is None},
+    )
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
+
+
+def test_wrong_answers_of_the_users_functions_are_named(tmp_path: Path) -> None:
+    args, data = TrainingArguments(str(tmp_path)), tiny.RandomTokens(4)
+    with pytest.raises(ConfigError, match="compute_metrics"):
+        Trainer(llama(), args, eval_dataset=data, compute_metrics=lambda told: 0.5).evaluate()
+    trainer = Trainer(
+        llama(), args, eval_dataset=data, compute_metrics=measures, preprocess_logits_for_metrics=lambda *both: both
+    )
+    with pytest.raises(ConfigError, match="preprocess_logits_for_metrics"):
+        trainer.evaluate()
+
+
+def test_losses_are_the_means_of_their_batches(tmp_path: Path) -> None:
+    told: list[Any] = []
+    args = TrainingArguments(str(tmp_path), include_for_metrics=["loss"], per_device_eval_batch_size=4)
+    trainer = Trainer(
+        llama(), args, eval_dataset=tiny.RandomTokens(8), compute_metrics=lambda each: told.append(each) or {}
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    assert told[0].losses.shape == (8,)
+    assert told[0].losses.mean() == pytest.approx(loss, rel=1e-6)
+    assert [len(each) for each in told[0]] == [8, 8, 8]  # predictions, labels, losses
+
+
+def test_results_are_printed_and_written_as_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tiny.RandomTokens(16)
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no")
+    trainer = Trainer(llama(), args, None, data, data)
+    done = trainer.train()
+    assert (trainer.is_world_process_zero(), trainer.is_local_process_zero()) == (True, True)
+    capsys.readouterr()
+    trainer.log_metrics("train", done.metrics)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "***** train metrics *****"
+    assert [line.split("=")[0].strip() for line in shown[1:]] == sorted(done.metrics)
+    trainer.save_metrics("train", done.metrics)
+    metrics = trainer.evaluate()
+    trainer.save_metrics("eval", metrics)
+    trainer.save_state()
+    read = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert read["train_results"] == done.metrics
+    assert read["eval_results"] == metrics
+    assert read["all_results"] == {**done.metrics, **metrics}
+    assert read["trainer_state"]["global_step"] == 2
+    assert read["trainer_state"]["log_history"] == trainer.state.log_history
+
+
+def test_dataloaders_yield_the_batches_that_are_trained_and_evaluated(tmp_path: Path) -> None:
+    data = tiny.RandomTokens(22)
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer = Trainer(llama(), args, None, data, data)
+    loader = trainer.get_train_dataloader()
+    batches = list(loader)
+    assert [len(batch["input_ids"]) for batch in batches] == [4, 4, 4, 4, 4, 2]
+    assert len(loader) == len(batches)
+    rows = {tuple(row.tolist()) for batch in loader for row in batch["input_ids"]}
+    assert rows == {tuple(row.tolist()) for row in data.tokens}
+    evaluated = trainer.get_eval_dataloader()
+    assert (len(evaluated), sum(len(batch["labels"]) for batch in evaluated)) == (3, 22)
+    assert len(trainer.get_eval_dataloader(tiny.RandomTokens(8))) == 1
