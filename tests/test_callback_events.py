@@ -12,9 +12,7 @@ import transformers
 
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import EVENTS, CallbackList, TrainerCallback, TrainerControl, TrainerState
-from forgather_cli.callbacks.tensorboard import TBLogger
 from forgather_cli.errors import CallbackError
-from forgather_cli.run_dir import RunDir
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "use_cpu": True,
@@ -159,10 +157,10 @@ class Pictures(TrainerCallback):
 def test_callbacks_share_the_tensorboard_writer_and_resume_in_it(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(tmp_path, TBLogger(RunDir(tmp_path)), Pictures)
+    run(tmp_path, Pictures, report_to="tensorboard")
     newest = tmp_path / "checkpoints" / "step-00000004"
-    args, data = TrainingArguments(str(tmp_path), **SETTINGS), tiny.RandomTokens(16)
-    again = Trainer(tiny.decoder(), args, None, data, data, callbacks=[TBLogger(RunDir(tmp_path)), Pictures])
+    args, data = TrainingArguments(str(tmp_path), report_to="tensorboard", **SETTINGS), tiny.RandomTokens(16)
+    again = Trainer(tiny.decoder(), args, None, data, data, callbacks=[Pictures])
     again.train(resume_from_checkpoint=str(newest))
     again.tensorboard.flush()
     told = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

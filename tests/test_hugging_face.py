@@ -288,7 +288,9 @@ class Order(tiny.RandomTokens):
 
 def order(tmp_path: Path, **settings: Any) -> list[int]:
     data = Order()
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, **settings)
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, overwrite_output_dir=True, **settings
+    )
     Trainer(llama(), args, None, data).train()
     return data.read
 
@@ -302,7 +304,7 @@ def test_data_seed_and_sampling_strategy_set_the_order(tmp_path: Path) -> None:
 
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:
     data = Order()
-    settings = {"max_steps": 1, "save_strategy": "no"}
+    settings = {"max_steps": 1, "save_strategy": "no", "overwrite_output_dir": True}
     Trainer(tiny.decoder(), TrainingArguments(str(tmp_path), **settings), None, data).train()
     args = TrainingArguments(str(tmp_path), **settings, remove_unused_columns=False)
     with pytest.raises(TypeError, match="weight"):
@@ -341,6 +343,19 @@ def test_save_only_model_leaves_the_moments_out(tmp_path: Path, caplog: pytest.L
     again = TrainingArguments(str(tmp_path), max_steps=4, save_strategy="no")
     assert Trainer(llama(), again, None, tiny.RandomTokens()).train(resume_from_checkpoint=True).global_step == 4
     assert "moments start at zero" in caplog.text
+
+
+def test_reports_and_progress_are_those_asked_for(tmp_path: Path) -> None:
+    def shown(**settings: Any) -> set[str]:
+        trainer = Trainer(llama(), TrainingArguments(str(tmp_path), **settings), None, tiny.RandomTokens())
+        return {"progress", "tensorboard", "trackers"} & trainer.callbacks.by_name.keys()
+
+    assert shown() == {"progress"}
+    assert shown(disable_tqdm=True, report_to="tensorboard") == {"tensorboard"}
+    args = TrainingArguments(report_to=["wandb", "tensorboard"], project="mine", run_name="first")
+    trackers = args.callbacks.trackers
+    assert trackers is not None
+    assert (trackers.names, trackers.project, trackers.run_name) == (["wandb"], "mine", "first")
 
 
 def test_log_level_is_that_of_our_logs(tmp_path: Path) -> None:
