@@ -19,6 +19,8 @@ from torch import nn
 from forgather_cli import worker
 from forgather_cli.callbacks.bars import CorpusBar, close_bar, open_bar
 from forgather_cli.checkpoint.gather import gather, on_rank_0
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
 from forgather_cli.data.build import load_data
 from forgather_cli.data.dispatch import Peers
@@ -29,6 +31,7 @@ from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.loss import build_loss
 from forgather_cli.models.build import directory_option
+from forgather_cli.run_dir import RunDir
 from forgather_cli.source import Located, load_located, locate
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
@@ -58,7 +61,7 @@ def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False
     """
     config = replace(config, gradient_checkpointing=False, torch_compile=False)  # one pass is not worth compiling for
     device, group = pick_device(config.device), cpu_group()
-    found = on_rank_0(lambda: locate(source), group)
+    found = _located(source, group)
     if own_tokenizer and not isinstance(config.data, Target):
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
     data = _data(config)
@@ -69,6 +72,18 @@ def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False
     _check_vocabulary(strategy, data, group)
     metrics = _measure(strategy, tally, config, data, group)
     return {**_told(found, config, data), **metrics}
+
+
+def _located(source: Path, group: Any) -> Located:
+    """Collective. What rank 0 finds: one rank reads every byte."""
+
+    def find() -> tuple[Path, Path | None, Manifest | None, Path | None]:
+        found = locate(source)
+        reader, run = found.reader, found.run
+        return found.directory, reader and reader.path, reader and reader.manifest, run and run.root
+
+    directory, path, manifest, root = on_rank_0(find, group)
+    return Located(directory, path and Reader(path, manifest), root and RunDir(root))
 
 
 def _told(found: Located, config: Config, data: DataSplits) -> dict[str, Any]:

@@ -182,7 +182,8 @@ def saved(path: Path) -> Callable[[Rank], Start]:
     def find(rank: Rank) -> Start:
         from forgather_cli.config.decode import load_saved
 
-        return Start(RunDir(path.parent), lambda: load_saved(path))
+        several = rank.job is not None and rank.job.nodes > 1  # whose working directories may differ
+        return Start(RunDir(path.parent.resolve() if several else path.parent), lambda: load_saved(path))
 
     return find
 

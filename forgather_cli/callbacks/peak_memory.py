@@ -16,6 +16,7 @@ from forgather_cli.callbacks.columns import format_value
 from forgather_cli.callbacks.console import StreamName, say
 from forgather_cli.callbacks.metrics import peak_memory, peak_reserved
 from forgather_cli.checkpoint.gather import gather
+from forgather_cli.checkpoint.messages import sent
 from forgather_cli.config.schema import PeakMemorySettings
 from forgather_cli.run_dir import RunDir
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 _MAX_HISTORY = 100_000  # allocations and frees that a snapshot can tell, about 1 KB each
 
 
+@sent
 @dataclass(frozen=True)
 class Peak:
     """Of one rank, in bytes: CUDA memory, on CPU resident memory of the process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from forgather_cli.checkpoint.messages import pack, unpack
 from forgather_cli.errors import CheckpointError, ForgatherError
 
 T = TypeVar("T")
@@ -26,42 +26,37 @@ class NoAnswerError(CheckpointError):
 def gather(value: T, group: Any, deadline: float | None = None) -> list[T]:
     """Collective. Every rank's ``value`` by rank, on every rank; ``[value]`` where ``group`` is None.
 
-    Values are names, shapes, hashes and messages. Rank 0's decision is ``gather(decision, group)[0]``. ``deadline``: a
-    time of ``time.monotonic`` until which to wait, else as long as the group's timeout. Raises NoAnswerError then; and
-    without a deadline what torch.distributed raises.
+    Values are names, shapes, hashes and messages, of the types that ``pack`` takes. Rank 0's decision is
+    ``gather(decision, group)[0]``. ``deadline``: a time of ``time.monotonic`` until which to wait, else as long as the
+    group's timeout. Raises NoAnswerError then; and without a deadline what torch.distributed raises.
     """
     if group is None:
         return [value]
     import torch.distributed as dist
 
-    if deadline is not None:
-        return _gather_until(value, group, deadline)
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _gather_until(value: T, group: Any, deadline: float) -> list[T]:
-    """``all_gather_object`` knows no timeout (torch 2.13)."""
-    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    content = pack(value)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     try:
-        sizes = [int(size) for size in _all_gather(torch.tensor([len(content)]), group, deadline)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = [int(size) for size in _all_gather(torch.tensor([len(content)], device=device), group, deadline)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: len(content)] = content
         contents = _all_gather(padded, group, deadline)
     except RuntimeError as error:
+        if deadline is None:
+            raise
         text = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]  # gloo: "[file:line] what. advice"
         raise NoAnswerError(f"not all ranks answered ({text})") from error
-    return [pickle.loads(c[:size].numpy().tobytes()) for c, size in zip(contents, sizes, strict=True)]
+    return [unpack(content[:size].cpu()) for content, size in zip(contents, sizes, strict=True)]
 
 
-def _all_gather(tensor: Tensor, group: Any, deadline: float) -> list[Tensor]:
+def _all_gather(tensor: Tensor, group: Any, deadline: float | None) -> list[Tensor]:
     import torch.distributed as dist
 
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(gathered, tensor, group=group, async_op=True)
-    assert work is not None
-    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    work = dist.all_gather(gathered, tensor, group=group, async_op=deadline is not None)
+    if deadline is not None:
+        assert work is not None
+        work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     return gathered
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -25,6 +26,7 @@ ITEM_BYTES = {
 """Bytes per element of the safetensors dtypes that are written here."""
 
 
+@sent
 @dataclass(frozen=True)
 class TensorSpec:
     """A full tensor: name, safetensors dtype, full shape."""
@@ -51,6 +53,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
+@sent
 @dataclass(frozen=True)
 class Piece:
     """Rows [start, start + rows) of a tensor, as one rank holds them."""

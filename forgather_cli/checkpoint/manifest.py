@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from forgather_cli.checkpoint.files import Range, hash_range
+from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -30,6 +31,7 @@ class DamagedError(CheckpointError):
     """A checkpoint that is not as it was written."""
 
 
+@sent
 @dataclass(frozen=True)
 class FileEntry:
     """Size in bytes and hashed ranges of one file; the ranges are the whole file."""
@@ -61,6 +63,7 @@ class FileEntry:
         return None
 
 
+@sent
 @dataclass(frozen=True)
 class BestBy:
     """The metric that tells the best checkpoint."""
@@ -79,6 +82,7 @@ class BestBy:
         return -value if value is not None and self.greater_is_better else value
 
 
+@sent
 @dataclass(frozen=True)
 class Manifest:
     """Everything in manifest.json. Paths are relative to the checkpoint, with ``/``."""

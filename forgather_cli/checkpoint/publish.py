@@ -18,6 +18,7 @@ from forgather_cli.checkpoint.files import Check, Range, remove, sync_directory,
 from forgather_cli.checkpoint.gather import NoAnswerError, gather, joined
 from forgather_cli.checkpoint.layout import plan
 from forgather_cli.checkpoint.manifest import NAME, Manifest, NewerFormatError, merge_entries, read_manifest
+from forgather_cli.checkpoint.messages import sent
 from forgather_cli.checkpoint.retention import sibling
 from forgather_cli.checkpoint.snapshot import Snapshot
 from forgather_cli.checkpoint.tensors import whole, write_index, write_share
@@ -35,6 +36,7 @@ class SaveError(CheckpointError):
     """A checkpoint could not be published; the ones before it stand."""
 
 
+@sent
 @dataclass(frozen=True)
 class _Outcome:
     """What a rank's attempt came to, as it is sent to the others."""

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.checkpoint.files import sync_directory
+from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir
 
 
+@sent
 @dataclass(frozen=True)
 class Rollback:
     """One time that a run went back. Its samples were trained on since the checkpoint, and are not seen again."""

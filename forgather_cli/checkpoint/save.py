@@ -25,6 +25,7 @@ from forgather_cli.checkpoint.components import Component, Rows
 from forgather_cli.checkpoint.gather import gather, joined, new_group_like
 from forgather_cli.checkpoint.layout import MAX_SHARD_BYTES
 from forgather_cli.checkpoint.manifest import BestBy, Manifest, manifest_of
+from forgather_cli.checkpoint.messages import sent
 from forgather_cli.checkpoint.publish import Publication, reason
 from forgather_cli.checkpoint.snapshot import Snapshot, Snapshots
 from forgather_cli.checkpoint.trial import try_save
@@ -38,6 +39,7 @@ _SMALL_FILES = 1 << 18  # bytes of a checkpoint besides its tensors, on disk
 _MUST_BE_FINITE = ("loss", "grad_norm", "max_grad_norm")
 
 
+@sent
 @dataclass(frozen=True)
 class _Ending:
     """How a save ended on one rank."""

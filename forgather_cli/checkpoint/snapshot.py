@@ -24,6 +24,7 @@ from forgather_cli.checkpoint.components import (
 from forgather_cli.checkpoint.encoding import Encoded
 from forgather_cli.checkpoint.gather import gather, joined
 from forgather_cli.checkpoint.layout import Piece, Plan, plan
+from forgather_cli.checkpoint.messages import sent
 from forgather_cli.checkpoint.replication import (
     Check,
     ReplicationCheck,
@@ -62,6 +63,7 @@ class Snapshot:
             event.synchronize()
 
 
+@sent
 @dataclass(frozen=True)
 class _Share:
     """What a rank tells the others before a save: names, shapes, checksums, or why it cannot take part."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forgather_cli.checkpoint.gather import gather
 from forgather_cli.data.collate import Batch
 from forgather_cli.errors import DataError, TrainingError
 
@@ -33,15 +34,13 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """Collective. Every rank's ``value`` by rank."""
-        values: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gather(value, self._group)
 
     def send(self, note: Any, shares: Sequence[list[Batch]] = ()) -> None:
         """Collective, on rank 0, while the others ``receive``: ``note`` to all, and to each its data rank's share.
 
         Takes 0.5 to 0.75 of the time of ``scatter_object_list`` (torch 2.13, gloo, 2 and 3 ranks, batches of 4 to
-        32 x 1024 tokens): tensors go as they lie in memory, and only the note is pickled.
+        32 x 1024 tokens): tensors go as they lie in memory, the note as JSON.
         """
         messages = {data_rank: _packed(note, shares[data_rank] if shares else []) for data_rank in self._others()}
         sizes = [(len(head), len(head) + body.numel()) for head, body in messages.values()]
@@ -64,7 +63,7 @@ class Peers:
         head, size = sizes[others.index(self.data_ranks[self.rank])].tolist()
         content = torch.empty(size, dtype=torch.uint8)
         dist.recv(content, src=0, group=self._group)
-        note, layout = pickle.loads(content[:head].numpy().tobytes())
+        note, layout = json.loads(content[:head].numpy().tobytes())
         return note, list(_unpacked(layout, content[head:]))
 
     def _others(self) -> list[int]:
@@ -72,22 +71,25 @@ class Peers:
         return sorted(set(self.data_ranks[1:]))
 
 
-Layout = list[list[tuple[str, torch.dtype, tuple[int, ...]]]]
+Layout = list[list[tuple[str, str, list[int]]]]
 """Key, dtype and shape of each tensor, by batch."""
 
 
 def _packed(note: Any, batches: Sequence[Batch]) -> tuple[bytes, Tensor]:
-    """(pickle of the note and the layout, bytes of all tensors)."""
-    layout: Layout = [[(key, t.dtype, tuple(t.shape)) for key, t in batch.items()] for batch in batches]
+    """(the note and the layout as JSON, bytes of all tensors)."""
+    layout: Layout = [
+        [(key, str(t.dtype).removeprefix("torch."), list(t.shape)) for key, t in batch.items()] for batch in batches
+    ]
     parts = [t.detach().cpu().reshape(-1).view(torch.uint8) for batch in batches for t in batch.values()]
-    return pickle.dumps((note, layout)), torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return json.dumps([note, layout]).encode(), torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def _unpacked(layout: Layout, content: Tensor) -> Iterator[Batch]:
     start = 0
     for tensors in layout:
         batch: Batch = {}
-        for key, dtype, shape in tensors:
+        for key, name, shape in tensors:
+            dtype = getattr(torch, name)
             stop = start + torch.Size(shape).numel() * dtype.itemsize
             batch[key] = content[start:stop].clone().view(dtype).reshape(shape)  # the copy is aligned
             start = stop

@@ -8,7 +8,7 @@ ranks turn out to see different data, else everything, of which it keeps its par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from forgather_cli.data.collate import Batch, CollateFn, as_batch, default_collate, is_batch, num_samples, rank_slice
@@ -185,13 +185,13 @@ class Rounds:
                 found = next(rounds, None)
                 portions = [] if found is None else [self._portion(found, rank) for rank in range(self._share.size)]
             except Exception as error:
-                peers.send(Failure.of(error, self._name))
+                peers.send({"failure": asdict(Failure.of(error, self._name))})
                 raise
             if found is None:
                 peers.send(None)
                 return
             there = {**found.position, "stream": None}
-            peers.send((there, found.is_last), [portion.batches for portion in portions])
+            peers.send({"position": there, "is_last": found.is_last}, [portion.batches for portion in portions])
             yield portions[self._share.rank]
             if found.is_last:
                 return
@@ -201,11 +201,10 @@ class Rounds:
             note, batches = peers.receive()
             if note is None:
                 return
-            if isinstance(note, Failure):
-                raise note.error()
-            position, is_last = note
-            yield Portion(batches, position, is_last)
-            if is_last:
+            if "failure" in note:
+                raise Failure(**note["failure"]).error()
+            yield Portion(batches, note["position"], note["is_last"])
+            if note["is_last"]:
                 return
 
     def _rounds(self, position: Position) -> Iterator[_Round]:

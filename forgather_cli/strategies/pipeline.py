@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forgather_cli import distributed
+from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.pipeline_layout import ZERO_BUBBLE, Stage, layout_lines, stage_layout
 from forgather_cli.config.schema import PipelineSettings, PrecisionOption
 from forgather_cli.errors import ModelError
@@ -95,9 +96,8 @@ class Pipeline(Strategy):
 
     def _meet(self, layout: list[Stage], names: list[str], rank: int) -> None:
         """Collective. What each stage holds, told to all: ties are found, and rank 0 logs the layout."""
-        held: list[Any] = [None] * (1 + max(self._owners))
         mine = {m.stage.index: {name: p.numel() for name, p in m.model.named_parameters()} for m in self._modules}
-        dist.all_gather_object(held, mine)
+        held = gather(mine, dist.group.WORLD)
         sizes = [held[stage.rank][stage.index] for stage in layout]
         tied = tied_names(sizes, names)
         if rank == 0:
