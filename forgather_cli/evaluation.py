@@ -77,13 +77,13 @@ def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False
 def _located(source: Path, group: Any) -> Located:
     """Collective. What rank 0 finds: one rank reads every byte."""
 
-    def find() -> tuple[Path, Path | None, Manifest | None, Path | None]:
+    def find() -> tuple[Path, Manifest | None, Path | None]:
         found = locate(source)
-        reader, run = found.reader, found.run
-        return found.directory, reader and reader.path, reader and reader.manifest, run and run.root
+        return found.path, found.reader.manifest if found.reader else None, found.run.root if found.run else None
 
-    directory, path, manifest, root = on_rank_0(find, group)
-    return Located(directory, path and Reader(path, manifest), root and RunDir(root))
+    where, manifest, root = on_rank_0(find, group)
+    reader = Reader(where, manifest) if manifest else None
+    return Located(where / "model" if reader else where, reader, RunDir(root) if root else None)
 
 
 def _told(found: Located, config: Config, data: DataSplits) -> dict[str, Any]:
