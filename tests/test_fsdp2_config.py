@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,18 +272,147 @@ def test_layer_classes_of_another_model_are_looked_for_where_it_is_built(tmp_pat
     assert trainer.block_classes == ["GPT2Block", "Other"]
 
 
-def test_accelerate_launch_starts_a_run_with_its_file(tmp_path: Path) -> None:
-    fsdp = {"fsdp_offload_params": False, "fsdp_reshard_after_forward": True}
-    one = {"main_process_ip": None, "main_process_port": None, "machine_rank": 0, "num_machines": 1, "num_processes": 2}
-    path = written(tmp_path / "f.yaml", fsdp, **one, use_cpu=True)
+# --------------------------------------------------------------------------------------------------- accelerate launch
+
+HERE = {"main_process_ip": None, "main_process_port": 0, "machine_rank": 0, "num_machines": 1, "num_processes": 2}
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``launch(fsdp, **changes)`` writes a file, which it returns, and sets the variables that accelerate's own launcher
+    would set for rank 0."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    def launched(fsdp: dict[str, Any] | None = None, **changes: Any) -> Path:
+        path = written(tmp_path / "f.yaml", fsdp, **{**HERE, **changes})
+        given = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+        for name, value in prepare_multi_gpu_env(_validate_launch_command(given)[0]).items():
+            if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_")):
+                monkeypatch.setenv(name, value)
+        nodes = changes.get("num_machines", 1)
+        place = {"RANK": 0, "WORLD_SIZE": 2 * nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
+        for name, number in place.items():
+            monkeypatch.setenv(name, str(number))
+        return path
+
+    return launched
+
+
+FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as written": ({}, {}),
+    "nothing said": ({key: None for key in WRITTEN["fsdp_config"] if key != "fsdp_version"}, {"mixed_precision": "no"}),
+    "fp16": ({"fsdp_reshard_after_forward": True}, {"mixed_precision": "fp16"}),
+    "strategy": ({"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_reshard_after_forward": None}, {}),
+    "in the place of reshard": ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {}),
+    "two nodes": (
+        {"fsdp_sharding_strategy": 4, "fsdp_reshard_after_forward": None},
+        {"num_machines": 2, "num_processes": 4, "main_process_ip": "localhost", "main_process_port": 29517},
+    ),
+}
+
+
+@pytest.mark.parametrize(("fsdp", "changes"), FILES.values(), ids=FILES)
+def test_accelerate_launch_says_what_its_file_says(
+    launch: Callable[..., Path], fsdp: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    path = launch(fsdp, **changes)
+    config, by_file = load_config(None, []).config, loaded(path).config  # the default recipe has trainer=single
+    assert isinstance(by_file.trainer, FSDP2Settings)
+    assert config.trainer == replace(by_file.trainer, accelerate_config=None)
+    assert config.precision == by_file.precision
+    assert config.gradient_checkpointing == by_file.gradient_checkpointing
+
+
+def test_the_command_line_outranks_accelerate_launch_and_that_the_defaults(
+    launch: Callable[..., Path], tmp_path: Path
+) -> None:
+    launch()
+    config = load_config(None, ["precision=fp32", "cpu_offload=false", "trainer=fsdp2"]).config
+    assert config.trainer == FSDP2Settings(reshard_after_forward=False)
+    assert config.precision == FP32Settings()
+    assert config.gradient_checkpointing
+    ddp = load_config(None, ["trainer=ddp"]).config
+    assert (ddp.trainer.type, ddp.precision, ddp.gradient_checkpointing) == ("ddp", BF16Settings(), False)
+    other = written(tmp_path / "other.yaml", {"fsdp_offload_params": False}, mixed_precision="fp16")
+    assert loaded(other).config.precision == FP16Settings()
+
+
+def test_accelerate_launch_and_a_recipe_that_says_otherwise(launch: Callable[..., Path], tmp_path: Path) -> None:
+    launch()
+    recipe = tmp_path / "mine.yaml"
+    start = "# mine\ndefaults: [train, {override trainer: %s}, {override precision: fp16}, _self_]\n"
+    recipe.write_text(start % "fsdp2" + "trainer: {cpu_offload: false, reshard_after_forward: false}\n")
+    for trainer, paths in {"fsdp2": ["precision", "trainer.cpu_offload"], "ddp": ["precision", "trainer"]}.items():
+        if trainer == "ddp":
+            recipe.write_text(start % "ddp")
+        with pytest.raises(ConfigError) as caught:
+            load_config(str(recipe), [])
+        assert sorted(problem.split(":")[0] for problem in caught.value.problems) == paths
+        assert all("accelerate launch" in problem for problem in caught.value.problems)
+
+
+def test_a_resume_under_accelerate_launch_takes_over_what_it_says(launch: Callable[..., Path], tmp_path: Path) -> None:
+    from forgather_cli.config.decode import dump_tree
+
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump_tree(load_config(None, ["trainer=ddp", "precision=fp16", "learning_rate=0.5"]).tree))
+    launch()
+    config = load_resumed(saved, []).config
+    assert config.trainer == FSDP2Settings(reshard_after_forward=False, cpu_offload=True)
+    assert (config.precision, config.learning_rate) == (BF16Settings(), 0.5)
+
+
+LAUNCHED_WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "version 1": ({"fsdp_version": 1}, {}, "FSDP_VERSION in the environment: must be 2"),
+    "size": ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, {}, "FSDP_AUTO_WRAP_POLICY in the environment: must be"),
+    "layers": ({"fsdp_transformer_layer_cls_to_wrap": "GPT2Block"}, {}, "FSDP_TRANSFORMER_CLS_TO_WRAP in the env"),
+    "compile": ({}, {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "ACCELERATE_DYNAMO_BACKEND in the environment"),
+    "debug": ({}, {"debug": True}, "ACCELERATE_DEBUG_MODE in the environment: nothing reads it"),
+}
+
+
+@pytest.mark.parametrize(("fsdp", "changes", "problem"), LAUNCHED_WRONG.values(), ids=LAUNCHED_WRONG)
+def test_accelerate_launch_with_what_its_file_may_not_say(
+    launch: Callable[..., Path], fsdp: dict[str, Any], changes: dict[str, Any], problem: str
+) -> None:
+    path = launch(fsdp, **changes)
+    assert len(problems(f"accelerate_config={path}")) == 1
+    (found,) = problems()
+    assert found.startswith(problem)
+
+
+def test_variables_of_accelerate_without_its_ranks_count_for_nothing(
+    launch: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch({"fsdp_version": 1}, debug=True)
+    monkeypatch.delenv("RANK")  # as transformers' TrainingArguments leaves some of them in a process
+    config = load_config(None, []).config
+    assert (config.trainer.type, config.precision) == ("single", FP32Settings())
+
+
+def test_accumulation_of_accelerate_counts(launch: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    launch()
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    assert load_config(None, ["global_batch_size=null"]).config.gradient_accumulation_steps == 2
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "two")
+    (found,) = problems()
+    assert found.startswith("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+
+
+def test_accelerate_launch_starts_a_run_as_its_file_says(tmp_path: Path) -> None:
+    fsdp = {"fsdp_offload_params": False, "fsdp_reshard_after_forward": False}
+    path = written(tmp_path / "f.yaml", fsdp, **{**HERE, "main_process_port": None}, use_cpu=True)
     settings = ["model=nano", "data=synthetic", "data.seq_len=16", "max_steps=2", "global_batch_size=4", "save_steps=2"]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(path)]
-    train = ["-m", "forgather_cli", "train", "trainer=fsdp2", f"accelerate_config={path}", "output_dir=run", *settings]
     done = subprocess.run(
-        [*command, *train], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=120, check=False,
+        [*command, "-m", "forgather_cli", "train", "output_dir=run", *settings], cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bf16, trainer fsdp2 on 2 ranks" in done.stdout
-    assert "here it is always so: fsdp_use_orig_params" in done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("here it is always so: fsdp_use_orig_params") == 1
     assert (tmp_path / "run/checkpoints/step-00000002/manifest.json").is_file()
+    saved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert saved["trainer"]["reshard_after_forward"] is False
+    assert saved["gradient_checkpointing"] is True

@@ -1,10 +1,13 @@
 """Hugging Face Accelerate's FSDP2 config files, read as settings of ours. Needs neither torch nor accelerate.
 
-Keys are those of accelerate 1.15, ``commands/config/config_args.py: ClusterConfig`` and ``commands/config/cluster.py``.
+Keys are those of accelerate 1.15, ``commands/config/config_args.py: ClusterConfig`` and ``commands/config/cluster.py``;
+the environment variables in which ``accelerate launch --config_file`` hands them on those of ``utils/launch.py``.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,8 @@ _RESHARDS = {
     "True": True, "False": False,
 }  # fmt: skip
 """fsdp_sharding_strategy or fsdp_reshard_after_forward -> whether weights are freed after the forward."""
-_STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
+_BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # from 1
+_STRATEGIES = {number: name for n, name in enumerate(_BY_NUMBER, 1) for number in (n, str(n))}
 _OWN_LAYERS = ("DecoderLayer", *(f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")))
 _PORT = 29500  # accelerate's and torch's default
 _SILENT = ("main_training_function", "rdzv_backend", "same_network")
@@ -50,14 +54,40 @@ _FSDP_UNSUPPORTED = {
     **dict.fromkeys(("fsdp_xla", "fsdp_xla_fsdp_v2", "fsdp_xla_fsdp_grad_ckpt"), "no TPUs here"),
 }
 
+LAUNCHED = "the environment of accelerate launch"
+_VARIABLES = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_config",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_config",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+_FSDP_VARIABLES = {
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_transformer_layer_cls_to_wrap",
+    **{
+        key.upper(): key
+        for key in (
+            "fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params",
+            "fsdp_auto_wrap_policy", "fsdp_activation_checkpointing", *ALWAYS_SO, *_FSDP_UNSUPPORTED,
+        )
+    },
+}  # fmt: skip
+_UNSAID = {
+    "ACCELERATE_MIXED_PRECISION": "no", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false", "FSDP_MIN_NUM_PARAMS": "100000000",
+}  # fmt: skip
+"""What ``accelerate launch`` sets where its file and command line say nothing."""
+
 
 @dataclass
 class _File:
-    """A file on its way to settings: ``left`` are its keys that nobody has asked for yet."""
+    """A file on its way to settings: ``left`` are its keys that nobody has asked for yet, ``name`` calls one."""
 
-    path: Path | None  # null: the keys came without one
+    name: Callable[[str], str]
     left: dict[str, Any]
-    section: str = ""
     problems: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
@@ -66,8 +96,7 @@ class _File:
         return self.left.pop(key, default)
 
     def wrong(self, key: str, problem: str) -> None:
-        where = f"accelerate_config: {self.section}{key} in {self.path}" if self.path else f"{self.section}{key}"
-        self.problems.append(f"{where}: {problem}")
+        self.problems.append(f"{self.name(key)}: {problem}")
 
     def boolean(self, key: str) -> bool | None:
         """None where the key is missing. Also as text, which accelerate writes."""
@@ -108,14 +137,14 @@ def accelerate_settings(path: Path, *, own_decoder: bool) -> dict[str, Any]:
     named for another model become ``trainer.block_classes``, which are looked for in the model once it is built.
     Raises ConfigError with every problem, naming file and key.
     """
-    file = _File(path, _read(path))
+    file = _File(lambda key: f"accelerate_config: {key} in {path}", _read(path))
     _check_kind(file)
     machines = file.number("num_machines", 1)
     settings: dict[str, Any] = {} if machines is None else {"nnodes": machines}
     settings |= _precision(file) | _launch(file, machines or 1) | _device(file)
     inner = file.take("fsdp_config")
     if isinstance(inner, dict):
-        section = _File(path, dict(inner), "fsdp_config.", file.problems)
+        section = _File(lambda key: file.name(f"fsdp_config.{key}"), dict(inner), file.problems)
         settings |= _sharding(section, machines or 1) | _wrapping(section, own_decoder)
         section.finish(_FSDP_UNSUPPORTED, ALWAYS_SO)
     else:
@@ -131,7 +160,7 @@ def fsdp_settings(keys: dict[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError with every problem.
     """
-    section = _File(None, {"fsdp_version": 2, **keys}, "fsdp_config.")
+    section = _File(lambda key: f"fsdp_config.{key}", {"fsdp_version": 2, **keys})
     settings = _sharding(section, 1) | _wrapping(section, own_decoder=False)
     section.finish(_FSDP_UNSUPPORTED, (*ALWAYS_SO, "fsdp_limit_all_gathers"))
     if section.problems:
@@ -139,11 +168,51 @@ def fsdp_settings(keys: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """True in a rank that ``accelerate launch`` has started. Other programs leave its variables too, but no ranks."""
+    return "RANK" in environ and "ACCELERATE_MIXED_PRECISION" in environ
+
+
+def is_launched_for_fsdp(environ: Mapping[str, str] = os.environ) -> bool:
+    return is_launched(environ) and environ.get("ACCELERATE_USE_FSDP") == "true"
+
+
+def launched_settings(*, sharded: bool, own_decoder: bool, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Our settings for what the variables of ``accelerate launch`` say; ``sharded``: the trainer is fsdp2.
+
+    What they say by default counts as not said. Raises ConfigError with every problem, naming the variable.
+    """
+    said = {name: value for name, value in environ.items() if value != _UNSAID.get(name)}
+
+    def named(variables: Mapping[str, str]) -> _File:
+        by_key = {key: name for name, key in variables.items()}
+        values = {key: said[name] for name, key in variables.items() if name in said}
+        return _File(lambda key: f"{by_key[key]} in the environment", values)
+
+    file, section = named(_VARIABLES), named(_FSDP_VARIABLES)
+    settings = _precision(file) | _device(file)
+    steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if not steps.isdecimal() or steps == "0":
+        file.problems.append(
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS: must be a whole number, 1 or more, got {steps!r}"
+        )
+    elif steps != "1":
+        settings["gradient_accumulation_steps"] = int(steps)
+    if sharded and is_launched_for_fsdp(environ):
+        nodes = int(environ.get("WORLD_SIZE", 1)) // max(1, int(environ.get("LOCAL_WORLD_SIZE", 1)))
+        settings |= _sharding(section, nodes) | _wrapping(section, own_decoder)
+        section.finish(_FSDP_UNSUPPORTED, ALWAYS_SO)
+    file.finish(_UNSUPPORTED, _SILENT)
+    if problems := file.problems + section.problems:
+        raise ConfigError(problems)
+    return settings
+
+
 def _read(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
@@ -223,7 +292,7 @@ def _strategy(file: _File, key: str) -> str | None:
     value = file.take(key)
     if value is None:
         return None
-    text = _STRATEGIES.get(value, str(value)) if not isinstance(value, bool) else str(value)
+    text = str(value) if isinstance(value, bool) else _STRATEGIES.get(value, str(value).upper())
     text = text.title() if text.lower() in ("true", "false") else text
     if text in _RESHARDS and (key != "fsdp_sharding_strategy" or text not in ("True", "False")):
         return text

@@ -8,7 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.accelerate_file import accelerate_settings
+from forgather_cli.config.accelerate_file import (
+    LAUNCHED,
+    accelerate_settings,
+    is_launched,
+    is_launched_for_fsdp,
+    launched_settings,
+)
 from forgather_cli.config.check import cross_check
 from forgather_cli.config.compose import Plain, plain
 from forgather_cli.config.decode import decode, option_types
@@ -90,7 +96,7 @@ class Build:
     def finish(self) -> Config:
         """Resolve, decode and check. Raises ConfigError with the problems of every stage."""
         self._fill_output_dir()
-        self._read_accelerate_file()
+        self._read_accelerate()
         resolved = plain(self.cfg)
         self.problems += resolved.problems
         config = self._decoded(resolved)
@@ -132,34 +138,39 @@ class Build:
             fresh = f"outputs/{self.recipe}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
             OmegaConf.update(self.cfg, "output_dir", fresh, force_add=True)
 
-    def _read_accelerate_file(self) -> None:
-        """Take over what ``trainer.accelerate_config`` says, but for what the command line says."""
+    def _read_accelerate(self) -> None:
+        """Take over what ``trainer.accelerate_config`` says, or else ``accelerate launch``; the command line wins."""
         tree = self._raw()
         kinds, trainer = option_types(tree), tree.get("trainer")
-        name = trainer.get("accelerate_config") if isinstance(trainer, dict) else None
-        if not isinstance(name, str) or name == "???" or kinds.get("trainer") != "fsdp2":
-            return
+        sharded, own_decoder = kinds.get("trainer") == "fsdp2", kinds.get("model") in ("decoder", "pretrained")
+        name = trainer.get("accelerate_config") if sharded and isinstance(trainer, dict) else None
         try:
-            own_decoder = kinds.get("model") in ("decoder", "pretrained")
-            said = accelerate_settings(Path(name).expanduser(), own_decoder=own_decoder)
+            if isinstance(name, str) and name != "???":
+                source, said = f"accelerate_config={name}", accelerate_settings(Path(name), own_decoder=own_decoder)
+            elif name is None and is_launched():
+                source, said = LAUNCHED, launched_settings(sharded=sharded, own_decoder=own_decoder)
+            else:
+                return
         except ConfigError as error:
             self.problems += error.problems
             return
+        if is_launched_for_fsdp() and not sharded and "trainer" in self.options:
+            said["trainer"] = "fsdp2"
         for path, value in said.items():
             if path not in self.on_command_line | self.chosen:
-                self._take_over(path, value, name)
+                self._take_over(path, value, source)
 
-    def _take_over(self, path: str, value: Any, file: str) -> None:
+    def _take_over(self, path: str, value: Any, source: str) -> None:
         from omegaconf import OmegaConf
 
-        if path == "precision":  # an option of its group; train.yaml chooses fp32
-            now, set_before = self.options[path], self.options[path] != "fp32"
+        if path in self.options:  # train.yaml chooses fp32; what a resumed run says has no recipe and gives way
+            now, set_before = self.options[path], self.options[path] != "fp32" and bool(self.files)
         else:
             now, set_before = OmegaConf.select(self.cfg, path), path in self.in_recipe
         if set_before and now != value:
             was, wants = (str(v).lower() if isinstance(v, bool) else v for v in (now, value))
-            self.problems.append(f"{path}: accelerate_config={file} says {wants}, got {was} too; leave one of them out")
-        elif path == "precision":
+            self.problems.append(f"{path}: {source} says {wants}, got {was} too; leave one of them out")
+        elif path in self.options:
             OmegaConf.update(self.cfg, path, {"type": value}, merge=False)
             self.options[path] = value
         else:

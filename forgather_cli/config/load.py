@@ -40,6 +40,7 @@ def load_config(
 
     Raises ConfigError with every problem found.
     """
+    from forgather_cli.config.accelerate_file import is_launched_for_fsdp
     from forgather_cli.config.build import Build
     from forgather_cli.config.compose import compose
     from forgather_cli.config.options import search_path
@@ -53,6 +54,9 @@ def load_config(
     problems = [*parsed.problems, *source.problems]
     try:
         composed = compose(source.primary, source.nodes, parsed.groups, search)
+        if is_launched_for_fsdp() and composed.options.get("trainer") == "single" and "trainer" not in parsed.chosen:
+            parsed = parse([*overrides, "trainer=fsdp2"], search)
+            composed = compose(source.primary, source.nodes, parsed.groups, search)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     build = Build(search, composed.cfg, composed.options, source.name, parsed.chosen, dict(source.given), problems)
@@ -76,6 +80,7 @@ def load_resumed(
     """
     from omegaconf import OmegaConf
 
+    from forgather_cli.config.accelerate_file import is_launched_for_fsdp
     from forgather_cli.config.build import Build
     from forgather_cli.config.decode import load_tree, option_types
     from forgather_cli.config.options import search_path
@@ -86,6 +91,8 @@ def load_resumed(
     if isinstance(trainer := tree.get("trainer"), dict) and trainer.get("accelerate_config"):
         trainer["accelerate_config"] = None  # what the file said then stands in the tree
     parsed = parse(overrides, search)
+    if is_launched_for_fsdp() and option_types(tree).get("trainer") != "fsdp2" and "trainer" not in parsed.chosen:
+        parsed = parse([*overrides, "trainer=fsdp2"], search)
     options = {**option_types(tree), **_replace_groups(tree, parsed, search)}
     name = str(tree.pop("recipe", "default"))
     build = Build(search, OmegaConf.create(tree), options, name, parsed.chosen, {}, list(parsed.problems))

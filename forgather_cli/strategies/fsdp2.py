@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from forgather_cli.config.accelerate_file import ALWAYS_SO
+from forgather_cli.config.accelerate_file import ALWAYS_SO, LAUNCHED, is_launched_for_fsdp
 from forgather_cli.config.schema import FSDP2Settings, PrecisionOption
 from forgather_cli.distributed import all_sum, cpu_group, join_world, world
 from forgather_cli.errors import SetupError
@@ -76,8 +76,9 @@ class FullyShard(Strategy):
         cls, option: FSDP2Settings, device: torch.device, loss: Loss, precision: PrecisionOption | None
     ) -> FullyShard:
         """As the config's options say."""
-        if option.accelerate_config is not None and world().rank == 0:
-            log.info("%s was read; here it is always so: %s", option.accelerate_config, ", ".join(ALWAYS_SO))
+        source = option.accelerate_config or (LAUNCHED if is_launched_for_fsdp() else None)
+        if source is not None and world().rank == 0:
+            log.info("%s was read; here it is always so: %s", source, ", ".join(ALWAYS_SO))
         return cls(device, loss, option, precision)
 
     # ------------------------------------------------------------------------------------------------------- set-up
