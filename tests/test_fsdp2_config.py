@@ -279,7 +279,7 @@ HERE = {"main_process_ip": None, "main_process_port": 0, "machine_rank": 0, "num
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """``launch(fsdp, **changes)`` writes a file, which it returns, and sets the variables that accelerate's own launcher
+    """``launch(fsdp, **changes)`` writes a file, which it returns, and sets the variables that accelerate itself
     would set for rank 0."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
