@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,19 @@ class RunDir:
     def origin(self) -> Path:
         """Recipe text, overrides and versions."""
         return self.root / "origin.yaml"
+
+    def first_directory(self) -> Path | None:
+        """The working directory of the run's first start, from which its relative paths count; None if that is not
+        known, or not there. Reads ``origin.yaml``.
+        """
+        import yaml
+
+        try:
+            origin = yaml.safe_load(self.origin.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return None
+        told = origin.get("directory") if isinstance(origin, dict) else None
+        return Path(told) if isinstance(told, str) and os.path.isabs(told) and os.path.isdir(told) else None
 
     @property
     def lock(self) -> Path:

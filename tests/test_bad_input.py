@@ -534,6 +534,25 @@ def test_parts_of_the_user_by_target(program: Program) -> None:
     assert program("generate", "run", "--prompt", "ab", "--max-new-tokens", "3", "--device", "cpu").code == 0
 
 
+def test_a_run_goes_on_and_is_evaluated_from_any_directory(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*TEXT, "max_steps=2", "+callbacks.mine._target_=mine.Counts"]
+    done = program("train", *words)
+    assert done.code == 0, done.err
+    run = Path("run").resolve()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    done = program("eval", str(run))
+    assert done.code == 0, done.err
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    done = program("resume", str(run), "max_steps=4")
+    assert done.code == 0, done.err
+    assert "files:\n  - ok.txt" in (run / "config.1.yaml").read_text(), "as it was written"
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_options_and_recipes_of_the_user(program: Program) -> None:
     write("conf/model/mine.yaml", "# Mine.\n_target_: mine.Net\nwidth: 8\n")
     write("conf/optimizer/mine.yaml", "# Mine.\n_target_: mine.Adam\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,12 @@ def resume(
 
     Settings given here count from now on. Free to change are trainer, batch sizes per device, max_steps,
     logging, evaluation, saving and callbacks; [cyan]group=option[/] replaces the whole group.
+    Relative paths count from where the run was first started, wherever this is called.
     """
+    directory = RunDir(run_dir).first_directory()
+    if directory is not None and directory != Path.cwd():
+        run_dir, config_dir = run_dir.absolute(), config_dir and config_dir.absolute()
+        os.chdir(directory)  # for all that the run reads, its own modules and its ranks too
 
     def compose() -> Loaded:
         from forgather_cli.config.resume import reload_config

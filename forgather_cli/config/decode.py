@@ -15,6 +15,7 @@ from forgather_cli.config.mistakes import Speech
 from forgather_cli.config.options import GROUPS
 from forgather_cli.config.schema import CallbackSettings, Config, Target
 from forgather_cli.errors import ConfigError
+from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -99,7 +100,37 @@ def load_tree(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({reason}); give a run directory with its config.yaml") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")
+    directory = RunDir(path.parent).first_directory()
+    if directory is not None and directory != Path.cwd():
+        _resolve(tree, directory)
     return tree
+
+
+_FILES = ("data.files", "data.eval_files", "data.data_files")
+_PATHS = (
+    "data.tokenizer", "data.dataset", "data.chat_template", "data.cache_dir", "model.path", "model.config",
+    "callbacks.textgen.prompts", "trainer.accelerate_config", "resume_from_checkpoint", "logging_dir",
+)  # fmt: skip
+"""Settings that may name a file or directory; ``_FILES`` are lists of nothing else."""
+
+
+def _resolve(tree: dict[str, Any], directory: Path) -> None:
+    """Make a run's relative paths absolute, which count from ``directory``. Words such as ``bytes`` stay."""
+    for name in (*_FILES, *_PATHS):
+        *above, last = name.split(".")
+        node: Any = tree
+        for part in above:
+            node = node.get(part) if isinstance(node, dict) else None
+        value = node.get(last) if isinstance(node, dict) else None
+        if name in _FILES and isinstance(value, list):
+            node[last] = [
+                str(directory / each)
+                if isinstance(each, str) and "://" not in each and not each.startswith("~")
+                else each
+                for each in value
+            ]
+        elif name in _PATHS and isinstance(value, str) and (directory / value).exists():
+            node[last] = str(directory / value)
 
 
 def load_saved(path: Path) -> Config:

@@ -190,6 +190,7 @@ def _origin(loaded: Loaded) -> dict[str, Any]:
         "recipe": loaded.recipe,
         "recipe_path": str(loaded.recipe_path) if loaded.recipe_path else None,
         "overrides": list(loaded.overrides),
+        "directory": str(Path.cwd()),
         "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         "recipe_text": loaded.recipe_text,
     }

@@ -54,7 +54,8 @@ def opened(path: Path) -> RunDir:
     """A run with its ``logging_dir``, where its loggers have written elsewhere."""
     run = RunDir(path)
     elsewhere = settings_of(run).get("logging_dir")
-    return replace(run, logging_dir=Path(elsewhere)) if elsewhere and Path(str(elsewhere)).is_dir() else run
+    logs = (run.first_directory() or Path()) / str(elsewhere)
+    return replace(run, logging_dir=logs) if elsewhere and logs.is_dir() else run
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:
