@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.callbacks.base import TrainerCallback
@@ -88,6 +89,7 @@ class RunFiles:
                 "recipe": self.tree["recipe"],
                 "recipe_path": sys.argv[0],
                 "overrides": [],
+                "directory": str(Path.cwd()),
                 "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
             },
             overwrite=self._trainer.args.overwrite_output_dir and not resume,
