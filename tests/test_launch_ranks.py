@@ -219,6 +219,20 @@ def test_a_killed_rank_explains_errors_at_the_same_moment_and_none_before() -> N
         assert cause.kind == first
 
 
+def test_folders_of_killed_launchers_go_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    child = os.fork()
+    if child == 0:
+        with Job.made(node=0, nodes=1, restarts=0):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    [left] = tmp_path.iterdir()
+    with Job.made(node=0, nodes=1, restarts=0) as first, Job.made(node=0, nodes=1, restarts=0) as second:
+        assert sorted(tmp_path.iterdir()) == sorted([first.root, second.root])
+    assert not left.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_worth_a_restart() -> None:
     assert Ending(0, ERROR, 1).worth_a_restart
     assert told(1, Ending(0, KILLED, 1)).worth_a_restart

@@ -8,6 +8,7 @@ collective can still be told.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -39,12 +40,18 @@ class Job:
     @classmethod
     @contextlib.contextmanager
     def made(cls, *, node: int, nodes: int, restarts: int) -> Iterator[Job]:
-        """A new job of this process; its folder goes at the end."""
+        """A new job of this process; its folder goes at the end, and those of killed launchers of this user go now."""
+        for facts_file in Path(tempfile.gettempdir()).glob("forgather-*/job.json"):
+            # its lock also tells of launchers in other containers, its process id of those before 0.2 that held none
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _locked(facts_file.parent):
+                if not is_running(int(json.loads(facts_file.read_text())["launcher"])):
+                    shutil.rmtree(facts_file.parent, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="forgather-", ignore_cleanup_errors=True) as folder:
             job = cls(Path(folder), os.getpid(), node, nodes, restarts)
             facts = {"launcher": job.launcher, "node": node, "nodes": nodes, "restarts": restarts}
-            publish(job.root / "job.json", json.dumps(facts))
-            yield job
+            with _locked(job.root):
+                publish(job.root / "job.json", json.dumps(facts))
+                yield job
 
     @classmethod
     def entered(cls) -> Job | None:
@@ -126,6 +133,17 @@ class Attempt:
 
     def _word_of(self, rank: int) -> Path:
         return self.folder / f"ending-{rank}"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder while this process lives, in whatever container. Raises OSError if another one holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_running(pid: int) -> bool:
