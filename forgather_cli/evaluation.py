@@ -45,10 +45,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False) -> dict[str, Any]:
+def evaluate_source(
+    source: Path, config: Config, *, own_tokenizer: bool = False, trust_config: bool = False
+) -> dict[str, Any]:
     """Collective. Evaluate a run's newest checkpoint, a checkpoint or a model directory on the data of ``config``.
 
-    ``own_tokenizer``: with the model's, whatever the config says. Returns what ``evaluate`` measures, and
+    ``own_tokenizer``: with the model's, whatever the config says. ``trust_config``: build a model that the run's saved
+    config names by ``_target_``. Returns what ``evaluate`` measures, and
 
         eval_accuracy        targets that are the likeliest token / targets; None without a target, like the loss
         eval_bits_per_byte   loss x targets / ln 2 / bytes of text that the targets stand for; special tokens stand for
@@ -61,7 +64,7 @@ def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False
     """
     config = replace(config, gradient_checkpointing=False, torch_compile=False)  # one pass is not worth compiling for
     device, group = pick_device(config.device), cpu_group()
-    found = _located(source, group)
+    found = _located(source, group, trust_config=trust_config)
     if own_tokenizer and not isinstance(config.data, Target):
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
     data = _data(config)
@@ -74,11 +77,11 @@ def evaluate_source(source: Path, config: Config, *, own_tokenizer: bool = False
     return {**_told(found, config, data), **metrics}
 
 
-def _located(source: Path, group: Any) -> Located:
+def _located(source: Path, group: Any, *, trust_config: bool) -> Located:
     """Collective. What rank 0 finds: one rank reads every byte."""
 
     def find() -> tuple[Path, Manifest | None, Path | None]:
-        found = locate(source)
+        found = locate(source, trust_config=trust_config)
         return found.path, found.reader.manifest if found.reader else None, found.run.root if found.run else None
 
     where, manifest, root = on_rank_0(find, group)

@@ -5,7 +5,6 @@ Legend: B prompts, T tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from forgather_cli.data.chat import ChatTemplate, Message
 from forgather_cli.data.detokenize import Detokenizer
 from forgather_cli.data.tokenize import Tokenizer
 from forgather_cli.errors import DataError, SetupError
+from forgather_cli.input_files import read_json_object
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate, left_padded
 from forgather_cli.source import Source, load_located, locate
@@ -180,9 +180,9 @@ class _Row:
         return Text("".join(self._shown), self.num_tokens, self.finish or self._last)
 
 
-def load_generator(source: Path, *, device: str) -> Generator:
+def load_generator(source: Path, *, device: str, trust_config: bool = False) -> Generator:
     """The model that ``source`` stands for. Raises SetupError."""
-    found = locate(source)
+    found = locate(source, trust_config=trust_config)
     loaded = load_located(found, device=device)
     return Generator(
         loaded,
@@ -197,11 +197,9 @@ def _end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokenizer's end token, and those of generation_config.json: of chat models also the end of a turn."""
     named: Any = []
     path = directory / "generation_config.json"
-    if path.is_file():
-        try:
-            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or []
-        except (OSError, ValueError, AttributeError) as error:
-            raise SetupError(f"{path}: cannot be read ({error}); mend it or remove it") from error
+    if path.exists():
+        found = read_json_object(path, lambda why: SetupError(f"{why}; mend it or remove it"))
+        named = found.get("eos_token_id") or []
     ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
 

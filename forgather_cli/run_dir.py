@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from forgather_cli.errors import SetupError
+from forgather_cli.input_files import read_yaml
+
 _STEP = re.compile(r"step-(\d{8,})$")
 _LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -50,11 +53,9 @@ class RunDir:
         """The working directory of the run's first start, from which its relative paths count; None if that is not
         known, or not there. Reads ``origin.yaml``.
         """
-        import yaml
-
         try:
-            origin = yaml.safe_load(self.origin.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            origin = read_yaml(self.origin)
+        except SetupError:
             return None
         told = origin.get("directory") if isinstance(origin, dict) else None
         return Path(told) if isinstance(told, str) and os.path.isabs(told) and os.path.isdir(told) else None
@@ -198,14 +199,23 @@ def step_of(path: Path) -> int | None:
 
 
 def run_of(source: Path) -> RunDir | None:
-    """The run that a run directory, a checkpoint, or a checkpoint's model directory belongs to. Reads the disk."""
+    """The run that a run directory, a checkpoint, or a checkpoint's model directory belongs to. Reads the disk.
+
+    A directory with ``config.json`` is a model whatever else lies there.
+    """
     source = source.resolve()
     candidates = [source]
     if step_of(source) is not None:
         candidates.append(source.parent.parent)
     elif step_of(source.parent) is not None:
         candidates.append(source.parent.parent.parent)
-    return next((RunDir(root) for root in candidates if (root / "config.yaml").is_file()), None)
+    runs = (RunDir(root) for root in candidates if not is_model_directory(root))
+    return next((run for run in runs if run.config.exists()), None)
+
+
+def is_model_directory(path: Path) -> bool:
+    """True for a Hugging Face directory. Reads the disk."""
+    return (path / "config.json").exists()
 
 
 def is_name(text: str) -> bool:

@@ -18,9 +18,11 @@ from forgather_cli.finalize.quantize import is_quantized, load_quantized
 from forgather_cli.models.build import build_model, directory_option, initialize
 from forgather_cli.models.init import allocate
 from forgather_cli.models.transform import cast_parameters
-from forgather_cli.run_dir import RunDir, run_of
+from forgather_cli.run_dir import RunDir, is_model_directory, run_of
 from forgather_cli.trainer.persistence import load_model
 from forgather_cli.trainer.setup import named_tensors
+
+_SLACK = 1_000_000  # numbers; tied weights and rows for new tokens are not stored
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,28 @@ class Source:
     device: torch.device
 
 
-def load_source(source: Path, *, device: str = "auto") -> Source:
+def load_source(source: Path, *, device: str = "auto", trust_config: bool = False) -> Source:
     """Load a run's newest valid checkpoint, a checkpoint, or a model directory, in the dtype of its files.
 
     Raises SetupError.
     """
-    return load_located(locate(source), device=device)
+    return load_located(locate(source, trust_config=trust_config), device=device)
 
 
-def locate(source: Path) -> Located:
+def locate(source: Path, *, trust_config: bool = False) -> Located:
     """What ``source`` stands for: a run's newest healthy valid checkpoint, a checkpoint, or a model directory.
 
-    Reads every byte of a checkpoint. Raises SetupError.
+    Reads every byte of a checkpoint. Raises SetupError; also, without ``trust_config``, for a model that only code
+    which the run's config names can build.
     """
     reader = _reader(source)
-    return Located(source if reader is None else reader.path / "model", reader, run_of(source))
+    found = Located(source if reader is None else reader.path / "model", reader, run_of(source))
+    if not (trust_config or is_model_directory(found.directory)):
+        raise ModelError(
+            f"{found.path}: has no config.json, and is built by code that its run's config names (model._target_); add "
+            "--trust-config if you trust who wrote it"
+        )
+    return found
 
 
 def load_located(found: Located, *, device: str = "auto", dtype: torch.dtype | None = None) -> Source:
@@ -75,7 +84,7 @@ def load_located(found: Located, *, device: str = "auto", dtype: torch.dtype | N
     """
     where = pick_device(device)
     tokenizer = load_tokenizer(str(found.directory))
-    if (found.directory / "config.json").is_file():
+    if is_model_directory(found.directory):
         model = _from_directory(found.directory, tokenizer, dtype)
     else:
         model = _model_of_users(found, tokenizer)
@@ -90,7 +99,13 @@ def _from_directory(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | 
     option = directory_option(directory)
     with torch.device("meta"):
         model = build_model(option, vocab_size=tokenizer.vocab_size, seq_len=1)
-    cast_parameters(model, dtype or Weights(directory).dtype)
+    weights = Weights(directory)
+    stored = sum(spec.num_elements for spec in weights.specs().values())
+    if sum(p.numel() for p in model.parameters()) > 2 * stored + _SLACK:  # before memory is taken for it
+        raise ModelError(
+            f"{directory / 'config.json'}: describes a larger model than its files hold ({stored:,} numbers)"
+        )
+    cast_parameters(model, dtype or weights.dtype)
     allocate(model, "cpu")
     initialize(option, model, seed=0)
     return model
@@ -98,9 +113,9 @@ def _from_directory(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | 
 
 def _reader(source: Path) -> Reader | None:
     """The checkpoint that ``source`` stands for; None if it is a model directory."""
-    if (source / "manifest.json").is_file():
+    if (source / "manifest.json").exists():
         return open_whole(source)
-    if (source / "config.json").is_file():
+    if is_model_directory(source):
         return None
     run = RunDir(source)
     reader_or_none = newest_valid(run)
@@ -115,7 +130,7 @@ def _model_of_users(found: Located, tokenizer: Tokenizer) -> nn.Module:
     """A model that a run's config builds from ``_target_``, with the checkpoint's weights."""
     if found.reader is None or found.run is None:
         raise ModelError(f"{found.path}: has no config.json, and no run's config.yaml says how to build the model")
-    config = load_saved(found.run.config)
+    config = load_saved(found.run.newest_config())
     seq_len = getattr(config.data, "seq_len", 1024)
     model = build_model(config.model, vocab_size=tokenizer.vocab_size, seq_len=seq_len)
     load_model(found.reader, named_tensors([model]))

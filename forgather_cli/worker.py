@@ -14,7 +14,7 @@ import torch
 
 from forgather_cli.callbacks.bars import CorpusBar
 from forgather_cli.callbacks.base import TrainerCallback
-from forgather_cli.config.decode import to_tree
+from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import Config, DecoderSettings, Target
 from forgather_cli.data.build import load_data
 from forgather_cli.data.splits import DataSplits
@@ -46,7 +46,7 @@ def run(
     from forgather_cli.trainer.trainer import Trainer
 
     device = pick_device(config.device)
-    tree = to_tree(config)
+    tree = written_tree(config, run.newest_config())
     if config.logging_dir is not None:
         run = replace(run, logging_dir=Path(config.logging_dir))
     with contextlib.closing(CorpusBar()) as bar:

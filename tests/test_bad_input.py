@@ -530,8 +530,9 @@ def test_parts_of_the_user_by_target(program: Program) -> None:
     assert Path("counted.txt").read_text() == "2"
     assert program("resume", "run", "max_steps=3").code == 0
     assert Path("counted.txt").read_text() == "3"
-    assert program("eval", "run").code == 0
-    assert program("generate", "run", "--prompt", "ab", "--max-new-tokens", "3", "--device", "cpu").code == 0
+    trusted = ["run", "--trust-config"]
+    assert program("eval", *trusted).code == 0
+    assert program("generate", *trusted, "--prompt", "ab", "--max-new-tokens", "3", "--device", "cpu").code == 0
 
 
 def test_a_run_goes_on_and_is_evaluated_from_any_directory(

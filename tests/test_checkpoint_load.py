@@ -261,7 +261,7 @@ def test_garbage_is_an_error_at_verify_none_too(tmp_path: Path) -> None:
         reader.state("trainer")
     with pytest.raises(CheckpointError, match=r"state-rank-00000\.safetensors: is not a safetensors file"):
         reader.state("rng")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a safetensors file \(the bytes of"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a safetensors file"):
         reader.model_names()
 
 

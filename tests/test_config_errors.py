@@ -110,7 +110,7 @@ TYPED_WRONG = {
     "+callbacks.progress.step_columns.loss={fmt: .4q}": "callbacks.progress.step_columns.loss.fmt: not a format, got",
     "+callbacks.progress.final_metrics.lss=null": "callbacks.progress.final_metrics.lss: there is no such column",
     "callbacks.textgen.prompts=[]": "callbacks.textgen.prompts: is empty; give texts or a YAML file",
-    "callbacks.textgen.prompts=no/such.yaml": "callbacks.textgen.prompts: cannot read no/such.yaml: No such file",
+    "callbacks.textgen.prompts=no/such.yaml": "callbacks.textgen.prompts: no/such.yaml: cannot be read (No such file",
     "seed=range(3)": "seed=range(3): several values; add -m",
     "hydra.run.dir=x": "hydra.run.dir: Hydra's own settings have no effect here",
     "+max_steps=3": "+max_steps: is there already; leave the + out",

@@ -308,7 +308,7 @@ def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"is not a run's directory; leave --best out, or give {run}\n" in message
     for option, content in (("text", "plain text"), ("add-tokens", "tokens, one a line"), ("chat-template", "a Jinja")):
         message = refused(capsys, words, "deep/new", f"--{option}", "gone")
-        assert f"--{option}: cannot read gone (No such file or directory); give a file of {content}" in message
+        assert f"--{option}: gone: cannot be read (No such file or directory); give a file of {content}" in message
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ('{"token": "<a>", "special": 1}', "tokens:1: special must be true or false, got 1"),
         ('["<a>",\n "<b>"', "tokens:2: not JSON"),
         ('["<a>", 7]', "tokens:2: must be a token or"),
-        (b"\xff\xfe", "cannot read tokens (not UTF-8 text)"),
+        (b"\xff\xfe", "tokens: cannot be read (not UTF-8 text"),
     ],
 )
 def test_malformed_token_files(run: Path, content: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:

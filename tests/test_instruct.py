@@ -393,7 +393,7 @@ def test_bad_options_are_one_sentence(corpus: Path, directory: Path, tmp_path: P
     ):
         load(corpus, "bytes")
     with pytest.raises(
-        DataError, match=r"^data\.chat_template: cannot read .*nowhere \(No such file or directory\); gi"
+        DataError, match=r"^data\.chat_template: .*nowhere: cannot be read \(No such file or directory\); gi"
     ):
         load(corpus, directory, chat_template="nowhere")
     refusing = tmp_path / "refusing.jinja"

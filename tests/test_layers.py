@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "forgather_cli"
 FREE = {
     "config.schema",
     "errors",
+    "input_files",
     "run_dir",
     "targets",
     "sharding",
@@ -22,16 +23,20 @@ FREE = {
 # layer -> what it may import of ours, besides itself and FREE. A name stands for a module or for everything below it.
 ALLOWED = {
     "cli": {"*"},
-    "config": set(),
+    "config": {"control.token"},
     "errors": set(),
+    "input_files": set(),
     "run_dir": set(),
     "targets": set(),
     "sharding": set(),
     "finalize": {
-        "checkpoint", "config.decode", "data", "distributed", "loss", "models", "precision", "sharding", "source",
+        "checkpoint", "config.decode", "config.trust", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
-    "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed", "rank", "trainer.trainer"},
+    "launch": {
+        "checkpoint.manifest", "checkpoint.retention", "config", "control.token", "distributed", "rank",
+        "trainer.trainer",
+    },
     "rank": {"config.decode", "evaluation", "launch", "worker"},
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.layout", "launch.outcome", "models",
@@ -79,6 +84,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "config",
     "run_dir",
     "errors",
+    "input_files",
     "launch",
     "plan",
     "targets",

@@ -279,7 +279,7 @@ def test_directories_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors"):
         loaded(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
         loaded(tmp_path)
 
 

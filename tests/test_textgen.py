@@ -198,7 +198,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         ("a: 1", "must be a list of texts, got {'a': 1}"),
         ("[]", "is empty"),
         ("[1, 2]", "list of texts"),
-        ("[", "is not YAML"),
+        ("[", "not valid YAML"),
     ],
 )
 def test_a_wrong_prompt_file_is_a_config_mistake(tmp_path: Path, content: str, message: str) -> None:
@@ -210,7 +210,7 @@ def test_a_wrong_prompt_file_is_a_config_mistake(tmp_path: Path, content: str, m
 
 
 def test_a_missing_prompt_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"cannot read no/such\.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"no/such\.yaml: cannot be read \(No such file"):
         TextgenSettings(prompts="no/such.yaml").texts()
 
 

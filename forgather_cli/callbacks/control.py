@@ -19,6 +19,7 @@ from forgather_cli.control.commands import CommandQueue
 from forgather_cli.control.records import ABORT, SAVE, STOP, Command
 from forgather_cli.control.registry import Entry
 from forgather_cli.control.server import PORTS, ControlServer
+from forgather_cli.control.token import given_token
 from forgather_cli.errors import ForgatherError
 from forgather_cli.run_dir import RunDir, step_of
 
@@ -158,13 +159,13 @@ class TrainerControlCallback(TrainerCallback):
 
     def _listen(self, job_id: str) -> None:
         settings = self.settings
-        token = None if settings.disable_auth else settings.auth_token or secrets.token_hex(32)
         ports = PORTS if settings.port is None else [settings.port]
         about = {"job_id": job_id, "hostname": socket.gethostname(), "pid": os.getpid(), "started_at": records.now()}
         run_dir = str(self._trainer.run_dir.root.resolve())
         self._about = {**about, "run_dir": run_dir}
         reports = {"status": self.status} | ({} if self._stacks is None else {"stacks": self._stacks})
         try:
+            token = None if settings.disable_auth else given_token(settings) or secrets.token_hex(32)
             self._server = ControlServer(job_id, self._commands, reports, host=settings.host, ports=ports, token=token)
             entry = self._new_entry(self._server.port)
             registry.register(entry, token)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.input_files import parse_json, read_bytes
 from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class _Record(NamedTuple):
 def _rewrite(path: Path, change: Callable[[_Record], _Record | None]) -> None:
     """Put what ``change`` makes of each record, None to leave it out, in its place."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_bytes(path).splitlines(keepends=True)
         kept = [record.line for record in map(change, _records(lines)) if record is not None]
     except FileNotFoundError:
         return
@@ -149,7 +150,7 @@ def _records(lines: list[bytes]) -> list[_Record]:
 
 def _record(line: bytes, number: int) -> _Record:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"line {number} is not JSON") from error
     step = record.get("step") if isinstance(record, dict) else None

@@ -25,6 +25,7 @@ from forgather_cli.checkpoint.sources import check_sources, is_checkpoint, model
 from forgather_cli.checkpoint.tensors import dtype_of, write_weights
 from forgather_cli.checkpoint.weights import Weights
 from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.input_files import read_bytes, read_json_object
 from forgather_cli.run_dir import RunDir, run_of
 
 PROVENANCE = "provenance.json"
@@ -144,18 +145,12 @@ def _other_config(first: Member, other: Member) -> str | None:
 
 def _other_tokenizer(first: Member, other: Member) -> str | None:
     files = [member.directory / "tokenizer.json" for member in (first, other)]
-    contents = [file.read_bytes() if file.is_file() else None for file in files]
+    contents = [read_bytes(file) if file.exists() else None for file in files]
     return "its tokenizer is another one (tokenizer.json differs)" if contents[0] != contents[1] else None
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    return found if isinstance(found, dict) else {}
+    return read_json_object(path, CheckpointError) if path.exists() else {}
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.input_files import open_file
+
 CHUNK_BYTES = 8 << 20
 """Unit of hashing and writing; small enough to be in a cache between the two."""
 
@@ -109,7 +111,7 @@ def refresh(path: Path) -> None:
 def hash_range(path: Path, start: int, stop: int) -> str:
     """SHA-256 of bytes [start, stop), in hex. Raises OSError; a file that ends before ``stop`` gives another hash."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 1))))
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         file.seek(start)
         while start < stop and (count := file.readinto(buffer[: stop - start])):
             digest.update(buffer[:count])

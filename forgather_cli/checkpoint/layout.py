@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
+from forgather_cli.input_files import open_file, parse_json
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's shard limit ("5GB"); a larger tensor gets a file of its own."""
@@ -51,6 +55,51 @@ class TensorSpec:
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors' own reader."""
+
+
+def read_header(path: Path) -> dict[str, tuple[TensorSpec, int]]:
+    """Name -> (spec, its first byte in the file) of a safetensors file, whose tensors must be its bytes one after
+    another. Raises CheckpointError.
+    """
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(_MAX_HEADER_BYTES, size - 8):
+                raise ValueError("its header is longer than the file")
+            entries = parse_json(file.read(length))
+        entries.pop("__metadata__", None)
+        found = {name: _entry(name, entry) for name, entry in entries.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is not a safetensors file ({error})") from error
+    end = 0
+    for spec, begin in sorted(found.values(), key=lambda item: (item[1], item[0].num_bytes)):
+        if begin != end:
+            how = "overlap with other tensors" if begin < end else "leave a gap before them"
+            raise CheckpointError(f"{path}: is not a safetensors file (the bytes of {spec.name} {how})")
+        end = begin + spec.num_bytes
+    if end != size - 8 - length:
+        raise CheckpointError(f"{path}: is not a safetensors file (its tensors are {end} of {size - 8 - length} bytes)")
+    return {name: (spec, 8 + length + begin) for name, (spec, begin) in found.items()}
+
+
+def _entry(name: str, entry: dict[str, Any]) -> tuple[TensorSpec, int]:
+    """Raises ValueError, KeyError or TypeError for what is none."""
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name} has dtype {dtype}, known are {', '.join(ITEM_BYTES)}")
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"shape and offsets of {name} must be whole numbers from 0 on")
+    spec = TensorSpec(name, dtype, tuple(shape))
+    if end - begin != spec.num_bytes:
+        raise ValueError(f"the bytes of {name} do not match its shape")
+    return spec, begin
 
 
 @sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -20,6 +19,7 @@ from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
 from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.checkpoint.verify import find_problems
 from forgather_cli.errors import CheckpointError
+from forgather_cli.input_files import read_json_object
 from forgather_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Reader:
         return decode(document[key], lambda name: self._state_tensor(stem, name))
 
     def _stem(self, key: str, rank: int, group: str) -> str:
-        sharing, world_size = Sharing(self.manifest.components[key]), self.manifest.world_size
+        sharing, world_size = self._sharing(key), self.manifest.world_size
         if sharing.is_shared:
             return shared_file()
         if sharing.is_grouped:
@@ -138,20 +138,24 @@ class Reader:
         """True if the state of ``component`` belongs to a rank of a job of ``world_size``: that of all ranks always, a
         rank's own in a job as large as the one that saved it, a group's where a group of that name had one.
         """
-        saved = Sharing(self.manifest.components[component.key])
+        saved = self._sharing(component.key)
         if saved.is_grouped:
             return component.sharing.is_grouped and component.group in self.manifest.holders.get(component.key, {})
         return saved.is_shared or world_size == self.manifest.world_size
 
+    def _sharing(self, key: str) -> Sharing:
+        try:
+            return Sharing(self.manifest.components[key])
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: manifest.json is damaged ({key}: {error})") from error
+
     def _document(self, stem: str) -> dict[str, Any]:
         if stem not in self._documents:
             path = self.path / f"{stem}.json"
-            try:
-                self._documents[stem] = dict(json.loads(path.read_bytes())["components"])
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+            components = read_json_object(path, CheckpointError, limit=None).get("components")
+            if not isinstance(components, dict):
+                raise CheckpointError(f"{path}: is damaged (has no components)")
+            self._documents[stem] = components
         return self._documents[stem]
 
     def _state_tensor(self, stem: str, name: str) -> Tensor:

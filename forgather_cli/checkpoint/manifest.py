@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from forgather_cli.checkpoint.files import Range, hash_range
 from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
+from forgather_cli.input_files import file_inside, read_json
 
 NAME = "manifest.json"
 FORMAT = "forgather-checkpoint"
@@ -128,17 +129,9 @@ def read_manifest(directory: Path) -> Manifest:
     Raises CheckpointError: no checkpoint there, not one of ours, damaged, or of a newer format.
     """
     path = directory / NAME
-    try:
-        text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(_nothing_here(directory)) from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        raise DamagedError(f"{path}: is damaged (not JSON)") from None
-    return _decode(path, document)
+    if not path.exists():
+        raise CheckpointError(_nothing_here(directory))
+    return _decode(path, read_json(path, DamagedError, limit=None))
 
 
 def _nothing_here(directory: Path) -> str:
@@ -158,7 +151,11 @@ def _decode(path: Path, document: Any) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path.parent}: not a Forgather checkpoint ({NAME} is of another program)")
     version = document.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if type(version) is not int or version < 1:
+        raise CheckpointError(
+            f"{path}: names format_version {version!r}, which none writes; this Forgather reads {FORMAT_VERSION}"
+        )
+    if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"{path.parent}: has checkpoint format {version}, this Forgather reads up to {FORMAT_VERSION}; "
             "upgrade forgather to use it"
@@ -172,6 +169,11 @@ def _decode(path: Path, document: Any) -> Manifest:
 
 
 def _build(document: dict[str, Any]) -> Manifest:
+    for name, (is_right, kind) in _KINDS.items():
+        if name in document and not is_right(document[name]):
+            raise ValueError(f"{name} must be {kind}, got {document[name]!r:.80}")
+    if not document["files"]:
+        raise ValueError("it names no files")
     known = {key: document[key] for key in (f.name for f in fields(Manifest)) if key in document}
     best_by = document.get("best_by")
     return Manifest(
@@ -184,6 +186,45 @@ def _build(document: dict[str, Any]) -> Manifest:
     )
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_object_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+def _is_rule(value: Any) -> bool:
+    return value is None or (_is_object_of(lambda _: True)(value) and _is_text(value.get("metric")))
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_is_count, "a number of steps"),
+    "world_size": (lambda value: _is_count(value) and value > 0, "a number of ranks"),
+    "strategy": (_is_text, "a text"),
+    "created": (_is_text, "a text"),
+    "config_fingerprint": (lambda value: value is None or _is_text(value), "a text or null"),
+    "versions": (_is_object_of(_is_text), "texts by name"),
+    "metrics": (_is_object_of(lambda value: isinstance(value, int | float | str)), "numbers by name"),
+    "healthy": (_is_flag, "true or false"),
+    "final": (_is_flag, "true or false"),
+    "rollbacks": (_is_count, "a number"),
+    "best_by": (_is_rule, "a metric and greater_is_better, or null"),
+    "info": (_is_object_of(lambda value: True), "an object"),
+    "components": (_is_object_of(_is_text), "texts by name"),
+    "holders": (_is_object_of(_is_object_of(_is_count)), "ranks by name and group"),
+    "files": (_is_object_of(_is_object_of(lambda value: True)), "an object for each file"),
+}
+
+
 def _entry(entry: dict[str, Any]) -> FileEntry:
     ranges = tuple((int(start), int(stop), str(sha256)) for start, stop, sha256 in entry["ranges"])
     return FileEntry(int(entry["size"]), ranges)
@@ -191,9 +232,7 @@ def _entry(entry: dict[str, Any]) -> FileEntry:
 
 def _inside(name: str) -> str:
     """A stranger's manifest may not name files outside the checkpoint."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"file name {name!r}")
+    file_inside(Path(), name)
     return name
 
 

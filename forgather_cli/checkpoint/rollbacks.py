@@ -12,6 +12,7 @@ from typing import Any
 from forgather_cli.checkpoint.files import sync_directory
 from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
+from forgather_cli.input_files import parse_json, read_bytes
 from forgather_cli.run_dir import RunDir
 
 
@@ -41,7 +42,7 @@ class Rollback:
 def read_rollbacks(run: RunDir) -> list[Rollback]:
     """The run's rollbacks in their order. A torn last line is of one that did not happen. Raises CheckpointError."""
     try:
-        lines = run.rollbacks.read_bytes().split(b"\n")
+        lines = read_bytes(run.rollbacks).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -51,7 +52,7 @@ def read_rollbacks(run: RunDir) -> list[Rollback]:
 
 def _decoded(path: Path, number: int, line: bytes) -> Rollback:
     try:
-        raw: dict[str, Any] = json.loads(line)
+        raw: dict[str, Any] = parse_json(line)
         return Rollback(**{each.name: raw[each.name] for each in fields(Rollback) if each.name in raw})
     except (ValueError, TypeError) as error:
         raise CheckpointError(

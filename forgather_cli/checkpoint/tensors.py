@@ -6,7 +6,6 @@ the bytes, and can neither hash what it writes nor write one rank's rows.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.files import Check, Range, no_check, write_file, write_ranges
-from forgather_cli.checkpoint.layout import ITEM_BYTES, MAX_SHARD_BYTES, Piece, Plan, TensorSpec, plan
+from forgather_cli.checkpoint.layout import MAX_SHARD_BYTES, Piece, Plan, TensorSpec, plan, read_header
 from forgather_cli.errors import CheckpointError
+from forgather_cli.input_files import open_file
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
@@ -26,8 +26,6 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint64: "U64", torch.float64: "F64",
 }  # fmt: skip
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors' own reader."""
 
 
 def spec_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec:
@@ -121,32 +119,9 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.specs: dict[str, TensorSpec] = {}
-        self._offsets: dict[str, int] = {}
-        try:
-            self._read_header()
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: is not a safetensors file ({error})") from error
-
-    def _read_header(self) -> None:
-        size = self.path.stat().st_size
-        with self.path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(_MAX_HEADER_BYTES, size - 8):
-                raise ValueError("its header is longer than the file")
-            entries = json.loads(file.read(length))
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            if entry["dtype"] not in ITEM_BYTES:
-                raise ValueError(f"{name} has dtype {entry['dtype']}, known are {', '.join(ITEM_BYTES)}")
-            spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
-            begin, end = entry["data_offsets"]
-            inside = min(spec.shape, default=0) >= 0 and 0 <= begin <= end <= size - 8 - length
-            if not inside or end - begin != spec.num_bytes:
-                raise ValueError(f"the bytes of {name} do not match its shape")
-            self.specs[name], self._offsets[name] = spec, 8 + length + begin
+        header = read_header(path)
+        self.specs = {name: spec for name, (spec, _) in header.items()}
+        self._offsets = {name: offset for name, (_, offset) in header.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor in fresh host memory; a 0-dim tensor as it is."""
@@ -163,7 +138,7 @@ def _read_into(path: Path, target: Tensor, offset: int) -> None:
     content: Any = target.numpy()
     view = memoryview(content)
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             file.seek(offset)
             while view:
                 count = file.readinto(view)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from forgather_cli.checkpoint.layout import TensorSpec
 from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.errors import CheckpointError
+from forgather_cli.input_files import read_weight_map
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -60,18 +60,12 @@ def main_dtype(specs: Iterable[TensorSpec]) -> torch.dtype:
 
 
 def _readers(directory: Path) -> list[TensorReader]:
-    if (directory / SINGLE).is_file():
+    if (directory / SINGLE).exists():
         return [TensorReader(directory / SINGLE)]
-    try:
-        weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory}: has neither {SINGLE} nor {INDEX}; save the model again as safetensors"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / INDEX}: cannot be read ({type(error).__name__}: {error})") from error
-    readers = [TensorReader(directory / file) for file in files]
+    if not (directory / INDEX).exists():
+        raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX}; save the model again as safetensors")
+    weight_map = read_weight_map(directory / INDEX, CheckpointError)
+    readers = [TensorReader(file) for file in sorted(set(weight_map.values()))]
     found = {name for reader in readers for name in reader.specs}
     if lacking := sorted(set(weight_map) - found):
         raise CheckpointError(f"{directory}: its files lack {lacking[0]}, which {INDEX} names; it is damaged")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -119,24 +118,13 @@ def _newest(source: Path) -> Path:
 
 def _tensors(path: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
     """Name, dtype, shape, bytes and file of every tensor, from the files' headers."""
+    from forgather_cli.checkpoint.layout import read_header
+
     for name in sorted(manifest.files):
         if name.endswith(".safetensors"):
-            for tensor, entry in _header(path / name).items():
-                begin, end = entry["data_offsets"]
-                shape = list(entry["shape"])
-                yield {"name": tensor, "dtype": entry["dtype"], "shape": shape, "bytes": end - begin, "file": name}
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file (https://github.com/huggingface/safetensors#format)."""
-    try:
-        with path.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header: dict[str, Any] = json.loads(stream.read(min(length, path.stat().st_size)))
-    except (OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); see forgather checkpoint verify") from error
-    header.pop("__metadata__", None)
-    return header
+            for tensor, (spec, _) in read_header(path / name).items():
+                shape = list(spec.shape)
+                yield {"name": tensor, "dtype": spec.dtype, "shape": shape, "bytes": spec.num_bytes, "file": name}
 
 
 def _print_manifest(path: Path, manifest: Manifest) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forgather_cli.cli.common import AsJson, Overrides, check_overrides, only_json, print_json, quoted
+from forgather_cli.cli.source import TrustConfig
 from forgather_cli.errors import CheckpointError, ConfigError
 from forgather_cli.run_dir import run_of
 
@@ -23,6 +24,7 @@ def edit(
         Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run for its newest one.", show_default=False)
     ],
     overrides: Overrides = None,
+    trust_config: TrustConfig = False,
     as_json: AsJson = False,
 ) -> None:
     """Change the learning rate, weight decay, optimizer settings (betas, eps, ...) or schedule of a saved state.
@@ -40,7 +42,7 @@ def edit(
         from forgather_cli.trainer.edit import edit_checkpoint
 
         reader = _reader(source)
-        loaded = _composed(reader, words)
+        loaded = _composed(reader, words, trust_config)
         made = edit_checkpoint(reader, loaded.config, loaded.tree)
     if as_json:
         print_json({"path": str(reader.path), "backup": str(made.backup), "changes": _document(made.changes)})
@@ -78,7 +80,7 @@ def _reader(source: Path) -> Reader:
     return newest
 
 
-def _composed(reader: Reader, words: list[str]) -> Loaded:
+def _composed(reader: Reader, words: list[str], trust_config: bool) -> Loaded:
     """The checkpoint's own config with the changes. Raises ConfigError, also for a setting that no state holds."""
     from forgather_cli.config.decode import dump_tree
     from forgather_cli.config.load import load_resumed
@@ -87,7 +89,7 @@ def _composed(reader: Reader, words: list[str]) -> Loaded:
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "config.yaml"
         saved.write_text(dump_tree(saved_config(reader)), encoding="utf-8")
-        loaded = load_resumed(saved, words)
+        loaded = load_resumed(saved, words, reads=None if trust_config else EDITABLE)
     outside = sorted(path for path in loaded.given if path.split(".")[0] not in EDITABLE)
     if outside:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,17 +19,15 @@ from forgather_cli.cli.common import (
     writable,
     write_json,
 )
-from forgather_cli.cli.source import SourcePath, check_source, config_to_evaluate
+from forgather_cli.cli.source import SourcePath, TrustConfig, check_source, config_to_evaluate
 from forgather_cli.launch.place import joined
-
-if TYPE_CHECKING:
-    from forgather_cli.config.load import Loaded
 
 
 def evaluate(
     source: SourcePath,
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there too, as JSON.")] = None,
+    trust_config: TrustConfig = False,
     as_json: AsJson = False,
 ) -> None:
     r"""Loss, perplexity, bits per byte and accuracy of a run, a checkpoint or a model directory.
@@ -44,7 +42,7 @@ def evaluate(
     words = check_overrides(overrides)
     check_source(source)
     place = joined(words)
-    loaded, own_tokenizer = config_to_evaluate(source, words)
+    loaded, own_tokenizer = config_to_evaluate(source, words, trust_config=trust_config)
     if output is not None:
         writable(output, "--output")
     from forgather_cli.launch.evaluate import plan_evaluation
@@ -52,11 +50,14 @@ def evaluate(
     layout = plan_evaluation(loaded, place)
     with interruptible():
         if layout.in_process:
-            report = _here(source, loaded, own_tokenizer, as_json)
+            from forgather_cli.evaluation import evaluate_source
+
+            with only_json(as_json):
+                report = evaluate_source(source, loaded.config, own_tokenizer=own_tokenizer, trust_config=trust_config)
         else:
             from forgather_cli.launch.evaluate import evaluate_on_ranks
 
-            request = {"source": str(source), "own_tokenizer": own_tokenizer}
+            request = {"source": str(source), "own_tokenizer": own_tokenizer, "trust_config": trust_config}
             code, report = evaluate_on_ranks(loaded, layout, request)
             if code:
                 raise typer.Exit(code)
@@ -67,13 +68,6 @@ def evaluate(
         print_json(document)
     else:
         _print({**document, "split": _split(loaded.config.data)})
-
-
-def _here(source: Path, loaded: Loaded, own_tokenizer: bool, as_json: bool) -> dict[str, Any]:
-    from forgather_cli.evaluation import evaluate_source
-
-    with only_json(as_json):
-        return evaluate_source(source, loaded.config, own_tokenizer=own_tokenizer)
 
 
 _SHOWN = {

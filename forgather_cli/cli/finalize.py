@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from forgather_cli.cli.common import AsJson, console, human, human_bytes, only_json, print_facts, print_json
-from forgather_cli.cli.source import SourcePath, check_source
+from forgather_cli.cli.source import SourcePath, TrustConfig, check_source
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.errors import ConfigError
 from forgather_cli.finalize.options import DtypeName, FinalizeOptions
@@ -58,6 +58,7 @@ def finalize(
             show_default=False,
         ),
     ] = None,
+    trust_config: TrustConfig = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,6 +77,7 @@ def finalize(
         quantize=quantize,
         max_divergence=max_divergence,
         text=text,
+        trust_config=trust_config,
     )
     check_source(source)
     with only_json(as_json):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from forgather_cli.cli.common import Col, human_bytes, load, only_json, print_facts, print_json, print_table
+from forgather_cli.cli.common import Col, human_bytes, only_json, print_facts, print_json, print_table
 
 if TYPE_CHECKING:
+    from forgather_cli.config.load import Loaded
     from forgather_cli.config.schema import Config
     from forgather_cli.plan import RunPlan
     from forgather_cli.plan.confirm import Confirmed
@@ -20,18 +20,27 @@ if TYPE_CHECKING:
 
 
 def show_fit(
-    words: Sequence[str] | None, config_dir: Path | None, memory: str | None, *, confirms: bool, as_json: bool
+    compose: Callable[[Sequence[str]], Loaded],
+    words: Sequence[str],
+    memory: str | None,
+    *,
+    confirms: bool,
+    as_json: bool,
 ) -> None:
-    """Find and print what fits. Raises ConfigError and SetupError."""
+    """Find and print what fits; ``compose`` makes a config of words. Raises ConfigError and SetupError."""
+
+    def config_with(more: Sequence[str]) -> Config:
+        return compose([*words, *more]).config
+
     from forgather_cli.plan import make_plan
     from forgather_cli.plan.confirm import confirm
     from forgather_cli.plan.device_memory import budget_of
     from forgather_cli.plan.fit import find_fit
 
-    config = load(words, config_dir).config
+    config = config_with([])
     with only_json(as_json):
         made = make_plan(config)
-        fit = find_fit(config, made.micro_batch, budget_of(config, memory), _with(words, config_dir))
+        fit = find_fit(config, made.micro_batch, budget_of(config, memory), config_with)
         if not as_json:
             print_fit(fit, config, made)
         found = confirm(config, made, fit.sizes, fit.budget, _tell) if confirms and fit.sizes else None
@@ -39,10 +48,6 @@ def show_fit(
         print_json(_document(fit, found))
     elif found is not None:
         print_facts(dict([_confirmed(found)]))
-
-
-def _with(words: Sequence[str] | None, config_dir: Path | None) -> Callable[[Sequence[str]], Config]:
-    return lambda more: load([*(words or []), *more], config_dir).config
 
 
 def _tell(line: str) -> None:

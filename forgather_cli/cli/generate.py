@@ -14,7 +14,7 @@ from forgather_cli.cli.chat import converse
 from forgather_cli.cli.common import AsJson, interruptible, only_json, print_json, writable, write_json
 from forgather_cli.cli.prompts import Prompt, read_prompts, write_all
 from forgather_cli.cli.screen import on_screen, show, tell_of_limit
-from forgather_cli.cli.source import SourcePath, check_source
+from forgather_cli.cli.source import SourcePath, TrustConfig, check_source
 from forgather_cli.config.device_limits import wrong_device
 from forgather_cli.errors import ConfigError
 
@@ -76,6 +76,7 @@ def generate(
     ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.", rich_help_panel=_DRAW)] = 42,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    trust_config: TrustConfig = False,
     as_json: AsJson = False,
 ) -> None:
     """Write text with a run, a checkpoint or a model directory."""
@@ -92,7 +93,7 @@ def generate(
             max_new_tokens, not greedy, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ())
         )
         with only_json(as_json):
-            model = load_generator(source, device=device)
+            model = load_generator(source, device=device, trust_config=trust_config)
         if chat:
             converse(model, sampling, system=system, prompt=prompt, as_json=as_json)
         elif prompts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,13 +16,13 @@ from forgather_cli.cli.common import (
     human,
     human_bytes,
     human_flops,
-    load,
     only_json,
     print_facts,
     print_json,
     print_table,
 )
 from forgather_cli.cli.fit import show_fit
+from forgather_cli.cli.source import TrustConfig, load_run_or_recipe
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,21 +43,24 @@ def plan(
     confirms: Annotated[
         bool, typer.Option("--confirm", help="With --fit: try it, a few steps on random tokens in a process apart.")
     ] = False,
+    trust_config: TrustConfig = False,
     as_json: AsJson = False,
 ) -> None:
     """Show parameters, steps, operations and memory of a run before it runs.
 
-    Nothing is trained, tokenized or written. The number of tokens is known only
-    where the corpus was tokenized before.
+    RECIPE may be a run too: its directory, or a config.yaml of it. Nothing is trained,
+    tokenized or written. The number of tokens is known only where the corpus was
+    tokenized before.
     """
+    compose = partial(load_run_or_recipe, config_dir=config_dir, trust_config=trust_config)
     if fit:
         if params:
             raise ConfigError("--params: says nothing to --fit; leave one of them out")
-        show_fit(words, config_dir, memory, confirms=confirms, as_json=as_json)
+        show_fit(compose, words or [], memory, confirms=confirms, as_json=as_json)
         return
     if memory is not None or confirms:
         raise ConfigError(f"{'--confirm' if memory is None else '--memory'}: needs --fit")
-    loaded = load(words, config_dir)
+    loaded = compose(words)
     from forgather_cli.plan import make_plan
 
     with only_json(as_json):

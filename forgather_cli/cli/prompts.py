@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import typer
 from forgather_cli.cli.common import json_text, only_json
 from forgather_cli.cli.screen import on_screen, tell_of_limit
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.input_files import parse_json, parse_yaml, read_text
 
 if TYPE_CHECKING:
     from forgather_cli.generation import Generator, Sampling, Text
@@ -51,12 +51,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     readers = {".txt": _of_lines, ".jsonl": _of_json_lines, ".yaml": _of_yaml, ".yml": _of_yaml}
     if path.suffix.lower() not in readers:
         raise ConfigError(f"--prompts: must be a {_KINDS} file, got {path}")
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"--prompts: {path} cannot be read: {error.strerror}; give a {_KINDS} file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts: {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    content = read_text(path, lambda why: ConfigError(f"--prompts: {why}; give a {_KINDS} file in UTF-8"))
+    content = content.removeprefix("\ufeff")
     problems: list[str] = []
     found = list(readers[path.suffix.lower()](path, content, problems))
     if problems:
@@ -78,7 +74,7 @@ def _of_json_lines(path: Path, content: str, problems: list[str]) -> Iterator[Pr
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError as error:
             problems.append(f"--prompts: {where}: is not JSON ({error})")
             continue
@@ -100,12 +96,10 @@ def _of_value(where: str, value: Any) -> Prompt | None:
 
 
 def _of_yaml(path: Path, content: str, problems: list[str]) -> Iterator[Prompt]:
-    import yaml
-
     try:
-        values = yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        problems.append(f"--prompts: {path} is not YAML: {' '.join(str(error).split())}")
+        values = parse_yaml(content)
+    except ValueError as error:
+        problems.append(f"--prompts: {path} is not YAML: {error}")
         return
     if values is not None and not isinstance(values, list):
         got = "a mapping" if isinstance(values, dict) else type(values).__name__

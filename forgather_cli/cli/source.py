@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forgather_cli.cli.common import quoted
+from forgather_cli.cli.common import load, quoted, split_words
+from forgather_cli.config.options import GROUPS
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.run_dir import RunDir, run_of
+from forgather_cli.run_dir import RunDir, run_of, step_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -22,6 +25,30 @@ SourcePath = Annotated[
         show_default=False,
     ),
 ]
+TrustConfig = Annotated[
+    bool,
+    typer.Option(
+        "--trust-config",
+        help="Run what the run's saved config names by [cyan]_target_[/], and let it read your environment.",
+    ),
+]
+
+
+def load_run_or_recipe(words: Sequence[str] | None, config_dir: Path | None, *, trust_config: bool) -> Loaded:
+    """The config of a recipe, or of a run given by its directory or a ``config.yaml`` of it. Raises ConfigError."""
+    recipe, overrides = split_words(words)
+    path = Path(recipe)
+    run = run_of(path) if path.is_dir() and step_of(path) is None else None
+    saved = run.newest_config() if run is not None else path if _SAVED.fullmatch(path.name) else None
+    if saved is None:
+        return load(words, config_dir)
+    from forgather_cli.config.load import load_resumed
+
+    reads = None if trust_config else GROUPS
+    return load_resumed(saved, overrides, config_dir=config_dir, reads=reads)
+
+
+_SAVED = re.compile(r"config(\.\d+)?\.yaml")
 
 
 def check_source(source: Path) -> None:
@@ -29,20 +56,23 @@ def check_source(source: Path) -> None:
     if not source.is_dir():
         raise SetupError(f"{source}: no such directory; give a run, a checkpoint or a model directory")
     marks = ("config.yaml", "manifest.json", "config.json")
-    if not any((source / mark).is_file() for mark in marks):
+    if not any((source / mark).exists() for mark in marks):
         raise SetupError(
             RunDir(source).note_set_aside()
             or f"{source}: is no run (config.yaml), no checkpoint (manifest.json) and no model directory (config.json)"
         )
 
 
-def config_for(source: Path, overrides: list[str]) -> Loaded:
-    """The run's config with overrides; for a model directory the default recipe with that model and its tokenizer."""
+def config_for(source: Path, overrides: list[str], reads: Collection[str] | None) -> Loaded:
+    """The run's config with overrides; for a model directory the default recipe with that model and its tokenizer.
+
+    ``reads``: None trusts the run's config; else the groups that the command reads.
+    """
     run = run_of(source)
     if run is not None:
         from forgather_cli.config.resume import recompose
 
-        return recompose(run, overrides)
+        return recompose(run, overrides, reads=reads)
     from forgather_cli.config.load import load_config
 
     where = quoted(source.resolve())
@@ -58,6 +88,7 @@ _READ = {
     "nproc_per_node", "nnodes", "rdzv_endpoint", "hang_timeout", "data", "trainer", "loss", "precision",
 }  # fmt: skip
 """Settings and groups that an evaluation reads."""
+_GROUPS_READ = ("data", "trainer", "loss", "precision")  # the model is that of the checkpoint
 _RANKS = {"trainer", "nproc_per_node", "nnodes", "rdzv_endpoint"}
 _SAME_TEXT = {"data.seq_len", "data.packing", "data.isolate_documents", "data.cache_dir", "data.tokenize_processes"}
 """Settings of data that leave the corpus as it was, and with it a tokenizer that was trained on it."""
@@ -74,24 +105,25 @@ _OF_TRAINING = (
 """What a run was trained with must not keep its model from being evaluated in another layout."""
 
 
-def config_to_evaluate(source: Path, overrides: list[str]) -> tuple[Loaded, bool]:
+def config_to_evaluate(source: Path, overrides: list[str], *, trust_config: bool = False) -> tuple[Loaded, bool]:
     """The config of an evaluation, and whether to use the model's own tokenizer in place of the config's.
 
     In this process unless the overrides say otherwise, however the run was trained. Raises ConfigError.
     """
     neutral = [*_OF_TRAINING, *([] if run_of(source) else ["max_eval_samples=null"])]  # no run: the whole split
-    base = config_for(source, neutral)
-    loaded = config_for(source, [*neutral, *overrides])
+    reads = None if trust_config else _GROUPS_READ
+    loaded = config_for(source, [*neutral, *overrides], reads)
+    base = config_for(source, neutral, reads and ())
     typed = {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides}
     if whole := _whole(loaded, typed):
         overrides = [*whole, *overrides]
-        loaded = config_for(source, [*neutral, *overrides])
+        loaded = config_for(source, [*neutral, *overrides], reads)
     given = (loaded.given - base.given) | typed
     unread = [path for path in sorted(given & loaded.given) if path.partition(".")[0] not in _READ]
     if unread:
         raise ConfigError([f"{path}: {_unread(path)}; leave it out" for path in unread])
     if not any(path.partition(".")[0] in _RANKS for path in given) and not _is_single(base):
-        loaded = config_for(source, [*neutral, *overrides, "trainer=single"])
+        loaded = config_for(source, [*neutral, *overrides, "trainer=single"], reads)
     return loaded, _needs_own_tokenizer(base, loaded, given)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from forgather_cli.config.options import did_you_mean
 from forgather_cli.errors import ConfigError
+from forgather_cli.input_files import read_yaml
 
 ALWAYS_SO = (
     "fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type",
@@ -209,15 +210,9 @@ def launched_settings(*, sharded: bool, own_decoder: bool, environ: Mapping[str,
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        tree = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"accelerate_config: {path} cannot be read ({reason}); give an Accelerate YAML file"
-        ) from None
+    tree = read_yaml(
+        path.expanduser(), lambda why: ConfigError(f"accelerate_config: {why}; give an Accelerate YAML file")
+    )
     if not isinstance(tree, dict):
         raise ConfigError(f"accelerate_config: {path} must hold a mapping, got {type(tree).__name__}")
     return {str(key): value for key, value in tree.items()}

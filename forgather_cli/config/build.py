@@ -22,6 +22,7 @@ from forgather_cli.config.mistakes import Speech
 from forgather_cli.config.options import BARE_GROUPS, SearchPath, shipped
 from forgather_cli.config.overrides import Change, apply, resolve
 from forgather_cli.config.paths import leaves
+from forgather_cli.config.references import references
 from forgather_cli.config.targets import target_problems
 from forgather_cli.errors import ConfigError
 
@@ -37,7 +38,7 @@ class Build:
 
     ``options``: chosen option by group; ``chosen``: groups chosen on the command line; ``in_recipe``: paths that a
     recipe sets, with its file; ``files`` those of the recipe and what it starts from, innermost first; ``problems``
-    collects the mistakes of every stage.
+    collects the mistakes of every stage; ``references`` are those to the environment, as typed.
     """
 
     search: SearchPath
@@ -50,6 +51,7 @@ class Build:
     typed: dict[str, str] = field(default_factory=dict)
     on_command_line: set[str] = field(default_factory=set)
     files: list[Path] = field(default_factory=list)
+    references: dict[str, str] = field(default_factory=dict)
 
     def change(self, changes: Iterable[Change]) -> None:
         """Apply value changes in order; those that cannot be made become problems."""
@@ -97,6 +99,7 @@ class Build:
         """Resolve, decode and check. Raises ConfigError with the problems of every stage."""
         self._fill_output_dir()
         self._read_accelerate()
+        self.references = references(self._raw())
         resolved = plain(self.cfg)
         self.problems += resolved.problems
         config = self._decoded(resolved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,10 +68,16 @@ def plain(cfg: DictConfig) -> Plain:
             if not key or key in unresolved:
                 raise ConfigError([*problems, _said(error)]) from error
             if not isinstance(error, InterpolationToMissingValueError):  # the missing value itself is reported
-                reason = str(error).splitlines()[0]
-                problems.append(f"{key}: cannot be resolved ({reason}); mend the ${{...}} in it")
+                problems.append(f"{key}: {_unresolved(str(error).splitlines()[0])}")
             unresolved.add(key)
             OmegaConf.update(cfg, key, "???")
+
+
+def _unresolved(reason: str) -> str:
+    if unset := re.search(r"Environment variable '(.+)' not found", reason):
+        name = unset[1]
+        return f"environment variable {name} is not set; export it, or give a default: ${{oc.env:{name},DEFAULT}}"
+    return f"cannot be resolved ({reason}); mend the ${{...}} in it"
 
 
 @contextmanager

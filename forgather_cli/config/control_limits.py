@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from forgather_cli.config.schema import Config, ControlSettings
+from forgather_cli.control.token import given_token
+from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import is_name
 
-_TOKEN = re.compile(r"[!-~]{16,}")
 _PATH = "callbacks.control"
 
 
@@ -29,14 +29,19 @@ def control_problems(config: Config, given: frozenset[str]) -> Iterator[str]:
 
 
 def _contradictions(control: ControlSettings, given: frozenset[str]) -> Iterator[str]:
-    token = control.auth_token
-    if token is not None and not _TOKEN.fullmatch(token):
-        yield f"{_PATH}.auth_token: must be 16 or more letters, digits and signs without blanks; make it longer"
-    if token is not None and control.disable_auth:
-        yield f"{_PATH}.auth_token: nothing reads it with disable_auth=true; set one of the two"
+    given_here = [name for name in ("auth_token", "auth_token_file") if getattr(control, name) is not None]
+    if len(given_here) == 2:
+        yield f"{_PATH}.auth_token: excludes auth_token_file; leave one out"
+    elif given_here and control.disable_auth:
+        yield f"{_PATH}.{given_here[0]}: nothing reads it with disable_auth=true; set one of the two"
+    elif control.enable_http and not control.disable_auth:
+        try:
+            given_token(control)
+        except ConfigError as error:
+            yield from error.problems
     if not control.host:
         yield f"{_PATH}.host: must be an address, got nothing; set it to 127.0.0.1"
     if not control.enable_http:
-        for name in ("host", "port", "auth_token", "disable_auth"):
+        for name in ("host", "port", "auth_token", "auth_token_file", "disable_auth"):
             if f"{_PATH}.{name}" in given:
                 yield f"{_PATH}.{name}: nothing reads it with enable_http=false; leave one of the two out"

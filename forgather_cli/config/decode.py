@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from forgather_cli.config import mistakes
 from forgather_cli.config.mistakes import Speech
 from forgather_cli.config.options import GROUPS
+from forgather_cli.config.references import as_typed, references, resolved, without_token
 from forgather_cli.config.schema import CallbackSettings, Config, Target
 from forgather_cli.errors import ConfigError
+from forgather_cli.input_files import read_yaml
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -91,13 +93,7 @@ def dump_tree(tree: dict[str, Any]) -> str:
 
 def load_tree(path: Path) -> dict[str, Any]:
     """The plain tree in a YAML file that ``dump_tree`` wrote. Raises ConfigError if it cannot be read."""
-    import yaml
-
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: cannot be read ({reason}); give a run directory with its config.yaml") from error
+    tree = read_yaml(path, lambda why: ConfigError(f"{why}; give a run directory with its config.yaml"))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")
     directory = RunDir(path.parent).first_directory()
@@ -125,7 +121,7 @@ def _resolve(tree: dict[str, Any], directory: Path) -> None:
         if name in _FILES and isinstance(value, list):
             node[last] = [
                 str(directory / each)
-                if isinstance(each, str) and "://" not in each and not each.startswith("~")
+                if isinstance(each, str) and "://" not in each and not each.startswith(("~", "${"))
                 else each
                 for each in value
             ]
@@ -133,10 +129,21 @@ def _resolve(tree: dict[str, Any], directory: Path) -> None:
             node[last] = str(directory / value)
 
 
+def written_tree(config: Config, path: Path) -> dict[str, Any]:
+    """The tree of a config that was started from the file at ``path``, with the references that it has there."""
+    typed = references(load_tree(path)) if path.is_file() else {}
+    return without_token(as_typed(to_tree(config), typed))
+
+
 def load_saved(path: Path) -> Config:
     """The config a run was started with, from its ``config.yaml``. Raises ConfigError, each problem with the file."""
+    return decode_saved(load_tree(path), path)
+
+
+def decode_saved(tree: dict[str, Any], path: Path) -> Config:
+    """The tree of the saved config at ``path`` as ``Config``. Raises ConfigError, each problem with the file."""
     try:
-        return decode(load_tree(path))
+        return decode(resolved(tree))
     except ConfigError as error:
         named = [problem if str(path) in problem else f"{path}: {problem}" for problem in error.problems]
         raise ConfigError(named) from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.errors import ConfigError
+from forgather_cli.input_files import read_text
 
 if TYPE_CHECKING:
     from forgather_cli.config.build import Build
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class Loaded:
     """A checked config and where it came from.
 
-    ``tree`` is the config as a plain tree, complete and resolved; ``given`` the dotted paths that recipe or command
+    ``tree`` is the config as it is written: complete and resolved but for references to the environment, without the
+    job's token; ``given`` the dotted paths that recipe or command
     line set, groups whose option was chosen among them.
     """
 
@@ -72,10 +74,13 @@ def load_resumed(
     config_dir: Path | None = None,
     cwd: Path | None = None,
     edited: Mapping[str, Any] | None = None,
+    reads: Collection[str] | None = None,
 ) -> Loaded:
     """A run's saved ``config.yaml`` with overrides, checked. A group override replaces the whole group by that option.
 
     ``edited``: parts of the tree that stand in the place of the saved ones before the overrides are applied.
+    ``reads``: None trusts the saved config; else the groups that the command reads, which may neither name code nor
+    read the environment. Other groups that do are replaced by shipped options.
     ``recipe_path`` and ``recipe_text`` are those of the saved config. Raises ConfigError with every problem found.
     """
     from omegaconf import OmegaConf
@@ -85,6 +90,7 @@ def load_resumed(
     from forgather_cli.config.decode import load_tree, option_types
     from forgather_cli.config.options import search_path
     from forgather_cli.config.overrides import parse
+    from forgather_cli.config.trust import take_out_code, untrusted
 
     search = search_path(config_dir, (cwd or Path.cwd()).resolve())
     tree = {**load_tree(saved), **(edited or {})}
@@ -93,11 +99,16 @@ def load_resumed(
     parsed = parse(overrides, search)
     if is_launched_for_fsdp() and option_types(tree).get("trainer") != "fsdp2" and "trainer" not in parsed.chosen:
         parsed = parse([*overrides, "trainer=fsdp2"], search)
+    problems = list(parsed.problems)
+    if reads is not None:
+        typed = {*parsed.chosen, *(change.key.removesuffix("._target_") for change in parsed.changes)}
+        wanted = take_out_code(tree)
+        problems += [untrusted(group, want) for group, want in wanted.items() if group in reads and group not in typed]
     options = {**option_types(tree), **_replace_groups(tree, parsed, search)}
     name = str(tree.pop("recipe", "default"))
-    build = Build(search, OmegaConf.create(tree), options, name, parsed.chosen, {}, list(parsed.problems))
+    build = Build(search, OmegaConf.create(tree), options, name, parsed.chosen, {}, problems)
     build.change(parsed.changes)
-    return _loaded(build, saved, saved.read_text(encoding="utf-8"), overrides)
+    return _loaded(build, saved, read_text(saved, ConfigError), overrides)
 
 
 def _replace_groups(tree: dict[str, Any], parsed: Parsed, search: SearchPath) -> dict[str, str]:
@@ -117,6 +128,8 @@ def _replace_groups(tree: dict[str, Any], parsed: Parsed, search: SearchPath) ->
 
 def _loaded(build: Build, path: Path, text: str, overrides: Sequence[str]) -> Loaded:
     from forgather_cli.config.decode import to_tree
+    from forgather_cli.config.references import as_typed, escaped, without_token
 
     config = build.finish()
-    return Loaded(config, to_tree(config), build.recipe, path, text, tuple(overrides), build.given())
+    tree = without_token(as_typed(escaped(to_tree(config)), build.references))
+    return Loaded(config, tree, build.recipe, path, text, tuple(overrides), build.given())

@@ -11,6 +11,8 @@ from typing import Any, get_type_hints
 from forgather_cli.config import schema
 from forgather_cli.config.options import GROUPS, SearchPath, did_you_mean
 from forgather_cli.config.paths import Setting, is_list, lookup, members, option_type, root_keys, settings
+from forgather_cli.errors import ConfigError
+from forgather_cli.input_files import read_text
 
 _SHORT = {
     "learning_rate": "lr max_lr peak_lr",
@@ -228,7 +230,7 @@ def _type_of(group: str, option: str, say: Speech) -> str:
     file = say.search.option(group, option) if say.search else None
     if file is None:
         return option
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file, ConfigError)
     if match := re.search(r"^type: *(\w+)", text, re.MULTILINE):
         return match.group(1)
     parent = re.search(r"^ *- (\w+)$", text, re.MULTILINE)

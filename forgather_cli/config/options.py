@@ -15,6 +15,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from forgather_cli.errors import ConfigError
+from forgather_cli.input_files import read_text
 
 GROUPS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision", "callbacks")
 """The config groups, as in ``schema.Config.GROUPS``; stated again so that listing them costs no import."""
@@ -57,7 +58,8 @@ class SearchPath:
         return name in GROUPS or any(any((root / name).glob("*.yaml")) for root in self.conf if (root / name).is_dir())
 
     def option_names(self, group: str) -> list[str]:
-        return sorted({path.stem for root in self.conf for path in (root / group).glob("*.yaml")}, key=_natural)
+        files = (path for root in self.conf for path in (root / group).glob("*.yaml"))
+        return sorted({path.stem for path in files if path.is_file()}, key=_natural)
 
 
 def shipped(name: str) -> Path:
@@ -108,7 +110,7 @@ def find_recipe(name: str, path: SearchPath, cwd: Path) -> Path:
     """The file of a recipe given by name or path. Raises ConfigError with the nearest names."""
     file = cwd / name
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        if file.is_file():
+        if file.exists():
             return file.resolve()
         raise ConfigError(f"recipe {name}: no such file; give an existing YAML file or a recipe's name")
     for root in path.recipes:
@@ -120,19 +122,18 @@ def find_recipe(name: str, path: SearchPath, cwd: Path) -> Path:
 
 def description(file: Path) -> str:
     """The first comment line of a YAML file."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            text = line.strip()
-            if text.startswith("#") and not text.startswith("# @package"):
-                return text.lstrip("# ").rstrip()
-            if text and not text.startswith("#"):
-                break
+    for line in read_text(file, ConfigError).splitlines():
+        text = line.strip()
+        if text.startswith("#") and not text.startswith("# @package"):
+            return text.lstrip("# ").rstrip()
+        if text and not text.startswith("#"):
+            break
     return ""
 
 
 def comment(file: Path, key: str) -> str:
     """The comment behind ``key:`` at any depth of a YAML file; empty if there is none."""
-    match = re.search(rf"^ *{re.escape(key)}:[^#\n]* # (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    match = re.search(rf"^ *{re.escape(key)}:[^#\n]* # (.+)$", read_text(file, ConfigError), re.MULTILINE)
     return match.group(1).strip() if match else ""
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, did_you_mean
 from forgather_cli.config.paths import ending_with, lookup, root_keys
+from forgather_cli.errors import ConfigError
+from forgather_cli.input_files import read_yaml
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -68,7 +70,8 @@ def parse(overrides: Sequence[str], path: SearchPath) -> Parsed:
 def wrong_option(group: str, name: object, path: SearchPath) -> str | None:
     """The problem with choosing ``name`` in ``group``, or None if it exists."""
     names = path.option_names(group)
-    if isinstance(name, str) and path.option(group, name):
+    if isinstance(name, str) and (file := path.option(group, name)):
+        read_yaml(file, ConfigError)  # Hydra expands aliases without end
         return None
     typed = "null" if name is None else str(name)
     remedy = " remove it with ~callbacks;" if group == "callbacks" and name is None else did_you_mean(typed, names)

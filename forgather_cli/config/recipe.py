@@ -10,6 +10,7 @@ from forgather_cli.config.options import GROUPS, SearchPath, did_you_mean, find_
 from forgather_cli.config.overrides import Change, wrong_option
 from forgather_cli.config.paths import leaves, root_keys
 from forgather_cli.errors import ConfigError
+from forgather_cli.input_files import read_text, read_yaml
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Recipe:
 def read_recipe(name: str, path: SearchPath, cwd: Path) -> Recipe:
     """A recipe by name or path. Lesser faults go into ``problems``; raises ConfigError if it cannot be read."""
     file = find_recipe(name, path, cwd)
-    recipe = Recipe(file.stem, file, _text(file))
+    recipe = Recipe(file.stem, file, read_text(file, ConfigError))
     recipe.primary = _add(recipe, file, path, cwd, ())
     return recipe
 
@@ -114,21 +115,15 @@ def _entry_problem(entry: Any, file: Path, path: SearchPath) -> str | None:
     return None
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error}); give a readable YAML file") from error
-
-
 def _load(file: Path) -> dict[str, Any]:
     """The YAML mapping in a file, interpolations as they stand."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    read_yaml(file, ConfigError)  # OmegaConf expands aliases without end
     try:
-        loaded = OmegaConf.create(_text(file))
+        loaded = OmegaConf.create(read_text(file, ConfigError))
         tree = OmegaConf.to_container(loaded, resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, TypeError) as error:
         raise ConfigError(f"{file}: not valid YAML ({' '.join(str(error).split())}); mend the file") from error

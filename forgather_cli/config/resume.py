@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from forgather_cli.config.decode import load_tree
 from forgather_cli.config.load import Loaded, load_resumed
 from forgather_cli.config.overrides import parse_lines
 from forgather_cli.errors import ConfigError
-from forgather_cli.run_dir import RunDir, step_of
+from forgather_cli.run_dir import RunDir, is_model_directory, step_of
 
 
 def reload_config(
@@ -34,9 +34,14 @@ def reload_config(
     return replace(loaded, given=loaded.given | set(changes))
 
 
-def recompose(run: RunDir, overrides: Sequence[str], *, config_dir: Path | None = None) -> Loaded:
-    """The config of a run's newest start with overrides, otherwise as it was. Raises ConfigError."""
-    return load_resumed(run.newest_config(), overrides, config_dir=config_dir)
+def recompose(
+    run: RunDir, overrides: Sequence[str], *, config_dir: Path | None = None, reads: Collection[str] | None
+) -> Loaded:
+    """The config of a run's newest start with overrides, otherwise as it was; ``reads`` as for ``load_resumed``.
+
+    Raises ConfigError.
+    """
+    return load_resumed(run.newest_config(), overrides, config_dir=config_dir, reads=reads)
 
 
 def _resumption(run: RunDir) -> dict[str, Any]:
@@ -67,8 +72,10 @@ def _check_run(run: RunDir) -> None:
     """Raise ConfigError for what cannot be gone on with."""
     if not run.root.is_dir():
         raise ConfigError(f"{run.root}: no such directory; give the directory of a run")
-    if run.config.is_file():
+    if run.config.exists() and not is_model_directory(run.root):
         return
+    if is_model_directory(run.root):
+        raise ConfigError(f"{run.root}: is a model directory (config.json); give a run, or train model=pretrained")
     if step_of(run.root) is not None:
         root = run.root.resolve().parent.parent
         raise ConfigError(f"{run.root}: is a checkpoint; give its run, forgather resume {root}")

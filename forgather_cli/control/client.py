@@ -14,6 +14,7 @@ from forgather_cli.control import records
 from forgather_cli.control.records import Command
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ControlError
+from forgather_cli.input_files import parse_json
 from forgather_cli.launch.outcome import read_outcome
 from forgather_cli.run_dir import RunDir
 
@@ -121,7 +122,7 @@ def _exchange(entry: Entry, method: str, path: str, body: Any, patience: float) 
     finally:
         connection.close()
     try:
-        return answer.status, json.loads(content)
+        return answer.status, parse_json(content)
     except ValueError:
         return answer.status, None
 

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.errors import ControlError
+from forgather_cli.input_files import read_json
 from forgather_cli.run_dir import RunDir, is_name
 
 log = logging.getLogger(__name__)
@@ -106,6 +108,6 @@ def unfinished(run: RunDir) -> Iterator[Command]:
 
 def _read(path: Path) -> Command | None:
     try:
-        return from_document(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        return from_document(read_json(path, ControlError))
+    except (ControlError, ValueError):
         return None

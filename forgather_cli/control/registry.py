@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import ControlError
+from forgather_cli.input_files import parse_json, read_bytes
 from forgather_cli.run_dir import is_name
 
 _ENDPOINT, _TOKEN = "endpoint.json", "auth_token"
@@ -60,7 +61,7 @@ class Entry:
         """What the job asks for; None if it asks for nothing."""
         try:
             return _text(jobs_directory() / self.job_id / _TOKEN).strip()
-        except OSError:
+        except (OSError, ValueError):
             return None
 
 
@@ -218,7 +219,7 @@ def _is_being_written(place: Path) -> bool:
 def _read(place: Path) -> Entry | None:
     """What lies in a directory of the registry; None if that is no entry."""
     try:
-        raw: dict[str, Any] = json.loads(_text(place / _ENDPOINT))
+        raw: dict[str, Any] = parse_json(_text(place / _ENDPOINT))
         entry = Entry(**{each.name: raw[each.name] for each in fields(Entry)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -228,8 +229,7 @@ def _read(place: Path) -> Entry | None:
 
 
 def _text(path: Path) -> str:
-    with path.open(encoding="utf-8") as file:
-        return file.read(_MAX_BYTES)
+    return read_bytes(path, _MAX_BYTES).decode()
 
 
 def _beginning_with(word: str, known: list[Entry]) -> list[Entry]:

@@ -6,7 +6,6 @@ strangers, so they run in Jinja's immutable sandbox and see plain values only. S
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,8 +14,9 @@ from typing import Any
 
 import jinja2
 
-from forgather_cli.data.chat_sandbox import Span, Turns, sandbox
+from forgather_cli.data.chat_sandbox import Span, TooSlow, Turns, sandbox
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import read_json_object, read_text
 
 Message = Mapping[str, Any]
 
@@ -36,7 +36,10 @@ CHATML = """\
 """
 
 # what expressions of a template raise on messages that it does not expect
-_RAISED = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_RAISED = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
 _SENTINEL = "\u2063assistant\u2063turn\u2063"  # invisible separators: nothing that a template would strip or split
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the standard one first
 
@@ -50,7 +53,8 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
         self.special_tokens = dict(special_tokens)
-        environment = sandbox(datetime.now())
+        self._environment = environment = sandbox(datetime.now())
+        self._given_up = ""
         self._turns: Turns = environment.extensions[Turns.identifier]  # type: ignore[assignment]
         try:
             self._template = environment.from_string(source)
@@ -65,7 +69,7 @@ class ChatTemplate:
         config = _read_json(directory / "tokenizer_config.json")
         path = directory / "chat_template.jinja"
         try:
-            source = _read(path) if path.is_file() else _in_config(config.get("chat_template"))
+            source = read_text(path, DataError) if path.exists() else _in_config(config.get("chat_template"))
             return None if source is None else cls(source, special_tokens(directory))
         except DataError as error:
             raise DataError(f"{directory}: {error}") from error
@@ -79,7 +83,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
     ) -> str:
         """The conversation as text; with ``add_generation_prompt`` up to where the assistant's answer begins."""
-        with _refusals():
+        with self._rendering():
             return self._template.render(self._variables(messages, add_generation_prompt, tools))
 
     def render_spans(
@@ -92,7 +96,7 @@ class ChatTemplate:
         """
         if self.marks_turns:
             blocks: list[str] = []
-            with _refusals(), self._turns.noted(blocks) as spans:
+            with self._rendering(), self._turns.noted(blocks) as spans:
                 for block in self._template.generate(self._variables(messages, False, tools)):
                     blocks.append(block)
             return "".join(blocks), spans
@@ -103,6 +107,20 @@ class ChatTemplate:
             start, end = _Turn(self, messages, tools, text, i).span(after=end)
             spans.append((start, end))
         return text, spans
+
+    @contextmanager
+    def _rendering(self) -> Iterator[None]:
+        if self._given_up:
+            raise DataError(self._given_up)  # once is enough: a conversation is rendered several times
+        self._environment.begin()
+        try:
+            yield
+        except _RAISED as error:
+            what = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+            said = f"the chat template refuses these messages ({what})"
+            if isinstance(error, TooSlow):
+                self._given_up = said
+            raise DataError(said) from error
 
     def _variables(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Any] | None
@@ -175,15 +193,6 @@ class _Turn:
             return None
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except _RAISED as error:
-        what = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-        raise DataError(f"the chat template refuses these messages ({what})") from error
-
-
 def _plain_message(message: Message) -> dict[str, Any]:
     """Without keys whose value is None, as templates expect, and with the reasoning under the names they read."""
     plain = {key: value for key, value in message.items() if value is not None}
@@ -214,17 +223,4 @@ def _in_config(value: Any) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read(path))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error})") from error
-    return value if isinstance(value, dict) else {}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+    return read_json_object(path, DataError) if path.exists() else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -14,9 +15,78 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
+
+
+RENDERING_SECONDS = 5.0
+"""For one conversation; hundreds of turns take milliseconds."""
+_MAX_LENGTH = 10_000_000  # characters or items of what an operator makes
+
+
+class TooSlow(jinja2.TemplateError):
+    """A template that has not come to its end in time."""
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """Templates that end: loops and macros look at the clock, operators at the size of what they make."""
+
+    intercepted_binops = frozenset(["*", "**", "+"])
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._until = 0.0
+        self.globals |= {"_tick": self._tick, "_concat": _concat}
+
+    def begin(self) -> None:
+        """A rendering begins."""
+        self._until = time.monotonic() + RENDERING_SECONDS
+
+    def _tick(self) -> None:
+        if time.monotonic() > self._until:
+            raise TooSlow(f"it has not come to its end within {RENDERING_SECONDS:g} s")
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Guards().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            too_large = abs(right) > 1000 or abs(left) > 1_000_000
+        else:
+            lengths = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
+            numbers = [side for side in (left, right) if isinstance(side, int)]
+            factor = max(numbers, default=0) if operator == "*" else 2
+            too_large = bool(lengths) and max(lengths) * factor > _MAX_LENGTH
+        if too_large:
+            raise jinja2.TemplateError(f"what {operator} makes in it is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Guards(NodeTransformer):
+    """Puts a look at the clock into each loop and macro, and a function in the place of ``~``."""
+
+    def visit_For(self, node: Any) -> Any:
+        self.generic_visit(node)
+        tick = nodes.Call(nodes.Name("_tick", "load"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
+        return node
+
+    visit_Macro = visit_CallBlock = visit_For
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Call(nodes.Name("_concat", "load"), node.nodes, [], None, None).set_lineno(node.lineno)
+
+
+def _concat(*parts: Any) -> str:
+    texts = [str(part) for part in parts]
+    if sum(map(len, texts)) > _MAX_LENGTH:
+        raise jinja2.TemplateError("what ~ makes in it is too large")
+    return "".join(texts)
 
 
 class Turns(Extension):
@@ -53,9 +123,9 @@ class Turns(Extension):
         return text
 
 
-def sandbox(now: datetime) -> jinja2.Environment:
+def sandbox(now: datetime) -> Environment:
     """``now`` is one moment for all renderings, so that parts of a conversation agree across midnight."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Turns, loopcontrols])
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Turns, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise,

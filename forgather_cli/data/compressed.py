@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import open_file
 
 _CHUNK = 1 << 16  # bytes of a file that are decompressed at once
 
@@ -45,7 +46,7 @@ def opened(path: Path) -> Iterator[Opened]:
     """
     codec = CODECS.get(path.suffix.lower())
     try:
-        with path.open("rb") as raw:
+        with open_file(path) as raw:
             if codec is None:
                 yield Opened(raw, raw)
             else:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from forgather_cli.data.reading import BadRow, Damage, Part, Record, kind_of, read_records, read_rows, sound_rows
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import parse_json
 
 _T = TypeVar("_T")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -141,7 +141,7 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     tools = record.get("tools")
     if isinstance(tools, str):  # parquet files keep them as JSON
         try:
-            tools = json.loads(tools) if tools.strip() else None
+            tools = parse_json(tools) if tools.strip() else None
         except ValueError as error:
             raise DataError(f"'tools' is not JSON ({error})") from error
     if tools is not None and not isinstance(tools, list):

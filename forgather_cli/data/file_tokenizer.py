@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from forgather_cli.data.tokenize import Marked, Span
 from forgather_cli.data.tokenizer_files import END, special_tokens, write_config, write_template, write_tokenizer
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import read_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -36,12 +37,13 @@ class FileTokenizer:
         import tokenizers
 
         path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise DataError(
                 f"data.tokenizer: no tokenizer.json in {str(directory)!r}; give bytes, bpe or a directory that "
                 f"AutoTokenizer.from_pretrained(...).save_pretrained(directory) wrote"
             )
         try:
+            content = read_bytes(path)  # first: the library waits at a pipe
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"data.tokenizer: cannot read {path} ({error})") from error
@@ -55,7 +57,7 @@ class FileTokenizer:
         self.bos_token_id = self._id(special["bos"])
         pad = self._id(special["pad"])
         self.pad_token_id = pad if pad is not None else self.eos_token_id or 0
-        parts = [hashlib.sha256(path.read_bytes()).hexdigest(), special]
+        parts = [hashlib.sha256(content).hexdigest(), special]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def _id(self, token: str | int | None) -> int | None:

@@ -19,6 +19,7 @@ from forgather_cli.data.tokenize import load_tokenizer
 from forgather_cli.data.tokenizer_files import END
 from forgather_cli.data.tokens import Tokenized, TokenSplit
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import read_text
 
 if TYPE_CHECKING:
     from forgather_cli.data.packing import Batched
@@ -59,11 +60,7 @@ def _template(option: InstructSettings) -> ChatTemplate:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"cannot read {path} ({why}); give chatml, or a file with a Jinja template") from error
+    return read_text(path, lambda why: DataError(f"{why}; give chatml, or a file with a Jinja template"))
 
 
 def cached_chats(option: InstructSettings, root: Path) -> tuple[Meta, dict[str, int], int] | None:

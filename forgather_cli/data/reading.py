@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from forgather_cli.data.compressed import CODECS, Opened, opened
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import open_file, parse_json
 
 _CHUNK = 1 << 20  # characters that are encoded at once
 PIECE = 16 << 20  # bytes; a longer plain text becomes several documents, cut at line borders: memory is bounded
@@ -167,7 +167,7 @@ def parts_of(path: Path) -> list[Part]:
 def _ranges(path: Path, size: int) -> Iterator[Part]:
     """Ranges of a plain file that end with a line; of text, which may have no lines, with a character."""
     longest = None if kind_of(path) == ".jsonl" else PIECE
-    with path.open("rb") as handle:
+    with open_file(path) as handle:
         start = 0
         while start < size:
             handle.seek(start + PIECE)
@@ -294,8 +294,8 @@ def read_records(path: Path, damage: Damage, bad: BadRow, part: Part = WHOLE) ->
     with opened(path) as file:
         if kind_of(path) == ".json" and _is_list(path):
             try:
-                values = json.loads(file.handle.read().decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
+                values = parse_json(file.handle.read().decode("utf-8-sig"), any_text=True)
+            except ValueError as error:
                 raise DataError(f"{path}: not JSON ({error}); mend it") from error
             lines: Iterable[Any] = values
         else:
@@ -305,8 +305,8 @@ def read_records(path: Path, damage: Damage, bad: BadRow, part: Part = WHOLE) ->
                 if not value.strip():
                     continue
                 try:
-                    value = json.loads(_decode(value, path, damage))
-                except (ValueError, RecursionError) as error:
+                    value = parse_json(_decode(value, path, damage), any_text=True)
+                except ValueError as error:
                     bad(number, f"not a JSON line ({error})")
                     continue
             if isinstance(value, dict):
@@ -338,7 +338,7 @@ def _rows_before(path: Path, part: Part) -> int:
         with _parquet_file(path) as file:
             return sum(file.metadata.row_group(number).num_rows for number in range(part.start))
     count, left = 0, part.start
-    with path.open("rb") as handle:
+    with open_file(path) as handle:
         while left and (data := handle.read(min(left, PIECE))):
             count += data.count(b"\n")
             left -= len(data)

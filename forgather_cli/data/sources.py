@@ -26,6 +26,7 @@ from forgather_cli.data.reading import (
     read_documents,
 )
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import open_file
 
 if TYPE_CHECKING:  # processes that tokenize need this module and no settings, whose import takes as long as theirs
     from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
@@ -168,7 +169,7 @@ def available_cores() -> int:
 
 def _file_hash(path: Path) -> str:
     try:
-        with path.open("rb") as handle:
+        with open_file(path) as handle:
             return hashlib.file_digest(handle, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error

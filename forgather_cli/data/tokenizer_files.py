@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import read_json_object
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,13 +28,7 @@ def special_tokens(directory: Path) -> dict[str, str | int | None]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.tokenizer: cannot read {path} ({error})") from error
-    return value if isinstance(value, dict) else {}
+    return read_json_object(path, lambda why: DataError(f"data.tokenizer: {why}")) if path.exists() else {}
 
 
 def _content(token: Any) -> str | int | None:

@@ -19,6 +19,7 @@ from forgather_cli.checkpoint.weights import Weights, main_dtype
 from forgather_cli.data.tokenize import Tokenizer
 from forgather_cli.errors import ModelError
 from forgather_cli.finalize.options import DtypeName
+from forgather_cli.input_files import read_json_object
 from forgather_cli.models.resize import new_rows
 
 TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
@@ -110,17 +111,12 @@ def _vocabulary_tensors(weights: Weights, names: Sequence[str], config: dict[str
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model directory. Raises ModelError where it is missing, damaged, or of a quantized model."""
     path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise ModelError(
             f"{directory}: has no config.json, since the model is a class of your own, which no other tool can build; "
             "its weights and tokenizer lie there ready for use"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: must hold a JSON object, got {type(config).__name__}")
+        )
+    config = read_json_object(path, ModelError)
     if config.get("quantization_config") is not None:
         raise ModelError(f"{directory}: is quantized already; finalize the checkpoint or model that it was made from")
     return config
@@ -159,7 +155,7 @@ def write_configs(
     known = {key: value for key, value in ids.items() if value is not None}
     write_json(directory / "config.json", {**config, **known})
     path = directory / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    generation = read_json_object(path, ModelError) if path.exists() else {}
     generation.pop("_from_model_config", None)  # it says: derived from config.json, to be made anew
     write_json(path, {**generation, **known})
 

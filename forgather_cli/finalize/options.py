@@ -8,6 +8,7 @@ from typing import Literal
 
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.input_files import read_text
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 LOGIT_BOUND = 1e-4
@@ -28,6 +29,8 @@ class FinalizeOptions:
     quantize: QuantizeRecipe | None = None
     max_divergence: float | None = None
     text: Path | None = None
+    trust_config: bool = False
+    """Whether data that the run's saved config names by ``_target_`` may be loaded."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError with all that contradicts itself."""
@@ -58,8 +61,4 @@ class FinalizeOptions:
 
 def read_given(option: str, path: Path, content: str) -> str:
     """The text of the file that an option names and that is to hold ``content``. Raises DataError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise DataError(f"{option}: cannot read {path} ({reason}); give a file of {content}") from error
+    return read_text(path, lambda why: DataError(f"{option}: {why}; give a file of {content}"))

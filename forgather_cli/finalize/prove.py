@@ -257,7 +257,7 @@ def _through_transformers(directory: Path) -> tuple[nn.Module, torch.device, str
     try:
         with quiet():  # of torchao, which transformers imports where it is installed
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                directory, dtype="auto", local_files_only=True
+                directory, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
             )
     except Exception as error:  # whatever the library raises, it does not load
         first = (str(error).splitlines() or [type(error).__name__])[0]

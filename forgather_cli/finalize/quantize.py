@@ -21,11 +21,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from forgather_cli.checkpoint.layout import read_header
 from forgather_cli.checkpoint.tensors import dtype_of
 from forgather_cli.checkpoint.weights import INDEX, SINGLE, Weights
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError, SetupError
+from forgather_cli.input_files import read_json_object
 from forgather_cli.models.build import build_model, directory_option
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import reset_buffers
@@ -102,11 +104,8 @@ def quantize_directory(
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{directory / _CONFIG}: cannot be read: {error}") from error
-    if not isinstance(config, dict) or config.get("quantization_config") is not None:
+    config = read_json_object(directory / _CONFIG, ModelError)
+    if config.get("quantization_config") is not None:
         raise ModelError(f"{directory}: is quantized already; quantize the model that it was made from")
     return config
 
@@ -253,11 +252,9 @@ def _write_config(directory: Path, config: dict[str, Any], quantized: Any, plan:
 
 def is_quantized(directory: Path) -> bool:
     """Whether a model directory holds quantized weights."""
-    try:
-        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if not (directory / _CONFIG).exists():
         return False
-    return isinstance(config, dict) and config.get("quantization_config") is not None
+    return read_json_object(directory / _CONFIG, ModelError).get("quantization_config") is not None
 
 
 def load_quantized(directory: Path, device: torch.device) -> nn.Module:
@@ -266,8 +263,9 @@ def load_quantized(directory: Path, device: torch.device) -> nn.Module:
     The own decoder for the families it covers, else transformers' class. Raises SetupError.
     """
     need_torchao(f"{directory}", _SUPPORT)
-    config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    method = config["quantization_config"].get("quant_method")
+    config = read_json_object(directory / _CONFIG, ModelError)
+    quantization = config["quantization_config"]
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method != "torchao":
         raise ModelError(f"{directory}: is quantized by {method}, which is not read here; give the model before that")
     try:
@@ -297,6 +295,7 @@ def _read_tensors(directory: Path, device: torch.device) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):
+        read_header(path)  # first: the library waits at a pipe
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata |= file.metadata() or {}
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -312,5 +311,10 @@ def _read_tensors(directory: Path, device: torch.device) -> dict[str, Tensor]:
 def _through_transformers(directory: Path, device: torch.device) -> nn.Module:
     from forgather_cli.models.hf.library import library
 
-    model: nn.Module = library().AutoModelForCausalLM.from_pretrained(directory)
+    try:
+        model: nn.Module = library().AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{directory}: transformers cannot load it: {' '.join(str(error).split())}") from error
     return model.to(device).eval()

@@ -66,6 +66,8 @@ class Job:
     options: FinalizeOptions
     config: Config | None
     """Of the run; None where the model belongs to none."""
+    untrusted: str | None
+    """What keeps the run's data from being loaded."""
     model_config: dict[str, Any]
     tokenizer: Tokenizer
     """The source's."""
@@ -113,7 +115,8 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
     if options.add_tokens is not None:
         check_new(new_tokens, tokenizer, options.add_tokens)
     vocab = Vocabulary(tokenizer.vocab_size, tokenizer.vocab_size + len(new_tokens))
-    return Job(chosen, options, chosen.config, model_config, tokenizer, new_tokens, template, vocab)
+    config, untrusted = chosen.config(trust=options.trust_config)
+    return Job(chosen, options, config, untrusted.get("data"), model_config, tokenizer, new_tokens, template, vocab)
 
 
 def _bytes(job: Job) -> int:
@@ -144,7 +147,7 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
     found = job.chosen.model(directory / _AVERAGE)
     tensors = job.conversion(found.directory)
     stored = Weights(found.directory).dtype
-    sample = choose_sample(options.text, job.config, job.tokenizer, num_positions(job.model_config))
+    sample = choose_sample(options.text, job.config, job.tokenizer, num_positions(job.model_config), job.untrusted)
     say(f"measuring the source on {sample.num_tokens:,} tokens ({sample.origin})")
     rounding = tensors.dtype if options.dtype is not None and tensors.dtype != stored else None
     shared = job.vocab.before if job.vocab.added else int(job.model_config.get("vocab_size") or job.vocab.before)

@@ -60,16 +60,22 @@ class Sample:
         return sum(ids.shape[1] for ids, _ in self.sequences)
 
 
-def choose_sample(text: Path | None, config: Config | None, tokenizer: Tokenizer, longest: int | None) -> Sample:
+def choose_sample(
+    text: Path | None, config: Config | None, tokenizer: Tokenizer, longest: int | None, untrusted: str | None = None
+) -> Sample:
     """Of ``text`` where it is given, else of the evaluation split of a run's ``config``, else built in.
 
-    ``longest``: positions the model knows. Raises DataError for a text that cannot be read or is too short.
+    ``longest``: positions the model knows. ``untrusted``: why the run's data is not loaded.
+    Raises DataError for a text that cannot be read or is too short.
     """
     limit = min(_MAX_LENGTH, longest or _MAX_LENGTH)
     if text is not None:
         return _of_text(read_given("--text", text, "plain text"), tokenizer, limit, str(text))
     if config is None:
         return _of_text(BUILT_IN, tokenizer, limit, "a built-in text, as the source belongs to no run")
+    if untrusted is not None:
+        why = f"as the run's config {untrusted}, which --trust-config allows"
+        return _of_text(BUILT_IN, tokenizer, limit, f"a built-in text, {why}")
     try:
         return _of_run(config, limit, tokenizer)
     except ForgatherError as error:

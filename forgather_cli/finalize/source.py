@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,10 @@ from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.schema import Config
+from forgather_cli.config.trust import load_untrusted
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
+from forgather_cli.input_files import read_json_object
 from forgather_cli.run_dir import RunDir, run_of
 from forgather_cli.source import Located, locate
 
@@ -31,11 +32,12 @@ class Chosen:
     members: tuple[Path, ...] = ()
     """Checkpoints to average, oldest first; empty for one model."""
 
-    @property
-    def config(self) -> Config | None:
-        """Of the run that the model comes from."""
+    def config(self, *, trust: bool) -> tuple[Config | None, dict[str, str]]:
+        """Of the run that the model comes from; without ``trust`` less what runs code, by group (``config.trust``)."""
         run = self.located.run
-        return None if run is None else load_saved(run.newest_config())
+        if run is None:
+            return None, {}
+        return (load_saved(run.newest_config()), {}) if trust else load_untrusted(run.newest_config())
 
     def model(self, directory: Path) -> Located:
         """The model itself; an average is made in ``directory``, which must not exist."""
@@ -72,11 +74,8 @@ class Chosen:
         """What the model directory itself says of its own origin."""
         for name in (REPORT, PROVENANCE):
             path = self.located.directory / name
-            if path.is_file():
-                try:
-                    document = json.loads(path.read_text(encoding="utf-8"))
-                except (OSError, ValueError):
-                    continue  # a note by the way, not needed for anything
+            if path.exists():
+                document = read_json_object(path)
                 return {"made_from": document.get("source", document)}
         return {}
 
@@ -97,7 +96,7 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
     if not source.is_dir():
         raise SetupError(f"{source}: no such directory; give a run, a checkpoint or a model directory")
     if not options.best and options.average is None:
-        return Chosen(locate(source))
+        return Chosen(locate(source, trust_config=True))  # nothing here builds a model that has no config.json
     run = RunDir(source)
     if not run.checkpoints.is_dir():
         given = "--best" if options.best else "--average"

@@ -11,8 +11,9 @@ from typing import Any
 from forgather_cli.data.chat import ChatTemplate
 from forgather_cli.data.file_tokenizer import FileTokenizer
 from forgather_cli.data.tokenize import Tokenizer
-from forgather_cli.errors import DataError
+from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.options import read_given
+from forgather_cli.input_files import parse_json, read_json_object
 
 _ANSWER = "forgather answers"
 
@@ -53,7 +54,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     start = text.lstrip()
     if path.suffix == ".json" or (start.startswith("[") and start[1:].lstrip()[:1] in ('"', "{", "]")):
         try:
-            found = json.loads(text)
+            found = parse_json(text)
         except ValueError as error:
             raise DataError(f"--add-tokens: {path}:{getattr(error, 'lineno', 1)}: not JSON ({error})") from error
         if not isinstance(found, list):
@@ -64,7 +65,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
         line = line.removesuffix("\r")
         if line.startswith("{"):
             try:
-                yield number, json.loads(line)
+                yield number, parse_json(line)
             except ValueError as error:
                 raise DataError(
                     f'--add-tokens: {path}:{number}: not a JSON object ({error}); write {{"token": "...", "special": '
@@ -136,8 +137,8 @@ def write_chat_template(directory: Path, text: str) -> None:
     """Put a template beside a tokenizer, as its only one. Raises DataError where it refuses a plain conversation."""
     (directory / "chat_template.jinja").write_text(text, encoding="utf-8")
     config = directory / "tokenizer_config.json"
-    if config.is_file():
-        settings = json.loads(config.read_text(encoding="utf-8"))
+    if config.exists():
+        settings = read_json_object(config, DataError)
         if settings.pop("chat_template", None) is not None:
             config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -164,8 +165,8 @@ def stop_tokens(directory: Path, tokenizer: Tokenizer, ending: str | int | None)
     """Ids that end a text: the tokenizer's end, those the model came with, and the end of a turn."""
     known = [tokenizer.eos_token_id]
     path = directory / "generation_config.json"
-    if path.is_file():
-        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    if path.exists():
+        given = read_json_object(path, ModelError).get("eos_token_id")
         known += given if isinstance(given, list) else [given]
     known.append(ending if isinstance(ending, int) else None)
     return list(dict.fromkeys(token for token in known if isinstance(token, int)))

@@ -9,8 +9,10 @@ import shlex
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from forgather_cli.errors import SetupError
+from forgather_cli.input_files import open_file, parse_json, read_json_object
 from forgather_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -60,12 +62,13 @@ def resume_command(run: RunDir) -> str:
 def read_outcome(run: RunDir) -> Outcome | None:
     """How the last job ended; None if it runs, was killed, or never was."""
     try:
-        raw = json.loads(run.exit.read_text(encoding="utf-8"))
-        code, state = int(raw["code"]), raw.get("state")
+        raw = read_json_object(run.exit)
+        code = int(raw["code"])
+        state: Any = raw.get("state")
         if state not in get_args(State):  # of version 0.1.0, which wrote the code alone
             state = {DONE: "done", STOPPED: "stopped"}.get(code, "cut" if code > 128 else "failed")
         return Outcome(state, code, str(raw["reason"]), int(raw["step"]), str(raw["time"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (SetupError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -77,14 +80,14 @@ def newest_step(run: RunDir) -> int:
 def _last_recorded_step(metrics: Path) -> int:
     """Step of the last whole record of a metrics file; reads its last 64 KiB."""
     try:
-        with metrics.open("rb") as stream:
+        with open_file(metrics) as stream:
             stream.seek(max(0, metrics.stat().st_size - 65536))
             lines = stream.read().splitlines()
     except OSError:
         return 0
     for line in reversed(lines):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if not record.get("abandoned"):
                 return int(record["step"])
         except (ValueError, KeyError, TypeError, AttributeError):

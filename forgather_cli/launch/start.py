@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import Config
+from forgather_cli.control.token import VARIABLE
 from forgather_cli.errors import CheckpointError, ConfigError, ForgatherError, SetupError
 from forgather_cli.launch import outcome
 from forgather_cli.launch.claim import Claim, claim, forget_hidden, prepare
@@ -106,7 +108,15 @@ def _train(layout: Layout, held: Claim, path: Path, config: Config) -> Ending:
     settle = partial(_settle, held)
     if layout.in_process:
         return Rank(Place(), settle=settle).train(lambda rank: _start(config, held))
-    return supervised(layout, held.run, path, settle)
+    control = config.callbacks.control
+    if control is None or control.auth_token is None:
+        return supervised(layout, held.run, path, settle)
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = control.auth_token  # the ranks' config.yaml holds none
+    try:
+        return supervised(layout, held.run, path, settle)
+    finally:
+        os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
 
 
 @lasting_output()
@@ -186,13 +196,18 @@ def _config_text(tree: dict[str, Any]) -> str:
 
 def _origin(loaded: Loaded) -> dict[str, Any]:
     """What ``origin.yaml`` tells besides versions."""
+    token = getattr(loaded.config.callbacks.control, "auth_token", None)
+
+    def hidden(text: str) -> str:
+        return text.replace(token, "***") if token else text
+
     return {
         "recipe": loaded.recipe,
         "recipe_path": str(loaded.recipe_path) if loaded.recipe_path else None,
-        "overrides": list(loaded.overrides),
+        "overrides": [hidden(each) for each in loaded.overrides],
         "directory": str(Path.cwd()),
         "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "recipe_text": loaded.recipe_text,
+        "recipe_text": hidden(loaded.recipe_text),
     }
 
 

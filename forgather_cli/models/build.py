@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.files import read_rows, tensor_files
 from forgather_cli.models.init import init_parameters
-from forgather_cli.models.pretrained import read_settings
+from forgather_cli.models.pretrained import read_config, read_settings
 from forgather_cli.models.resize import grown_vocabulary
 from forgather_cli.targets import import_target
 
@@ -108,11 +107,7 @@ def directory_option(directory: Path) -> PretrainedSettings | TransformersSettin
 
 
 def _names_a_type(directory: Path) -> bool:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and isinstance(config.get("model_type"), str)
+    return isinstance(read_config(directory, "model.path").get("model_type"), str)
 
 
 def _from_target(target: Target, **sizes: int) -> nn.Module:

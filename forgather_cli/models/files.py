@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forgather_cli.errors import ModelError
+from forgather_cli.input_files import open_file, read_weight_map
 from forgather_cli.models.resize import rows_like
 from forgather_cli.sharding import held_rows, local
 
@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _BLOCK_ROWS = 4096
 _PORTION_BYTES = 1 << 27
 
@@ -30,19 +31,15 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     if not directory.is_dir():
         raise ModelError(f"model.path: no such directory: {directory}")
     single, index = directory / _WEIGHTS, directory / _INDEX
-    if single.is_file():
+    if single.exists():
         with opened(single) as tensors:
             return dict.fromkeys(tensors.keys(), single)
-    if not index.is_file():
+    if not index.exists():
         raise ModelError(_without_weights(directory))
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path: cannot read {index}: {type(error).__name__}: {error}") from error
     found: dict[str, Path] = {}
-    for shard in sorted(set(weight_map.values())):
-        with opened(directory / shard) as tensors:
-            found.update(dict.fromkeys(tensors.keys(), directory / shard))
+    for shard in sorted(set(read_weight_map(index, lambda why: ModelError(f"model.path: {why}")).values())):
+        with opened(shard) as tensors:
+            found.update(dict.fromkeys(tensors.keys(), shard))
     return found
 
 
@@ -63,6 +60,7 @@ def _without_weights(directory: Path) -> str:
 def opened(path: Path) -> Iterator[Any]:
     """A safetensors file; damage and absence become ModelError."""
     try:
+        open_file(path).close()  # the library waits at a pipe
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model.path: cannot read {path}: {error}") from error
@@ -95,6 +93,11 @@ def read_rows(
                     raise ModelError(
                         f"model.path: {name} in {file.parent} has shape {shape}, expected {tuple(target.shape)} "
                         f"{remedy}"
+                    )
+                if target.is_floating_point() and source.get_dtype() not in _FLOATS:
+                    raise ModelError(
+                        f"model.path: {name} in {file} holds {source.get_dtype()} where weights are expected; save the "
+                        "model again"
                     )
                 if grown:
                     _read_grown(target, source, name=name, seed=seed)

@@ -15,6 +15,7 @@ from torch import nn
 from forgather_cli.config.families import FAMILIES, family_of
 from forgather_cli.config.schema import DecoderSettings, RopeScaling
 from forgather_cli.errors import ModelError
+from forgather_cli.input_files import read_json_object
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
@@ -61,6 +62,15 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The keys each rope type reads."""
 
+_BOUNDS = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "n_head"), 1_000_000),
+    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size"), 1_000_000),
+    "vocab_size": 100_000_000,
+    "max_position_embeddings": 10_000_000_000,
+}
+"""The most that a model may have, by the keys of config.json: each layer is a module, and sizes are multiplied."""
+
 
 def read_settings(directory: str | Path) -> DecoderSettings:
     """Resolved settings of the model in a Hugging Face directory. Raises ModelError."""
@@ -72,19 +82,21 @@ def read_settings(directory: str | Path) -> DecoderSettings:
         return decoder_settings_from_hf(config)
     except ModelError as error:
         raise ModelError(f"model.path: {path / 'config.json'}: {error}") from error
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # a text where a number should be, and so on
+        raise ModelError(f"model.path: {path / 'config.json'}: cannot be read as a model's config: {error}") from error
 
 
 def read_config(path: Path, setting: str) -> dict[str, Any]:
     """A parsed config.json, given by itself or by its directory. Raises ModelError, which begins with ``setting``."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{setting}: {path} has no config.json; expected a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{setting}: cannot read {file}: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{setting}: {file} must hold a JSON object, got {type(config).__name__}")
+    if not file.exists():
+        raise ModelError(f"{setting}: {path} has no config.json; expected a Hugging Face model directory")
+    config = read_json_object(file, lambda why: ModelError(f"{setting}: {why}"))
+    for values in (config, *(value for value in config.values() if isinstance(value, dict))):  # text_config, say
+        for key, most in _BOUNDS.items():
+            value = values.get(key)
+            if isinstance(value, int | float) and not 1 <= value <= most:
+                raise ModelError(f"{setting}: {file}: {key} must be from 1 to {most:,}, got {value!r:.80}")
     return config
 
 
@@ -95,6 +107,9 @@ def decoder_settings_from_hf(config: dict[str, Any]) -> DecoderSettings:
     _refuse(config)
     llama_like = model_type in ("llama", "qwen3")
     attention_bias = model_type == "qwen2" or (llama_like and bool(config.get("attention_bias", False)))
+    for key in _BOUNDS.keys() & set(_COPIED):
+        if config[key] is not None and type(config[key]) is not int:
+            raise ModelError(f"{key} must be a whole number, got {config[key]!r:.80}")
     heads = config["num_attention_heads"]
     values = {key: config[key] for key in _COPIED}
     values["num_key_value_heads"] = config["num_key_value_heads"] or heads

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import SetupError
+from forgather_cli.input_files import read_yaml
 from forgather_cli.run_dir import RunDir
 
 _DEPTH = 4  # directories below a given one in which runs are looked for
@@ -69,11 +70,8 @@ def origin_of(run: RunDir) -> dict[str, Any]:
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with libyaml
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        tree = read_yaml(path)
+    except SetupError:
         return {}
     return tree if isinstance(tree, dict) else {}

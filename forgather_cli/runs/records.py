@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forgather_cli.errors import SetupError
+from forgather_cli.input_files import parse_json, read_bytes
 
 Record = dict[str, Any]
 Axis = Literal["step", "tokens", "time"]
@@ -19,10 +19,13 @@ _PAUSE = 60.0  # seconds between two records below which a run never counts as s
 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a log; a torn last line is left out, any other broken one is a SetupError."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        lines = read_bytes(path).decode(errors="replace").splitlines()
+    except OSError as error:
+        raise SetupError(f"{path}: cannot be read ({error.strerror})") from error
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             if number == len(lines):
                 return

@@ -11,6 +11,7 @@ from typing import Any
 
 from forgather_cli.config.options import did_you_mean
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.input_files import read_text
 from forgather_cli.launch.job import is_running
 from forgather_cli.launch.outcome import newest_step, read_outcome
 from forgather_cli.run_dir import RunDir
@@ -115,8 +116,8 @@ class Holder:
 def holder_of(run: RunDir) -> Holder | None:
     """Who has last taken the directory; None if that cannot be read."""
     try:
-        found = _HOLDER.match(run.lock.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
+        found = _HOLDER.match(read_text(run.lock))
+    except SetupError:
         return None
     return found and Holder(int(found[1]), found[2])
 

@@ -390,9 +390,11 @@ def load_model(reader: Reader, tensors: dict[str, Tensor], group: Any = None) ->
     problems += [f"not in this model: {name}" for name in sorted(saved - everything)]
     if not problems:
         for name, tensor in tensors.items():
-            shape = reader.shape(name)
+            shape, dtype = reader.shape(name), reader.dtype(name)
             if shape != tensor.shape:
                 problems.append(f"{name}: the checkpoint has {shape}, this model {tuple(tensor.shape)}")
+            elif dtype.is_floating_point != tensor.dtype.is_floating_point:
+                problems.append(f"{name}: the checkpoint has {dtype}, this model {tensor.dtype}")
             else:
                 local(tensor).copy_(reader.read(name, "model", *held_rows(tensor)))
     if problems:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator
 
 from forgather_cli.config.schema.base import Count, NonNegative, PositiveFloat, PositiveInt, TargetOption, settings
 from forgather_cli.errors import ConfigError
+from forgather_cli.input_files import read_yaml
 
 
 @settings
@@ -137,16 +138,8 @@ class TextgenSettings:
         """The prompts themselves, or those of the YAML file. Raises ConfigError for what is no list of texts."""
         path, found = "callbacks.textgen.prompts", self.prompts
         if isinstance(found, str):
-            import yaml
-
-            try:
-                found = yaml.safe_load(Path(found).expanduser().read_text(encoding="utf-8"))
-            except OSError as error:
-                reason = f"cannot read {self.prompts}: {error.strerror}"
-                raise ConfigError(f"{path}: {reason}; give a list or a YAML file") from error
-            except (yaml.YAMLError, ValueError) as error:
-                reason = f"{self.prompts} is not YAML: {' '.join(str(error).split())}"
-                raise ConfigError(f"{path}: {reason}; mend the file or give a list") from error
+            file = Path(found).expanduser()
+            found = read_yaml(file, lambda why: ConfigError(f"{path}: {why}; give a list or a YAML file"))
         if not isinstance(found, list) or not all(isinstance(prompt, str) for prompt in found):
             raise ConfigError(f"{path}: must be a list of texts, got {found!r:.80}; quote each of them in YAML")
         if not found:
@@ -182,7 +175,8 @@ class ControlSettings:
     enable_http: bool = True
     host: str = "127.0.0.1"
     port: Annotated[int, Gt(0), Lt(65536)] | None = None  # null: the first free one of 8900 to 8999
-    auth_token: str | None = None  # null: drawn for each job
+    auth_token: str | None = None  # null: auth_token_file, else FORGATHER_AUTH_TOKEN, else drawn for each job
+    auth_token_file: str | None = None
     disable_auth: bool = False
 
 

@@ -62,7 +62,8 @@ def config_of(option: TransformersSettings, *, vocab_size: int) -> Any:
         config = kind.from_dict(merged)
     except Exception as error:  # whatever a config class checks: its own kinds of exceptions
         reason = " ".join(str(error).split())
-        raise ModelError(f"{_setting(option)}: {kind.__name__} refused it: {reason}") from error
+        where = _setting(option) if option.path is None else f"{_setting(option)}: {option.path}"
+        raise ModelError(f"{where}: {kind.__name__} refused it: {reason}") from error
     if getattr(config, "output_router_logits", False):
         _log.warning("output_router_logits: the router's auxiliary loss is not trained here, it is left out")
     return config

@@ -104,6 +104,7 @@ def _by_transformers(option: TransformersSettings) -> dict[str, Tensor]:
             config=config,
             dtype="auto",
             use_safetensors=True,
+            trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
         )

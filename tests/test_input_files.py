@@ -1,0 +1,243 @@
+"""Files that anybody may have written, through the commands: one message with the file's name, soon."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import forgather
+from safetensors.torch import load_file, save_file
+
+from forgather_cli.input_files import MAX_DEPTH, file_inside, parse_json, parse_yaml
+
+SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
+         "max_steps=1", "data=synthetic", "num_samples=64", "num_eval_samples=4"]  # fmt: skip
+STEP = "RUN/checkpoints/step-00000001"
+GENERATE = ["generate", "MODEL", "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"]
+EVAL = ["eval", "RUN"]
+INSPECT = ["checkpoint", "inspect", STEP]
+OF_STEP = ["generate", STEP, "--prompt", "a"]
+SUMMARY = ["logs", "summary", "RUN"]
+FINALIZE = ["finalize", "MODEL", "new"]
+TRAIN = ["train", "model=nano", "seq_len=16", "callbacks=minimal", "device=cpu", "max_steps=1", "output_dir=new"]
+PLAN = ["plan", "model=pretrained", "model.path=MODEL"]
+DEEP = "[" * 20_000 + "]" * 20_000
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    assert forgather("train", *SMALL, f"output_dir={root}/RUN") == 0
+    shutil.copytree(root / STEP / "model", root / "MODEL")
+    return root
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory with a run RUN of one step and its model MODEL."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def pipe(name: str) -> Callable[[], None]:
+    def make() -> None:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).unlink(missing_ok=True)
+        os.mkfifo(name)
+
+    return make
+
+
+def text(name: str, content: str) -> Callable[[], None]:
+    def make() -> None:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(content)
+
+    return make
+
+
+def edited(name: str, **changes: Any) -> Callable[[], None]:
+    """A JSON object with other values."""
+
+    def make() -> None:
+        path = Path(name)
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
+
+    return make
+
+
+def manifest(**changes: Any) -> Callable[[], None]:
+    """A checkpoint's manifest with other values and a right checksum."""
+
+    def make() -> None:
+        path = Path(STEP, "manifest.json")
+        document = {**json.loads(path.read_text()), **changes}
+        document.pop("checksum")
+        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+        path.write_text(json.dumps({**document, "checksum": hashlib.sha256(canonical.encode()).hexdigest()}))
+
+    return make
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
+    """The model's safetensors file with another header."""
+
+    def make() -> None:
+        path = Path("MODEL/model.safetensors")
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        entries = json.loads(content[8 : 8 + length])
+        found = change(entries)
+        new = (found if isinstance(found, str) else json.dumps(entries)).encode()
+        path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
+
+    return make
+
+
+def overlap(entries: dict[str, Any]) -> None:
+    norms = [entry for entry in entries.values() if entry.get("shape") == [64]]
+    norms[1]["data_offsets"] = norms[0]["data_offsets"]
+
+
+def relabel(entries: dict[str, Any]) -> None:
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            entry["dtype"] = "I32"
+
+
+def index(file: str) -> Callable[[], None]:
+    def make() -> None:
+        Path("MODEL/model.safetensors").rename("outside.safetensors")
+        names = load_file("outside.safetensors")
+        Path("MODEL/model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+
+    return make
+
+
+CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
+    # a pipe where a file is read
+    "config.json": (pipe("MODEL/config.json"), GENERATE, ["MODEL/config.json", "a pipe"]),
+    "tokenizer.json": (pipe("MODEL/tokenizer.json"), GENERATE, ["MODEL/tokenizer.json", "a pipe"]),
+    "tokenizer_config.json": (pipe("MODEL/tokenizer_config.json"), GENERATE, ["tokenizer_config.json", "a pipe"]),
+    "generation_config.json": (pipe("MODEL/generation_config.json"), GENERATE, ["generation_config.json", "a pipe"]),
+    "chat_template.jinja": (pipe("MODEL/chat_template.jinja"), GENERATE, ["chat_template.jinja", "a pipe"]),
+    "model.safetensors": (pipe("MODEL/model.safetensors"), GENERATE, ["model.safetensors", "a pipe"]),
+    "config.yaml": (pipe("RUN/config.yaml"), EVAL, ["RUN/config.yaml", "a pipe"]),
+    "manifest.json": (pipe(f"{STEP}/manifest.json"), INSPECT, ["manifest.json", "a pipe"]),
+    "metrics.jsonl": (pipe("RUN/metrics.jsonl"), SUMMARY, ["metrics.jsonl", "a pipe"]),
+    "recipe": (pipe("mine.yaml"), ["train", "./mine.yaml"], ["mine.yaml", "a pipe"]),
+    "prompts": (pipe("p.txt"), [*GENERATE[:2], "--prompts", "p.txt"], ["--prompts", "p.txt", "a pipe"]),
+    "proof": (pipe("t.txt"), [*FINALIZE, "--text", "t.txt"], ["--text", "t.txt", "a pipe"]),
+    "data": (pipe("d.txt"), [*TRAIN, "data=text", "data.files=[d.txt]"], ["data.files", "d.txt", "a pipe"]),
+    "device": (lambda: None, [*TRAIN, "data=text", "data.files=[/dev/zero]"], ["data.files", "/dev/zero", "a device"]),
+    "chat template": (
+        pipe("c.jinja"), [*TRAIN, "data=instruct", "data.files=[ok.jsonl]", "data.chat_template=c.jinja"],
+        ["c.jinja", "a pipe"],
+    ),
+    # what expands, or is nested without end
+    "bomb in config.yaml": (text("RUN/config.yaml", BOMB), EVAL, ["RUN/config.yaml", "aliases"]),
+    "bomb in a recipe": (text("m.yaml", "defaults: [train]\n" + BOMB), ["train", "./m.yaml"], ["m.yaml", "aliases"]),
+    "bomb in an option": (text("conf/model/m.yaml", BOMB), ["train", "model=m"], ["conf/model/m.yaml", "aliases"]),
+    "bomb in prompts": (text("p.yaml", BOMB), [*GENERATE[:2], "--prompts", "p.yaml"], ["p.yaml", "aliases"]),
+    "deep config.yaml": (text("RUN/config.yaml", DEEP * 5), EVAL, ["RUN/config.yaml", "nested"]),
+    "deep config.json": (text("MODEL/config.json", DEEP), GENERATE, ["MODEL/config.json", "nested"]),
+    "deep tokenizer_config": (text("MODEL/tokenizer_config.json", DEEP), GENERATE, ["tokenizer_config.json", "nested"]),
+    "deep manifest": (text(f"{STEP}/manifest.json", DEEP), INSPECT, ["manifest.json", "nested"]),
+    "deep header": (header(lambda entries: DEEP), GENERATE, ["model.safetensors"]),
+    "deep metrics": (text("RUN/metrics.jsonl", DEEP + "\n{}\n"), SUMMARY, ["metrics.jsonl:1", "nested"]),
+    "deep prompts": (text("p.jsonl", DEEP), [*GENERATE[:2], "--prompts", "p.jsonl"], ["p.jsonl:1", "nested"]),
+    "deep data": (text("d.jsonl", DEEP), [*TRAIN, "data=text", "data.files=[d.jsonl]"], ["d.jsonl:1", "nested"]),
+    # sizes and names
+    "layers": (edited("MODEL/config.json", num_hidden_layers=10_000_000), GENERATE, ["config.json", "_layers"]),
+    "a text for a number": (edited("MODEL/config.json", hidden_size="64"), PLAN, ["config.json", "hidden_size"]),
+    "no heads": (edited("MODEL/config.json", num_attention_heads=0), GENERATE, ["config.json", "num_attention_heads"]),
+    "larger than its files": (edited("MODEL/config.json", vocab_size=90_000_000), GENERATE, ["config.json", "larger"]),
+    "out of the directory": (index("../outside.safetensors"), GENERATE, ["index.json", "../outside.safetensors"]),
+    "a NUL in a name": (index("a\0b.safetensors"), GENERATE, ["index.json", "no name of a file"]),
+    "half a character": (index("\ud800.safetensors"), GENERATE, ["index.json", "surrogate"]),
+    # tensors
+    "overlapping": (header(overlap), GENERATE, ["model.safetensors"]),
+    "integers": (header(relabel), GENERATE, ["model.safetensors", "I32"]),
+    # manifests with a right checksum
+    "no files": (manifest(files={}), OF_STEP, ["manifest.json", "no files"]),
+    "another format": (manifest(format_version="99"), OF_STEP, ["'99'", "reads 1"]),
+    "step": (manifest(step="five"), OF_STEP, ["manifest.json", "step", "'five'"]),
+    "world_size": (manifest(world_size=None), OF_STEP, ["manifest.json", "world_size"]),
+    "healthy": (manifest(healthy="no"), OF_STEP, ["manifest.json", "healthy"]),
+    "metrics": (manifest(metrics=[1]), OF_STEP, ["manifest.json", "metrics"]),
+    "components": (manifest(components={"x": 5}), INSPECT, ["manifest.json", "components"]),
+    "best_by": (manifest(best_by={"x": 1}), INSPECT, ["manifest.json", "best_by"]),
+    "a file outside": (
+        manifest(files={"../x": {"size": 0, "ranges": []}}), INSPECT, ["manifest.json", "'../x'"],
+    ),
+    # a template
+    "loops": (text("c.jinja", LOOPS), [*FINALIZE, "--chat-template", "c.jinja"], ["c.jinja", "come to its end"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_message_with_the_name_of_the_file(here: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make, command, words = CASES[name]
+    text("ok.jsonl", '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')()
+    make()
+    began = time.monotonic()
+    code = forgather(*command)
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert said.count("error: ") == 1, said
+    assert all(word in said for word in words), said
+    assert time.monotonic() - began < 20
+    assert not Path("new").exists()
+
+
+def test_a_manifest_that_names_no_files_is_damaged(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest(files={})()
+    assert forgather("checkpoint", "verify", STEP) == 1
+    assert "no files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [DEEP, "{}", "\ud800".encode("utf-8", "surrogatepass").decode("latin1")])
+def test_a_registry_entry_of_another_kind_is_passed_over(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    text(f"{tmp_path}/forgather/jobs/job_1/endpoint.json", content)()
+    os.mkdir(tmp_path / "forgather/jobs/job_2")
+    os.mkfifo(tmp_path / "forgather/jobs/job_2/endpoint.json")
+    assert forgather("control", "list", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_plain_documents_are_read_as_their_libraries_read_them() -> None:
+    import yaml
+
+    for source in ("a: [1, 2.5, true, null, 2001-01-01]\nb: &b {c: d}\ne: {<<: *b, f: *b}\n", "", "- x\n", "5"):
+        assert parse_yaml(source) == yaml.safe_load(source)
+    nested = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    for source in ('{"a": [1, 2.5, true, null, "\\u00e9\\ud83d\\ude00"]}', "5", nested):
+        assert parse_json(source) == json.loads(source)
+    for wrong in ("&a [*a]", "a: !!python/object/apply:os.getcwd []", "a: b: c"):
+        with pytest.raises(ValueError, match=r"\w"):
+            parse_yaml(wrong)
+    assert file_inside(Path("x"), "y/z") == Path("x/y/z")
+
+
+def test_a_model_whose_sharded_weights_lie_in_its_directory_loads(here: Path) -> None:
+    tensors = load_file("MODEL/model.safetensors")
+    Path("MODEL/model.safetensors").unlink()
+    for number, (name, tensor) in enumerate(tensors.items()):
+        save_file({name: tensor}, f"MODEL/{number}.safetensors")
+    weight_map = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
+    Path("MODEL/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert forgather(*GENERATE) == 0
