@@ -54,9 +54,11 @@ def test_the_commands_take_a_script_s_directory(tmp_path: Path, capsys: pytest.C
     assert forgather("finalize", str(run), str(tmp_path / "model")) == 0
     (tmp_path / "text.txt").write_text("Some text to measure by.\n" * 40)
     words = ["data=text", f"data.files=[{tmp_path / 'text.txt'}]", "data.seq_len=16", "device=cpu"]
-    capsys.readouterr()
-    assert forgather("eval", str(tmp_path / "model"), *words, "--json") == 0
-    assert 4 < json.loads(capsys.readouterr().out)["eval_loss"] < 7
+    assert forgather("eval", str(run)) == 2
+    assert "data=text" in capsys.readouterr().err
+    for source in (run, tmp_path / "model"):
+        assert forgather("eval", str(source), *words, "--json") == 0
+        assert 4 < json.loads(capsys.readouterr().out)["eval_loss"] < 7
 
 
 def test_a_run_is_gone_on_with_or_overwritten_and_never_mixed(tmp_path: Path) -> None:
