@@ -1,0 +1,29 @@
+"""``scripts/gpu_check`` on a machine without a GPU: it says so, makes the checks that need none, and does none twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_check"
+
+
+def gpu_check(*words: str) -> str:
+    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_without_a_gpu_it_says_so_and_makes_what_checks_it_can(tmp_path: Path) -> None:
+    out = str(tmp_path / "found.jsonl")
+    said = gpu_check("run", "fsdp2", "plan", "--device", "cpu", "--out", out)
+    assert "no GPU" in said.splitlines()[0]
+    records = [json.loads(line) for line in Path(out).read_text().splitlines()]
+    assert [(r["piece"], r["check"], r["result"]) for r in records] == [
+        ("fsdp2", "one rank", "ok"),
+        ("plan", "nano", "ok"),
+    ]
+    assert len(gpu_check("run", "fsdp2", "plan", "--device", "cpu", "--out", out).splitlines()) == 1  # nothing is left
+    assert "| fsdp2 | one rank | ok |" in gpu_check("tables", "--out", out)
