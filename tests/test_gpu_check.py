@@ -1,4 +1,4 @@
-"""``scripts/gpu_check`` on a machine without a GPU: it says so, makes the checks that need none, and does none twice."""
+"""``scripts/gpu_check`` on a machine without a GPU: it says so, and makes the checks that need none."""
 
 from __future__ import annotations
 

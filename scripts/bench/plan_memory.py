@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="more overrides")
     a = parser.parse_args()
     print(
-        "| trainer | model | saves | said, MiB | took, MiB | said / took | weights, gradients, moments, activations, rest |"
+        "| trainer | model | saves | said, MiB | took | said / took | weights, gradients, moments, activations, rest |"
     )
     print("|---|---|---|---|---|---|---|", flush=True)
     for layout in a.layouts:
