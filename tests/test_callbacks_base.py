@@ -151,3 +151,9 @@ def test_a_target_that_cannot_be_made_is_a_config_mistake(tmp_path: Path, target
     with pytest.raises(ConfigError, match=r"^callbacks\.mine(\._target_)?: ") as caught:
         build_callbacks(CallbackSettings(custom={"mine": target}), RunDir(tmp_path))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("thing", [5, object(), dict])
+def test_what_has_a_method_for_no_event_is_no_callback(thing: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks\.mine: is no callback, .* on_step_end"):
+        CallbackList().add(thing, "mine")

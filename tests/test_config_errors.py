@@ -109,6 +109,15 @@ TYPED_WRONG = {
     "+callbacks.tensorboard.scalars.x={}": "callbacks.tensorboard.scalars.x.source: must name a metric, got None",
     "+callbacks.progress.step_columns.loss={fmt: .4q}": "callbacks.progress.step_columns.loss.fmt: not a format, got",
     "+callbacks.progress.final_metrics.lss=null": "callbacks.progress.final_metrics.lss: there is no such column",
+    "lr_scheduler={_target_: torch.optim.lr_scheduler.StepLR, step: 3}": (
+        "lr_scheduler.step: torch.optim.lr_scheduler.StepLR takes no such argument; did you mean step_size? Arguments:"
+    ),
+    "optimizer={type: sgd, momentum: 0.9}": "optimizer.type: follows from the option; choose it with optimizer=sgd,",
+    "warmup_steps=10.5": "lr_scheduler.warmup_steps: must be whole steps, or below 1 a fraction of all, got 10.5",
+    "warmup_steps=500": "warmup_steps: 500 is more than max_steps=400, so the learning rate never reaches",
+    "+callbacks.x._target_=collections.OrderedDict": "callbacks.x._target_: is no callback, got collections.Ordered",
+    "+callbacks.x._target_=os.path": "callbacks.x._target_: cannot import os.path (it is a module, no class",
+    "callbacks.textgen=false": "callbacks.textgen: must be a mapping of settings, got false; remove it with ~callbacks",
     "callbacks.textgen.prompts=[]": "callbacks.textgen.prompts: is empty; give texts or a YAML file",
     "callbacks.textgen.prompts=no/such.yaml": "callbacks.textgen.prompts: no/such.yaml: cannot be read (No such file",
     "seed=range(3)": "seed=range(3): several values; add -m",
@@ -176,6 +185,10 @@ def test_a_mistyped_option_with_a_setting_of_it_is_one_mistake_beside_others(
     assert found.startswith(f"{wrong}: no such option;")
     assert near in found
     assert len(problems(*overrides, "max_steps=x", "learning_rat=1")) == 3
+
+
+def test_a_recipe_that_is_made_shorter_keeps_its_warmup(tmp_path: Path) -> None:
+    assert load_config("default", ["max_steps=5"], cwd=tmp_path).config.lr_scheduler.warmup_steps == 20
 
 
 def test_all_mistakes_are_reported_at_once(problems: Problems) -> None:

@@ -63,14 +63,14 @@ def test_saved_config_is_read_back_equal(tmp_path: Path) -> None:
         "max_grad_norm=null",
         "lr_scheduler.warmup_steps=0.05",
         "+callbacks.early_stopping.patience=2",
-        "++callbacks.mine={_target_: collections.OrderedDict}",
+        "++callbacks.mine={_target_: forgather_cli.callbacks.base.TrainerCallback}",
         "+optimizer.groups.head={regex: lm_head, optimizer: {type: sgd, momentum: 0.5}}",
     ]
     loaded = load_config(None, overrides, cwd=tmp_path)
     saved = write(tmp_path / "config.yaml", dump_tree(loaded.tree))
     assert load_saved(saved) == loaded.config
     assert decode(to_tree(loaded.config)) == loaded.config
-    assert loaded.config.callbacks.custom == {"mine": Target(path="collections.OrderedDict")}
+    assert loaded.config.callbacks.custom == {"mine": Target(path="forgather_cli.callbacks.base.TrainerCallback")}
 
 
 def test_what_resume_and_eval_do_themselves_makes_their_settings_count(tmp_path: Path) -> None:
@@ -204,3 +204,18 @@ class TestResumed:
         saved.write_text("a: [")
         with pytest.raises(ConfigError, match=r"config.yaml: cannot be read"):
             load_saved(saved)
+
+
+def test_own_groups_come_before_the_shipped_one_and_a_saved_order_stays(tmp_path: Path) -> None:
+    recipe = "defaults: [train, _self_]\noptimizer:\n  groups:\n    head: {regex: head}\n"
+    write(tmp_path / "recipes" / "mine.yaml", recipe)
+    more = ["+optimizer.groups.embed={regex: embed}", "optimizer.groups.no_decay.settings.weight_decay=0.01"]
+    loaded = load_config("mine", more, cwd=tmp_path)
+    assert list(loaded.config.optimizer.groups) == ["head", "embed", "no_decay"]
+    tree = dict(loaded.tree)
+    groups = tree["optimizer"]["groups"]
+    tree["optimizer"] = {**tree["optimizer"], "groups": {name: groups[name] for name in ("no_decay", "head", "embed")}}
+    saved = write(tmp_path / "config.yaml", dump_tree(tree))  # as runs of 0.1.0 have it
+    assert list(load_resumed(saved, []).config.optimizer.groups) == ["no_decay", "head", "embed"]
+    resumed = load_resumed(saved, ["+optimizer.groups.norms={regex: norm}"]).config
+    assert list(resumed.optimizer.groups) == ["norms", "no_decay", "head", "embed"]

@@ -40,7 +40,11 @@ def tree(tmp_path: Path) -> Any:
         ("callbacks.textgen.prompts=['a,b','c d']", "callbacks.textgen.prompts", ["a,b", "c d"]),
         ("+callbacks.early_stopping={}", "callbacks.early_stopping.patience", 3),
         ("+callbacks.early_stopping.patience=5", "callbacks.early_stopping.patience", 5),
-        ("++callbacks.mine._target_=collections.OrderedDict", "callbacks.mine._target_", "collections.OrderedDict"),
+        (
+            "++callbacks.mine._target_=forgather_cli.callbacks.base.TrainerCallback",
+            "callbacks.mine._target_",
+            "forgather_cli.callbacks.base.TrainerCallback",
+        ),
         ("logging_steps=${save_steps}", "logging_steps", 100),
         ("torch_compile=True", "torch_compile", True),
         ("max_grad_norm=null", "max_grad_norm", None),

@@ -15,16 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forgather_cli.errors import CallbackError, ForgatherError
+from forgather_cli.config.schema import EVENTS
+from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
 
 log = logging.getLogger(__name__)
-
-EVENTS = (
-    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
-    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_prediction_step",
-    "on_save", "on_log", "on_forward_backward_begin", "on_forward_backward_end", "on_train_metrics", "on_log_step",
-    "on_divergence", "on_rollback", "on_exception",
-)  # fmt: skip
 
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -195,13 +189,22 @@ class CallbackList:
         """``callback NAME in EVENT`` that has stopped training."""
 
     def add(self, callback: Any, name: str | None = None) -> str:
-        """Append a callback (an object, or a class to instantiate); returns its name, numbered when taken."""
+        """Append a callback (an object, or a class to instantiate); returns its name, numbered when taken.
+
+        Raises ConfigError for what has a method for no event.
+        """
         if isinstance(callback, type):
             callback = callback()
         base = name or getattr(callback, "name", None) or type(callback).__name__
         unique, n = base, 2
         while unique in self.by_name:
             unique, n = f"{base}_{n}", n + 1
+        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+            raise ConfigError(
+                f"{f'callbacks.{name}' if name else 'callbacks'}: is no callback, got an object of type "
+                f"{type(callback).__name__}, which has a method for no event; give one with methods for events: "
+                "on_step_end, on_log, on_save, ..."
+            )
         self.by_name[unique] = callback
         for event in EVENTS:
             if _handles(callback, event):

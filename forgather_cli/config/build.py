@@ -23,6 +23,7 @@ from forgather_cli.config.options import BARE_GROUPS, SearchPath, shipped
 from forgather_cli.config.overrides import Change, apply, resolve
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.references import references
+from forgather_cli.config.schema import AdamWSettings
 from forgather_cli.config.targets import target_problems
 from forgather_cli.errors import ConfigError
 
@@ -77,7 +78,11 @@ class Build:
         from omegaconf import OmegaConf
 
         key, tree = f"{group}._target_", self._raw()
-        typed = any(change.key == key and change.action != "delete" for change in changes)
+        typed = any(
+            change.action != "delete"
+            and (change.key == key or (change.key == group and "_target_" in _mapping(change.value)))
+            for change in changes
+        )
         option = tree.get(group)
         if not (typed or key in self.in_recipe) or not isinstance(option, dict) or "type" not in option:
             return changes
@@ -124,6 +129,7 @@ class Build:
         tree = resolved.tree
         tree["recipe"] = self.recipe
         _fill_tokenizer(tree)
+        self._put_own_groups_first(tree)
         if tree.get("callbacks") is None:
             tree["callbacks"] = {}  # ~callbacks: none
         speech = Speech(self.options, self.typed, {**self._option_sources(), **self.in_recipe}, self.search)
@@ -132,6 +138,17 @@ class Build:
         except ConfigError as error:
             self.problems += error.problems
             return None
+
+    def _put_own_groups_first(self, tree: dict[str, Any]) -> None:
+        """Before the shipped groups of the optimizer, of which the first that matches wins.
+
+        What a saved config holds is in its order already; there only what the command line adds is new.
+        """
+        groups = _mapping(_mapping(tree.get("optimizer")).get("groups"))
+        added = {path.split(".")[2] for path in self.on_command_line if path.startswith("optimizer.groups.")}
+        own = [name for name in groups if name not in AdamWSettings().groups and (self.files or name in added)]
+        if own:
+            tree["optimizer"]["groups"] = {name: groups[name] for name in dict.fromkeys([*own, *groups])}
 
     def _fill_output_dir(self) -> None:
         """Before interpolations are resolved, since others may name it."""
@@ -225,3 +242,7 @@ def _fill_tokenizer(tree: dict[str, Any]) -> None:
     if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
         path = model.get("path") if isinstance(model, dict) and "_target_" not in model else None
         data["tokenizer"] = path if isinstance(path, str) and path != "???" else "bytes"
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

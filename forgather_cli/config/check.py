@@ -30,6 +30,7 @@ from forgather_cli.config.schema import (
     PipelineSettings,
     SingleSettings,
     Target,
+    WSDSettings,
 )
 from forgather_cli.config.unread import is_stream, unread
 from forgather_cli.errors import ConfigError
@@ -46,6 +47,7 @@ def cross_check(config: Config, layers: Mapping[str, int] = MappingProxyType({})
     given = frozenset(layers)
     return [
         *_length(config),
+        *_schedule(config, layers),
         *_batch(config),
         *_optimizer_in_backward(config),
         *_smaller_batches(config),
@@ -101,6 +103,25 @@ def _length(config: Config) -> Iterator[str]:
         yield f"max_steps: -1 with num_train_epochs=-1 never ends on data={config.data.type}; set one of them"
     elif epochs <= 0 and epochs != -1:
         yield f"num_train_epochs: must be above 0 with max_steps=-1, got {epochs:g}; set one of them"
+
+
+def _schedule(config: Config, layers: Mapping[str, int]) -> Iterator[str]:
+    scheduler, path = config.lr_scheduler, "lr_scheduler.warmup_steps"
+    if isinstance(scheduler, Target):
+        return
+    lengths = {"warmup_steps": scheduler.warmup_steps}
+    if isinstance(scheduler, WSDSettings):
+        lengths["decay_steps"] = scheduler.decay_steps
+    for name, value in lengths.items():
+        if value >= 1 and value != int(value):
+            yield f"lr_scheduler.{name}: must be whole steps, or below 1 a fraction of all, got {value:g}; round it"
+    # a warmup of the recipe in a run that is made shorter to try it is no mistake; the ranks log it
+    if 0 < config.max_steps < scheduler.warmup_steps and layers.get(path, -1) >= layers.get("max_steps", 0):
+        yield (
+            f"warmup_steps: {scheduler.warmup_steps:g} is more than max_steps={config.max_steps}, so the learning rate "
+            f"never reaches learning_rate={config.learning_rate:g}; set warmup_steps to {config.max_steps} or less, or "
+            "to a fraction such as 0.05"
+        )
 
 
 def _batch(config: Config) -> list[str]:

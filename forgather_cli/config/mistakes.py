@@ -262,6 +262,8 @@ def _remedy(errors: list[Any], name: str) -> str:
         return f"; write {name}={int(value)}"
     if "list_type" in kinds and isinstance(value, str):
         return f"; write {name}=[{value}]"
+    if kinds <= {"dataclass_type", "dataclass_exact_type"} and name.startswith("callbacks.") and value is False:
+        return f"; remove it with ~{name}"
     if "tuple_type" in kinds:  # betas alone are of this type
         return f"; write {name}=[0.9,0.95]"
     if kinds == {"string_type"} and isinstance(value, int | float):

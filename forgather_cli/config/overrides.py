@@ -104,6 +104,10 @@ def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
     try:
         if change.action == "delete":
             return _delete(change, path, cfg)
+        if path in GROUPS and isinstance(change.value, dict) and "_target_" not in change.value:
+            kind = change.value.get("type")  # another option's settings would stay beside it
+            if kind is not None and kind != OmegaConf.select(cfg, f"{path}.type"):
+                return f"{path}.type: follows from the option; choose it with {path}={kind}, and set {path}.NAME=..."
         present = _present(cfg, path)
         if change.action == "add" and present and not isinstance(change.value, dict | list):
             return f"+{change.key}: is there already; leave the + out to change it"

@@ -76,6 +76,11 @@ def _body(recipe: Recipe, body: dict[str, Any], file: Path) -> dict[str, Any]:
                 f"{key}: options are chosen in the defaults list, got {value!r} in {file}; "
                 f"write '- override {key}: {value}' there"
             )
+        elif key in GROUPS and "type" in value:  # another option's settings would stay beside it
+            recipe.problems.append(
+                f"{key}.type: follows from the option, got {value['type']!r} in {file}; "
+                f"write '- override {key}: {value['type']}' in the defaults list"
+            )
         elif key in GROUPS or key in root_keys():
             kept[key] = value
         else:

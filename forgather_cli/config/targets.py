@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.options import did_you_mean
-from forgather_cli.config.schema import Config, Target
+from forgather_cli.config.schema import EVENTS, Config, Target
 from forgather_cli.errors import ConfigError
 from forgather_cli.targets import import_target
 
@@ -67,6 +67,9 @@ def _problem(where: str, target: Target, call: _Call) -> str | None:
         factory = import_target(target.path, where)
     except ConfigError as error:
         return str(error)
+    if where.startswith("callbacks.") and isinstance(factory, type) and not any(hasattr(factory, e) for e in EVENTS):
+        remedy = "give a class with methods for events: on_step_end, on_log, on_save, ..."
+        return f"{where}._target_: is no callback, got {target.path}, which has a method for no event; {remedy}"
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # some C functions have none

@@ -20,6 +20,7 @@ from forgather_cli.config.schema.base import (
     settings,
 )
 from forgather_cli.config.schema.callbacks import (
+    EVENTS,
     TRACKERS,
     TRANSFORMS,
     CallbackOption,
@@ -105,8 +106,8 @@ from forgather_cli.config.schema.trainer import (
 )
 
 __all__ = [
-    "GROUP_SIZES", "HF_PROJECT", "TRACKERS", "TRANSFORMS", "AdafactorSettings", "AdamWSettings", "BF16Settings",
-    "BF16TrueSettings",
+    "EVENTS", "GROUP_SIZES", "HF_PROJECT", "TRACKERS", "TRANSFORMS",
+    "AdafactorSettings", "AdamWSettings", "BF16Settings", "BF16TrueSettings",
     "Betas", "CallbackOption", "CallbackSettings", "Config", "ConstantSettings", "ControlSettings", "CosineSettings",
     "Count", "CrossEntropySettings", "CutCrossEntropySettings", "DDPSettings", "DataOption", "DataTarget",
     "DecoderSettings", "DivergenceSettings", "EarlyStoppingSettings", "FP8Settings", "FP16Settings", "FP32Settings",

@@ -15,6 +15,15 @@ from forgather_cli.config.schema.base import Count, NonNegative, PositiveFloat, 
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_yaml
 
+EVENTS = (
+    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
+    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_prediction_step",
+    "on_save", "on_log", "on_forward_backward_begin", "on_forward_backward_end", "on_train_metrics", "on_log_step",
+    "on_divergence", "on_rollback", "on_exception",
+)  # fmt: skip
+"""What a callback may have methods for: Hugging Face's events (transformers 5.23), and from
+``on_forward_backward_begin`` on our own."""
+
 
 @settings
 class MetricsSettings:

@@ -22,7 +22,8 @@ from forgather_cli.config.schema.base import (
 
 @settings
 class GroupSettings:
-    """Parameters whose full name matches ``regex`` (re.search) form a group; the first match wins."""
+    """Parameters whose full name matches ``regex`` (re.search) form a group; the first match wins, and one's own
+    groups come before the shipped one, ``no_decay``."""
 
     regex: str
     settings: dict[str, Any] = field(default_factory=dict)  # param-group settings: lr, weight_decay, betas, ...
