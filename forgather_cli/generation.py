@@ -5,6 +5,7 @@ Legend: B prompts, T tokens.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from forgather_cli.data.chat import ChatTemplate, Message
 from forgather_cli.data.detokenize import Detokenizer
 from forgather_cli.data.tokenize import Tokenizer
-from forgather_cli.errors import DataError, SetupError
+from forgather_cli.errors import DataError, ForgatherError, ModelError, SetupError
 from forgather_cli.input_files import read_json_object
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate, left_padded
@@ -132,7 +133,19 @@ class Generator:
         return [row.result() for row in rows]
 
     def _logits(self, batch: dict[str, Any], *, last_only: bool = True, cache: Any = None) -> Tensor:
-        return model_logits(self.source.model, batch, last_only=last_only, cache=cache)
+        model = self.source.model
+        try:
+            return model_logits(model, batch, last_only=last_only, cache=cache)
+        except Exception as error:  # the edge to a model of the user's; what ours raises is reported as it is
+            ours = type(model).__module__.split(".")[0] in ("forgather_cli", "transformers")
+            if ours or isinstance(error, ForgatherError | torch.OutOfMemoryError):
+                raise
+            at, shape = traceback.extract_tb(error.__traceback__)[-1], tuple(batch["input_ids"].shape)
+            said = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
+            raise ModelError(
+                f"{type(model).__name__}: forward failed on input_ids of shape {shape} ({said}, {at.filename}:"
+                f"{at.lineno}); to generate it has to take texts of any length"
+            ) from error
 
     def _ends_of_turn(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """(tokens, texts) that end the assistant's turn besides the end tokens: what the template writes there."""

@@ -198,6 +198,13 @@ def test_a_mistake_is_said_in_one_message(forgather: Forgather, words: list[str]
     assert "Traceback" not in done.err
 
 
+def test_a_setting_given_as_an_option_is_told_how_settings_are_written(forgather: Forgather) -> None:
+    done = forgather("train", "--max_steps", "10", "--learning-rate=3")
+    assert done.code == 2
+    assert "--max_steps: settings have no dashes; write max_steps=" in done.err
+    assert "--learning-rate: settings have no dashes; write learning_rate=" in done.err
+
+
 def test_names_take_dashes_and_underscores(forgather: Forgather, tmp_path: Path) -> None:
     (tmp_path / "own" / "model").mkdir(parents=True)
     (tmp_path / "own" / "model" / "wide.yaml").write_text("# Wide.\ndefaults: [decoder, _self_]\nhidden_size: 512\n")

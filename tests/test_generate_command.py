@@ -19,7 +19,10 @@ from tiny import decoder
 from forgather_cli.data.byte_tokenizer import ByteTokenizer
 from forgather_cli.data.detokenize import Detokenizer
 from forgather_cli.data.file_tokenizer import FileTokenizer, train_bpe
+from forgather_cli.errors import ModelError
+from forgather_cli.generation import Generator, Sampling
 from forgather_cli.models.pretrained import write_model_files
+from forgather_cli.source import Source
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -134,6 +137,19 @@ def test_the_end_of_the_positions_is_told(say: Callable[..., Any]) -> None:
     assert err == "note: the text ends at token 64 (prompt and text), where the model's positions end\n"
     code, _, err = say("--prompt", "x" * 70)
     assert (code, err) == (2, "error: --prompt: has 70 tokens, and the model takes 64 in all; shorten it\n")
+
+
+def test_a_model_of_the_users_that_fails_is_one_line() -> None:
+    class Mine(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    source = Source(Mine(), ByteTokenizer(), None, torch.device("cpu"))
+    writer = Generator(source, end_tokens=(), chat=None, limit=None, directory=Path())
+    greedy = Sampling(2, do_sample=False, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=0)
+    with pytest.raises(ModelError, match=r"^Mine: forward failed .*\(1, 3\) \(AssertionError, .*py:\d+\); ") as caught:
+        writer.write([[1, 2, 3]], greedy)
+    assert "\n" not in str(caught.value)
 
 
 def test_several_texts_to_one_prompt(say: Callable[..., Any]) -> None:

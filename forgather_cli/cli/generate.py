@@ -190,6 +190,8 @@ def _document(source: Path, model: Generator, prompt: str, texts: list[Text]) ->
 def _streamed(model: Generator, prompt: str, ids: list[int], sampling: Sampling) -> Text:
     typer.echo(on_screen(prompt), nl=False)
     sys.stdout.flush()
-    [text] = model.write([ids], sampling, show=lambda row, new: show(new))
-    typer.echo()
+    try:
+        [text] = model.write([ids], sampling, show=lambda row, new: show(new))
+    finally:
+        typer.echo()  # an error begins a line of its own
     return text

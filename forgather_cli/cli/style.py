@@ -7,6 +7,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from forgather_cli.errors import ConfigError
+
 
 def _without_types(params: list[Any]) -> list[Any]:
     """Typer 0.29 shows ``<bool>`` behind every flag and ``<list[str]>`` behind arguments that have a metavar."""
@@ -38,6 +40,21 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """A setting given as an option is told how settings are written. Raises ConfigError."""
+        params = self.get_params(ctx)
+        options = {option.replace("-", "_") for param in params for option in (*param.opts, *param.secondary_opts)}
+        words = [word.partition("=")[0] for word in args if word.startswith("--")]
+        unknown = [word for word in words if word.replace("-", "_") not in options]
+        if unknown and any("OVERRIDE" in str(param.metavar) for param in params):
+            from forgather_cli.config.paths import settings
+
+            names = {word: word[2:].replace("-", "_") for word in unknown}
+            known = {part for setting in settings().values() for part in (setting.path, setting.leaf)}
+            if wrong := [f"{word}: settings have no dashes; write {n}=..." for word, n in names.items() if n in known]:
+                raise ConfigError(wrong)
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]

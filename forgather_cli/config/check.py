@@ -45,7 +45,9 @@ def cross_check(config: Config, layers: Mapping[str, int] = MappingProxyType({})
     void (``save_strategy=no`` on the command line, ``save_steps`` in the recipe) is no mistake.
     """
     given = frozenset(layers)
+    directories = {"output_dir": config.output_dir, "logging_dir": config.logging_dir}
     return [
+        *(f"{name}: is empty; name a directory" for name, path in directories.items() if path == ""),
         *_length(config),
         *_schedule(config, layers),
         *_batch(config),

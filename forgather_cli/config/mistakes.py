@@ -174,7 +174,10 @@ def unknown(path: str, say: Speech) -> str:
         return _elsewhere(name, group, setting, where, say)
     if path.startswith("callbacks.") and path.count(".") == 1:
         known = [p.split(".")[1] for p in settings() if p.startswith("callbacks.")]
-        near = did_you_mean(path.split(".")[1], sorted(set(known)))
+        word = path.split(".")[1]
+        near = did_you_mean(word, known)
+        if not near and word in (*schema.TRACKERS, "comet"):
+            near = f" did you mean callbacks.trackers.names=[{word}]?"
         return f"{name}: unknown callback{where};{near} One of your own needs {path}._target_=module.Class"
     if say.fields and "." not in path:
         return f"{name}: unknown setting;{did_you_mean(name, list(say.fields)) or ' leave it out'}"
@@ -198,14 +201,16 @@ def _nearest(name: str) -> str:
     """`` did you mean ...?``: siblings of a dotted name, else what may stand alone, or a callback's setting in full."""
     parent, dot, last = name.rpartition(".")
     siblings = {setting.leaf: path for path, setting in settings().items() if path == f"{parent}.{setting.leaf}"}
-    if name in ELSEWHERE:
-        setting = ELSEWHERE[name]
-        return f" did you mean {setting}{_option_like(name, setting)}?"
-    if dot:
-        return did_you_mean(last, list(siblings), shown=siblings)
+    if last in ELSEWHERE:  # model.n_layer too
+        setting = ELSEWHERE[last]
+        return f" did you mean {setting}{_option_like(last, setting)}?"
+    if dot and (near := did_you_mean(last, list(siblings), shown=siblings)):
+        return near
     in_full = [path for path in settings() if path.startswith("callbacks.") and path.endswith(f".{name}")]
     if in_full:
         return f" did you mean {' or '.join(in_full)}?"
+    if dot:
+        return f" did you mean {last}?" if last in root_keys() else ""
     leaves = [setting.leaf for path, setting in settings().items() if "." in path and not path.startswith("callbacks.")]
     return did_you_mean(name, [*root_keys(), *GROUPS, *dict.fromkeys(leaves)])
 

@@ -74,7 +74,8 @@ def wrong_option(group: str, name: object, path: SearchPath) -> str | None:
         read_yaml(file, ConfigError)  # Hydra expands aliases without end
         return None
     typed = "null" if name is None else str(name)
-    remedy = " remove it with ~callbacks;" if group == "callbacks" and name is None else did_you_mean(typed, names)
+    nothing = group == "callbacks" and (not name or name in ("none", "no", "off"))
+    remedy = " remove it with ~callbacks;" if nothing else did_you_mean(typed, names)
     return f"{group}={typed}: no such option;{remedy} Options: {', '.join(names)}"
 
 
