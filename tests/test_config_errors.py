@@ -120,7 +120,7 @@ TYPED_WRONG = {
     "callbacks=none": "callbacks=none: no such option; remove it with ~callbacks;",
     "+callbacks.wandb={}": "callbacks.wandb: unknown callback; did you mean callbacks.trackers.names=[wandb]?",
     "optimizer.lr=1": "optimizer.lr: unknown setting; did you mean learning_rate?",
-    "model.n_layer=3": "model.n_layer: unknown setting; did you mean num_hidden_layers?",
+    "model.n_layer=3": "model.n_layer: unknown setting; did you mean model.num_hidden_layers?",
     "trainer.nproc_per_node=2": "trainer.nproc_per_node: unknown setting; did you mean nproc_per_node?",
     "+trackers.names=[a]": "trackers.names: unknown setting; did you mean callbacks.trackers.names?",
     "output_dir=": "output_dir: is empty; name a directory",
@@ -164,6 +164,7 @@ def test_names_from_elsewhere_are_no_settings_of_ours_and_stand_for_some() -> No
         ("learningrate", "learning_rate"), ("evaluation_strategy", "eval_strategy"), ("min_lr", "min_lr_ratio"),
         ("n_micro_batches", "n_microbatches"), ("save_total", "save_total_limit"), ("num_eval_steps", "eval_steps"),
         ("lr_scheduler.warmup", "lr_scheduler.warmup_steps"), ("weigth_decay", "weight_decay"),
+        ("loss_fn", "loss"),
         *((other, None) for other in ("step_size", "top_p", "ddp_backend", "lora", "T_max", "push_to_hub")),
     ],
 )  # fmt: skip

@@ -202,7 +202,7 @@ def _nearest(name: str) -> str:
     parent, dot, last = name.rpartition(".")
     siblings = {setting.leaf: path for path, setting in settings().items() if path == f"{parent}.{setting.leaf}"}
     if last in ELSEWHERE:  # model.n_layer too
-        setting = ELSEWHERE[last]
+        setting = siblings.get(ELSEWHERE[last], ELSEWHERE[last])
         return f" did you mean {setting}{_option_like(last, setting)}?"
     if dot and (near := did_you_mean(last, list(siblings), shown=siblings)):
         return near

@@ -159,7 +159,7 @@ def _likeness(name: str, known: str) -> float:
         return together
     fewer, more = sorted((mine, theirs), key=len)
     inside = len(fewer) < len(more) and all(any(_word_likeness(word, other) >= 0.8 for other in more) for word in fewer)
-    return 0.5 if inside and (fewer is mine or len(fewer) > 1) else 0.0
+    return 0.5 if inside and (fewer is mine or len(fewer) > 1 or fewer[0] == more[0]) else 0.0
 
 
 def _word_likeness(one: str, other: str) -> float:
