@@ -146,8 +146,9 @@ def typed_value(config: schema.Config, path: str) -> str:
 def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Setting]]:
     """Settings of a dataclass and of the settings classes nested in it."""
     of = (kind,) if kind else ()
+    own = {each.name for each in dataclasses.fields(cls)} - {"type"}  # what is no field cannot be set: report_to
     for name, annotation in get_type_hints(cls, include_extras=True, localns=vars(schema)).items():
-        if name in ("type", "__pydantic_config__"):
+        if name not in own:
             continue
         nested = [inner for inner in alternatives(annotation) if dataclasses.is_dataclass(inner)]
         opened = bool(nested) or any(get_origin(inner) in (dict, list) for inner in alternatives(annotation))
