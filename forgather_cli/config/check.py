@@ -117,7 +117,7 @@ def _schedule(config: Config, layers: Mapping[str, int]) -> Iterator[str]:
     for name, value in lengths.items():
         if value >= 1 and value != int(value):
             yield f"lr_scheduler.{name}: must be whole steps, or below 1 a fraction of all, got {value:g}; round it"
-    # a warmup of the recipe in a run that is made shorter to try it is no mistake; the ranks log it
+    # a warmup of the recipe in a run that is made shorter to try it is no mistake
     if 0 < config.max_steps < scheduler.warmup_steps and layers.get(path, -1) >= layers.get("max_steps", 0):
         yield (
             f"warmup_steps: {scheduler.warmup_steps:g} is more than max_steps={config.max_steps}, so the learning rate "

@@ -7,7 +7,6 @@ follows its shape, and after the last step it keeps its final value.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,8 +26,6 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim import transformers_schedules
 from forgather_cli.optim.torch_schedule import TorchSchedule
 from forgather_cli.targets import call, import_target
-
-log = logging.getLogger(__name__)
 
 Factor = Callable[[int], float]
 """Optimizer steps done -> multiple of the initial learning rate."""
@@ -56,13 +53,6 @@ def schedule_factor(option: SchedulerOption, *, total_steps: int | None) -> Fact
     """
     assert not isinstance(option, Target)
     warmup = _steps(option.warmup_steps, "warmup_steps", total_steps)
-    if total_steps is not None and warmup > total_steps:
-        log.warning(
-            "lr_scheduler.warmup_steps: %d is more than the %d steps of this run, so the learning rate never reaches "
-            "learning_rate",
-            warmup,
-            total_steps,
-        )
     if isinstance(option, TransformersScheduleSettings):
         return transformers_schedules.factor(option, warmup, lambda: _known(total_steps, option.name))
     return _warmed_up(warmup, _shape(option, warmup, total_steps))
