@@ -99,6 +99,8 @@ class Unsavable:
 
 
 class Picky:
+    def on_log(self, *args, **kwargs): pass
+
     def __init__(self, every):
         raise ValueError(f"every must be positive, got {every}")
 

@@ -199,7 +199,7 @@ class CallbackList:
         unique, n = base, 2
         while unique in self.by_name:
             unique, n = f"{base}_{n}", n + 1
-        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+        if not any(callable(getattr(callback, event, None)) for event in (*EVENTS, "state_dict")):
             raise ConfigError(
                 f"{f'callbacks.{name}' if name else 'callbacks'}: is no callback, got an object of type "
                 f"{type(callback).__name__}, which has a method for no event; give one with methods for events: "

@@ -67,7 +67,8 @@ def _problem(where: str, target: Target, call: _Call) -> str | None:
         factory = import_target(target.path, where)
     except ConfigError as error:
         return str(error)
-    if where.startswith("callbacks.") and isinstance(factory, type) and not any(hasattr(factory, e) for e in EVENTS):
+    methods = (*EVENTS, "state_dict")
+    if where.startswith("callbacks.") and isinstance(factory, type) and not any(hasattr(factory, m) for m in methods):
         remedy = "give a class with methods for events: on_step_end, on_log, on_save, ..."
         return f"{where}._target_: is no callback, got {target.path}, which has a method for no event; {remedy}"
     try:
