@@ -104,6 +104,18 @@ def test_data_ranks_share_the_batch(tmp_path: Path) -> None:
     assert single.tokens_per_step == made.tokens_per_step
 
 
+@pytest.mark.parametrize("case", ["single", "ddp", "fsdp2", "hsdp", "1F1B", "ZBVZeroBubble"])
+def test_ranks_share_the_copy_that_a_save_makes(tmp_path: Path, case: str) -> None:
+    world, overrides = CASES[case]
+    saving = plan(tmp_path, world, *overrides, "save_strategy=epoch")
+    assert sum(rank.save_copy for rank in saving.ranks) == pytest.approx(saving.checkpoint_bytes, rel=0.02)
+    assert all(rank.save_copy > 0 for rank in saving.ranks)
+    for words in ((), ("save_strategy=epoch", "async_save=false")):
+        without = plan(tmp_path, world, *overrides, *words)
+        assert [rank.save_copy for rank in without.ranks] == [0] * world
+    assert saving.fullest.total > without.fullest.total
+
+
 def test_fsdp2_with_offload_and_without_resharding(tmp_path: Path) -> None:
     whole = plan(tmp_path, 1, "trainer=single").fullest
     normal = plan(tmp_path, 2, "trainer=fsdp2").fullest

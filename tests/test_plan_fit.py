@@ -58,7 +58,7 @@ def peak(trace: profile) -> int:
 
 # ------------------------------------------------------------------------------------------------------ sizes and ways
 
-WORDS = ("device=cpu", "seq_len=256", "global_batch_size=96", "per_device_train_batch_size=4")
+WORDS = ("device=cpu", "seq_len=256", "global_batch_size=96", "per_device_train_batch_size=4", "async_save=false")
 
 
 def fit(tmp_path: Path, mib: int, *overrides: str) -> Fit:
@@ -82,7 +82,7 @@ def test_the_largest_is_the_largest_divisor_that_is_predicted_to_fit(tmp_path: P
 
 
 def predicted(tmp_path: Path, size: int) -> int:
-    words = ("global_batch_size=96", f"per_device_train_batch_size={size}", "seq_len=256")
+    words = ("global_batch_size=96", f"per_device_train_batch_size={size}", "seq_len=256", "async_save=false")
     return make_plan(tiny.config(tmp_path, *words)).fullest.total
 
 

@@ -89,6 +89,7 @@ def _bytes(memory: RankMemory) -> dict[str, int | None]:
         "optimizer_bytes": memory.optimizer,
         "activation_bytes": memory.activations,
         "buffer_bytes": memory.buffers,
+        "save_copy_bytes": memory.save_copy,
         "host_bytes": memory.in_host_memory,
     }
 
@@ -159,8 +160,10 @@ def _memory(made: RunPlan) -> list[tuple[str, str]]:
     ]
     if rank.buffers:
         rows.append(("  buffers", f"{human_bytes(rank.buffers)} (estimate)"))
+    if rank.save_copy:
+        rows.append(("  copy of a save", f"{human_bytes(rank.save_copy)} in host memory (async_save)"))
     if rank.in_host_memory:
-        rows.append(("  in host memory", f"{human_bytes(rank.in_host_memory)} of it (cpu_offload), not in the sum"))
+        rows.append(("  in host memory", f"{human_bytes(rank.in_host_memory)} of it, not in the sum"))
     return rows
 
 

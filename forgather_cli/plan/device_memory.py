@@ -38,7 +38,7 @@ class Budget:
 
 def budget_of(config: Config, given: str | None) -> Budget:
     """The memory for a rank of ``config``; ``given`` is that of one device, as typed. Raises ConfigError."""
-    on_gpu = _uses_gpu(config)
+    on_gpu = uses_gpu(config)
     if given is not None:
         total, source = _parsed(given), "--memory"
         on_gpu = config.device != "cpu"  # of a device that need not be here
@@ -55,7 +55,7 @@ def budget_of(config: Config, given: str | None) -> Budget:
     return Budget(total, kept_back, on_gpu, source)
 
 
-def _uses_gpu(config: Config) -> bool:
+def uses_gpu(config: Config) -> bool:
     import torch
 
     return config.device != "cpu" and torch.cuda.is_available()

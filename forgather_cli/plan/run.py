@@ -15,6 +15,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import Activations, activations_of
+from forgather_cli.plan.device_memory import uses_gpu
 from forgather_cli.plan.memory import RankMemory
 from forgather_cli.plan.parameters import PlannedParameter, by_kind, optimizer_bytes, parameter_rows, weight_bytes
 from forgather_cli.plan.pipeline import PlannedStage
@@ -153,12 +154,15 @@ def _memory(
 ) -> list[RankMemory]:
     trainer = config.trainer
     if isinstance(trainer, PipelineSettings):
-        return pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
+        ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
+        return memory.with_save_copies(config, ranks, on_gpu=uses_gpu(config))
     layers = len({row.layer for row in rows} - {None})
     activations = None if costs is None else costs.of(layers, tokens)
     if isinstance(trainer, FSDP2Settings):
-        return memory.sharded(config, trainer, rows, world, activations)
-    return memory.replicated(config, rows, world, activations)
+        ranks = memory.sharded(config, trainer, rows, world, activations)
+    else:
+        ranks = memory.replicated(config, rows, world, activations)
+    return memory.with_save_copies(config, ranks, on_gpu=uses_gpu(config))
 
 
 def _seq_len(config: Config) -> int | None:
