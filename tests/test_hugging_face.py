@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tiny
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import DataLoader
 
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.config.schema import DDPSettings, FSDP2Settings
@@ -99,6 +101,7 @@ def test_the_documentation_shows_the_table() -> None:
         ({"metric_for_best_model": "eval_loss"}, {"greater_is_better": False}),
         ({"metric_for_best_model": "error", "greater_is_better": False}, {"greater_is_better": False}),
         ({"full_determinism": True}, {"deterministic": True}),
+        ({"group_by_length": True}, {"train_sampling_strategy": "group_by_length", "length_column_name": "length"}),
         ({"use_cpu": True}, {"device": "cpu", "use_cpu": True}),
         ({"no_cuda": True}, {"device": "cpu"}),
         ({"evaluation_strategy": "epoch"}, {"eval_strategy": "epoch"}),
@@ -152,7 +155,6 @@ def test_fsdp_and_ddp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPa
         ({"report_to": "all"}, "report_to"),
         ({"label_names": ["start_positions", "end_positions"]}, "label_names"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
-        ({"group_by_length": True}, "train_sampling_strategy"),
         ({"include_for_metrics": ["outputs"]}, "include_for_metrics"),
         ({"save_strategy": "best"}, "save_strategy"),
         ({"debug": "underflow_overflow"}, "debug"),
@@ -300,6 +302,63 @@ def test_data_seed_and_sampling_strategy_set_the_order(tmp_path: Path) -> None:
     assert sorted(usual) == list(range(16)) != usual
     assert order(tmp_path, data_seed=7) == order(tmp_path, seed=7) != usual
     assert order(tmp_path, train_sampling_strategy="sequential") == list(range(16))
+
+
+def test_samples_are_grouped_by_length_and_a_stream_cannot_be(tmp_path: Path) -> None:
+    rows = [
+        {name: tokens[: 1 + number] for name, tokens in row.items()} for number, row in enumerate(tiny.RandomTokens(16))
+    ]
+    seen: list[int] = []
+
+    def padded(samples: list[Any]) -> dict[str, Any]:
+        seen.extend(len(each["input_ids"]) for each in samples)
+        return {name: nn.utils.rnn.pad_sequence([each[name] for each in samples], True) for name in samples[0]}
+
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, group_by_length=True)
+    Trainer(llama(), args, padded, rows).train()
+    groups = [seen[at : at + 4] for at in range(0, 16, 4)]
+    assert sorted(seen) == list(range(1, 17))
+    assert seen[0] == 16
+    assert all(group[1:] == sorted(group[1:], reverse=True) for group in groups)
+    with pytest.raises(ConfigError, match="train_sampling_strategy"):
+        Trainer(llama(), args, padded, DataLoader(rows, batch_size=4, collate_fn=padded))
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_is_what_cuda_s_products_are_told(tmp_path: Path, tf32: bool) -> None:
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for backend in backends:
+            backend.allow_tf32 = not tf32
+        if tf32 and not torch.cuda.is_available():
+            with pytest.raises(ConfigError, match="tf32"):
+                Trainer(llama(), TrainingArguments(str(tmp_path), tf32=True))
+            return
+        Trainer(llama(), TrainingArguments(str(tmp_path), tf32=tf32))
+        assert [backend.allow_tf32 for backend in backends] == [tf32, tf32]
+        # both of torch's ways to ask, of which torch.compile uses each, answer
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+        assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if tf32 else "ieee")
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is tf32
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.allow_tf32 = value
+
+
+def test_full_determinism_is_also_that_of_the_library_s_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    try:
+        Trainer(llama(), TrainingArguments(str(tmp_path), full_determinism=True))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+        assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:

@@ -147,8 +147,12 @@ def test_what_matrices_are_multiplied_in() -> None:
     assert _matmul_kind(RunSettings()) == "fp32"
     assert _matmul_kind(SimpleNamespace(trainer=FSDP2Settings(param_dtype="bf16"))) == "bf16"
     assert _matmul_kind(SimpleNamespace(trainer=FSDP2Settings(param_dtype="fp32"), precision=BF16Settings())) == "fp32"
-    torch.set_float32_matmul_precision("high")
     try:
+        torch.set_float32_matmul_precision("high")
+        assert _matmul_kind(RunSettings()) == "tf32"
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert _matmul_kind(RunSettings()) == "fp32"
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
         assert _matmul_kind(RunSettings()) == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")

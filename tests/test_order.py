@@ -1,4 +1,4 @@
-"""The global order: a permutation, a function of (seed, epoch), with a free seek."""
+"""The global order: a permutation, a function of (seed, epoch), with a free seek; or grouped by length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from forgather_cli.data.order import Order
+from forgather_cli.data.order import LengthGroupedOrder, Order
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 100, 4095, 4096, 4097, 10_001])
@@ -50,3 +50,26 @@ def test_seek_needs_no_walk_through_the_data() -> None:
     start = time.perf_counter()
     assert len(Order(10**12, 3, 1)[10**12 - 8 : 10**12]) == 8
     assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, 4096, 10_001])
+def test_samples_of_like_length_come_together(length: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, length)
+    order = LengthGroupedOrder(lengths, 7, 3)
+    whole = order[0:length]
+    assert sorted(whole) == list(range(length))
+    assert LengthGroupedOrder(lengths, 7, 3)[2:900] == whole[2:900]
+    assert lengths[whole[0]] == lengths.max()
+    size = min(1024, -(-length // 4))
+    shuffled = Order(length, 7, 3)[:]
+    for start in range(0, length, size):
+        told = lengths[whole[start : start + size]]
+        assert (np.diff(told[1:]) <= 0).all()  # the first may have changed places with the longest of all
+        both = set(whole[start : start + size]) ^ set(shuffled[start : start + size])
+        assert both <= {whole[0], *whole[::size]}
+
+
+def test_grouped_by_length_epochs_and_seeds_differ_even_for_few_samples() -> None:
+    lengths = np.arange(40)
+    orders = [LengthGroupedOrder(lengths, seed, epoch)[0:40] for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert len({tuple(order) for order in orders}) == len(orders)

@@ -174,6 +174,35 @@ def test_predict_and_save_model_on_two_ranks_are_those_of_one(tmp_path: Path) ->
     assert weights[0] == weights[1]
 
 
+def measured(root: str) -> tuple[dict[str, float], list[Any]]:
+    """Metrics of an evaluation, and what ``compute_metrics`` was given for them."""
+    told: list[Any] = []
+
+    def measures(prediction: Any) -> dict[str, float]:
+        told.extend(prediction)
+        counted = prediction.label_ids[:, 1:] != -100
+        right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+        return {"accuracy": right[counted].mean(), "rows": len(right), "losses": prediction.losses.mean()}
+
+    settings = {"per_device_eval_batch_size": 3, "include_for_metrics": ["inputs", "loss"], "use_cpu": True}
+    args = TrainingArguments(f"{root}/out", **settings)
+    trainer = Trainer(
+        model_init=tiny.decoder, args=args, eval_dataset=tiny.RandomTokens(23, ragged=True), compute_metrics=measures
+    )
+    metrics = trainer.evaluate()
+    return {name: metrics[f"eval_{name}"] for name in ("accuracy", "rows", "loss")}, told
+
+
+def test_compute_metrics_on_two_ranks_gets_and_gives_what_one_does(tmp_path: Path) -> None:
+    one, given = measured(str(tmp_path / "one"))
+    assert one["rows"] == 23
+    for metrics, told in run_ranks(2, measured, str(tmp_path / "two")):
+        assert metrics == pytest.approx(one, rel=1e-6)
+        assert len(told) == len(given) == 4  # predictions, labels, inputs, losses
+        for mine, expected in zip(told[:3], given[:3], strict=True):
+            np.testing.assert_allclose(mine, expected, atol=1e-6)
+
+
 def random_seed_of(root: str) -> int:
     args = TrainingArguments(root, seed=-1, report_to="none", use_cpu=True)
     return Trainer(model_init=tiny.decoder, args=args).seed

@@ -118,7 +118,7 @@ def _matmul_kind(args: Any) -> str:
         return "bf16"
     if sharded is None and (precision in ("bf16", "bf16_true", "fp16") or getattr(args, "bf16", False)):
         return "bf16"
-    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
 
 
 _so_far: dict[str, int] = {}

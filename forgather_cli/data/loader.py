@@ -1,7 +1,8 @@
 """Loaders: one optimizer step at a time for training, one batch at a time for evaluation.
 
-The order of map-style data is a function of (seed, epoch), each rank reads its own slice of each global batch, and the
-position is the number of samples behind: another world size or batch size goes on with exactly the next samples.
+The order of map-style data is a function of (seed, epoch), and of the samples' lengths where these group it; each rank
+reads its own slice of each global batch, and the position is the number of samples behind: another world size or batch
+size goes on with exactly the next samples.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from forgather_cli.data.collate import Batch, CollateFn, Step, rank_slice, step_of
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.fetch import Fetcher, Workers
-from forgather_cli.data.numbered import MapBatches, MapSteps
+from forgather_cli.data.numbered import MapBatches, MapSteps, lengths_of
 from forgather_cli.data.prefetch import to_device
 from forgather_cli.data.rounds import FirstRound, Position, Rounds, Share, start_of
 from forgather_cli.data.stream import is_map_style
@@ -35,7 +36,8 @@ class TrainLoader:
 
     ``rank`` and ``size``: of the slices. With ``peers`` data without numbers is read by rank 0 for all ranks, or with
     ``dispatch=False`` by each for itself, which may end at different steps (``Rounds``); making a loader and every step
-    are then collective. With ``vocab_size`` the ids of the first steps are compared with it.
+    are then collective. With ``vocab_size`` the ids of the first steps are compared with it. With
+    ``group_by_length`` samples of about one length come together; it names the column of lengths (``lengths_of``).
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TrainLoader:
         persistent_workers: bool = False,
         drop_last: bool = True,
         shuffle: bool = True,
+        group_by_length: str | None = None,
         set_dataset_epoch: bool = True,
         collate_fn: CollateFn | None = None,
         device: torch.device | str = "cpu",
@@ -68,7 +71,8 @@ class TrainLoader:
         self._steps: MapSteps | _StreamSteps
         if is_map_style(dataset):
             fetcher = Fetcher(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
-            self._steps = MapSteps(len(dataset), share, fetcher, seed, shuffle=shuffle)
+            lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
+            self._steps = MapSteps(len(dataset), share, fetcher, seed, shuffle=shuffle, lengths=lengths)
         else:
             rounds = Rounds(
                 "train_dataset",

@@ -93,7 +93,8 @@ class HFSettings(RunSettings):
     dispatch_batches: bool | None = None  # as a recipe's data.dispatch_batches
     dispatch_eval_batches: bool | None = None
     data_seed: int | None = None
-    train_sampling_strategy: Literal["random", "sequential"] = "random"
+    train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = "random"
+    length_column_name: str = "length"
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     prediction_loss_only: bool = False

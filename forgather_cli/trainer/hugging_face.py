@@ -71,7 +71,7 @@ ARGUMENTS: dict[str, Argument] = {
     "fp16": _read(bool, False),
     "bf16_full_eval": _refused(bool, False, "evaluation uses the weights of training; set bf16, or cast the model"),
     "fp16_full_eval": _refused(bool, False, "evaluation uses the weights of training; set fp16, or cast the model"),
-    "tf32": _read(bool | None, None),
+    "tf32": _read(bool | None, None, "as there; torch_compile alone does not turn it on"),
     "activation_checkpointing": _read(bool | None, None),
     "activation_checkpointing_kwargs": _read(
         dict[str, Any] | str | None, None, "every_n_layers, preserve_rng_state, determinism_check; others are refused"
@@ -149,7 +149,7 @@ ARGUMENTS: dict[str, Argument] = {
     "restore_callback_states_from_checkpoint": _void(
         bool, False, "callbacks with a state_dict always come back; leave them out by resume_components"
     ),
-    "full_determinism": _read(bool, False, "as deterministic"),
+    "full_determinism": _read(bool, False, "as deterministic, without CUDA_LAUNCH_BLOCKING, which changes no number"),
     "seed": _read(int, 42),
     "data_seed": _read(int | None, None),
     "use_cpu": _read(bool, False),
@@ -168,8 +168,8 @@ ARGUMENTS: dict[str, Argument] = {
     "dataloader_in_order": _refused(bool, True, "a resume needs to know the order; leave it out"),
     "remove_unused_columns": _read(bool, True, "what forward does not name is left out of dict samples"),
     "label_names": _read(list[str] | None, None, "one name; several are refused"),
-    "train_sampling_strategy": _read(str, "random", "random, sequential; others are refused"),
-    "length_column_name": _void(str, "length", "samples are not grouped by length"),
+    "train_sampling_strategy": _read(str, "random", "random, sequential, group_by_length; evaluation stays in order"),
+    "length_column_name": _read(str, "length", "as there; without such a column samples are read once at start"),
     "ddp_find_unused_parameters": _read(bool | None, None),
     "ddp_bucket_cap_mb": _read(int | None, None),
     "ddp_broadcast_buffers": _read(bool | None, None),

@@ -43,6 +43,7 @@ def prepare_process(args: RunSettings, seed: int) -> None:
     torch.manual_seed(seed)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers 5.23 reads it for flash-attn
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     if (args.log_level, args.log_level_replica) != ("passive", "warning"):  # that library's defaults
@@ -55,8 +56,8 @@ def prepare_process(args: RunSettings, seed: int) -> None:
     if args.tf32 is not None:
         if args.tf32 and not torch.cuda.is_available():
             raise ConfigError("tf32: needs a CUDA device, which there is none of, got True; leave it out")
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if args.tf32 else "ieee"
-        torch.backends.cudnn.fp32_precision = "tf32" if args.tf32 else "ieee"
+        # not fp32_precision: after that torch 2.13 refuses get_float32_matmul_precision(), which torch.compile calls
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
 
 
 class Columns:
@@ -179,6 +180,7 @@ def train_loader(trainer: Trainer) -> TrainLoader:
         drop_last=args.dataloader_drop_last,
         set_dataset_epoch=args.set_dataset_epoch,
         shuffle=args.train_sampling_strategy != "sequential",
+        group_by_length=args.length_column_name if args.train_sampling_strategy == "group_by_length" else None,
         collate_fn=trainer.collate_fn,
         peers=trainer.peers,
         dispatch=args.dispatch_batches,

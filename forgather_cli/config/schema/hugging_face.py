@@ -34,6 +34,7 @@ class HuggingFaceArguments:
     # what TrainingArguments alone can set; a recipe's data come as the model takes them, in the order of its seed
     data_seed: int | None = None
     train_sampling_strategy: str = "random"
+    length_column_name: str = "length"
     remove_unused_columns: bool = False
     label_names: list[str] | None = None
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
