@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.config.schema import DDPSettings, FSDP2Settings
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.models.transform import recomputes
 from forgather_cli.optim.schedules import build_schedule
 from forgather_cli.trainer.hugging_face import ARGUMENTS
@@ -320,8 +320,10 @@ def test_samples_are_grouped_by_length_and_a_stream_cannot_be(tmp_path: Path) ->
     assert sorted(seen) == list(range(1, 17))
     assert seen[0] == 16
     assert all(group[1:] == sorted(group[1:], reverse=True) for group in groups)
-    with pytest.raises(ConfigError, match="train_sampling_strategy"):
-        Trainer(llama(), args, padded, DataLoader(rows, batch_size=4, collate_fn=padded))
+    stream = DataLoader(rows, batch_size=4, collate_fn=padded)
+    again = TrainingArguments(str(tmp_path / "stream"), max_steps=2, use_cpu=True, group_by_length=True)
+    with pytest.raises(DataError, match="train_sampling_strategy"):
+        Trainer(llama(), again, None, stream).train()
 
 
 @pytest.mark.parametrize("tf32", [True, False])

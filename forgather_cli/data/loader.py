@@ -73,6 +73,11 @@ class TrainLoader:
             fetcher = Fetcher(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
             lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
             self._steps = MapSteps(len(dataset), share, fetcher, seed, shuffle=shuffle, lengths=lengths)
+        elif group_by_length is not None:
+            raise DataError(
+                "train_sampling_strategy: group_by_length needs data with __getitem__ and __len__, got a "
+                f"{type(dataset).__name__}; choose random, which leaves such data in their own order"
+            )
         else:
             rounds = Rounds(
                 "train_dataset",

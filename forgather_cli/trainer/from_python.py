@@ -17,7 +17,6 @@ from forgather_cli.config.schema import (
     RunSettings,
     Target,
 )
-from forgather_cli.data.stream import is_map_style
 from forgather_cli.distributed import world_size
 from forgather_cli.errors import ConfigError
 from forgather_cli.strategies.base import Strategy
@@ -115,12 +114,6 @@ def _problems(args: TrainingArguments, objects: Objects, config: Config, size: i
                           ("load_best_model_at_end", False)):  # fmt: skip
             if getattr(args, name) != off:
                 yield f"{name}: needs evaluations, and eval_dataset is missing; give one, or leave {name} out"
-    grouped = args.train_sampling_strategy == "group_by_length"
-    if grouped and objects.train_dataset is not None and not is_map_style(objects.train_dataset):
-        yield (
-            "train_sampling_strategy: group_by_length needs data with __getitem__ and __len__, got a "
-            f"{type(objects.train_dataset).__name__}; choose random, which leaves such data in their own order"
-        )
     if args.max_steps < 0 and args.num_train_epochs == -1 and hasattr(objects.train_dataset, "__len__"):
         yield "max_steps: -1 with num_train_epochs=-1 never ends on a dataset with a length; set one of them"
     if objects.enable_checkpointing is not None and not args.gradient_checkpointing:
