@@ -378,7 +378,9 @@ def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained:
     assert checked.code == 1
     assert [each["valid"] for each in checked.json()] == [True, False]
     (copy / "checkpoints/step-00000004/manifest.json").write_text("{")
-    assert "manifest.json: is damaged" in forgather("checkpoint", "verify", str(copy / "checkpoints/step-00000004")).out
+    said = forgather("checkpoint", "verify", str(copy / "checkpoints/step-00000004")).out
+    assert "step-00000004: damaged" in said
+    assert "manifest.json: cannot be read" in said
 
 
 def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         path.write_text(text)
     (found,) = problems(f"accelerate_config={path}")
-    assert found.startswith(f"accelerate_config: {path} ")
+    assert found.startswith(f"accelerate_config: {path}")
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_one_message_with_the_name_of_the_file(here: Path, name: str, capsys: py
     assert "Traceback" not in said
     assert said.count("error: ") == 1, said
     assert all(word in said for word in words), said
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert not Path("new").exists()
 
 

@@ -70,11 +70,14 @@ def classes() -> list[tuple[str, type]]:
 def test_option_file_holds_every_setting_at_its_default(group: str, cls: type) -> None:
     tree: dict[str, Any] = yaml.safe_load((CONF / group / f"{option_type(cls)}.yaml").read_text())
     mandatory = {key for key, value in tree.items() if value == "???"}
+    tree = {key: value for key, value in tree.items() if not str(value).startswith("${")}
     defaults = _defaults(cls, mandatory)
     if group == "data":  # null becomes the model's tokenizer, or bytes, when a config is loaded
         assert tree.pop("tokenizer") is None
         assert defaults.pop("tokenizer") == "bytes"
-    assert {key: value for key, value in tree.items() if key not in mandatory} == defaults
+    follows = {"reference_lr"} & defaults.keys()  # the run's learning rate
+    found = {key: value for key, value in tree.items() if key not in mandatory}
+    assert found == {key: value for key, value in defaults.items() if key not in follows}
 
 
 def _defaults(cls: Any, mandatory: set[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,10 +28,9 @@ def resume(
     logging, evaluation, saving and callbacks; [cyan]group=option[/] replaces the whole group.
     Relative paths count from where the run was first started, wherever this is called.
     """
-    directory = RunDir(run_dir).first_directory()
-    if directory is not None and directory != Path.cwd():
+    directory = RunDir(run_dir).first_directory() or Path.cwd()
+    if directory != Path.cwd():
         run_dir, config_dir = run_dir.absolute(), config_dir and config_dir.absolute()
-        os.chdir(directory)  # for all that the run reads, its own modules and its ranks too
 
     def compose() -> Loaded:
         from forgather_cli.config.resume import reload_config
@@ -40,7 +39,8 @@ def resume(
         settle(RunDir(run_dir))
         return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
 
-    raise typer.Exit(start(joined(overrides or []), compose))
+    with contextlib.chdir(directory):  # for all that the run reads, its own modules and its ranks too
+        raise typer.Exit(start(joined(overrides or []), compose))
 
 
 def _edited(run_dir: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from forgather_cli.data.stream import is_map_style
 from forgather_cli.errors import DataError
 
 log = logging.getLogger(__name__)
-_CHECKED_STEPS = 8
+_CHECKED_STEPS = 2
 
 
 class TrainLoader:
@@ -155,8 +155,9 @@ def _checked(steps: Iterator[tuple[Step, Position]], vocab_size: int) -> Iterato
             ids = batch.get("input_ids")
             if ids is None or not ids.numel():
                 continue
-            wrong = next((int(i) for i in (ids.min(), ids.max()) if not 0 <= i < vocab_size), None)
-            if wrong is not None:
+            least, most = ids.numpy().min(), ids.numpy().max()
+            if least < 0 or most >= vocab_size:
+                wrong = least if least < 0 else most
                 raise DataError(
                     f"train_dataset: token id {wrong} is outside of the model's vocabulary of {vocab_size} tokens; "
                     "give the data the model's tokenizer, or the model the data's vocabulary size"

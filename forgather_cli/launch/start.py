@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgather_cli.checkpoint.retention import list_checkpoints
 from forgather_cli.config.schema import Config
 from forgather_cli.control.token import VARIABLE
 from forgather_cli.errors import CheckpointError, ConfigError, ForgatherError, SetupError
@@ -226,11 +227,12 @@ def _settle(held: Claim, ending: Ending) -> None:
             outcome.write_outcome(run, ending.state, ending.code, ending.message)
         except OSError as error:
             print(f"{run.exit} cannot be written: {error.strerror}", file=sys.stderr)
-    kept = run.checkpoint_steps()
-    if ending.state != "done" and kept:
+    kept = [] if ending.state == "done" else list_checkpoints(run)
+    kept = [info for info in kept if info.healthy] or kept  # as a resume chooses
+    if kept:
         told = "" if ending.failed else f"{ending.message}; "
         stream = sys.stderr if ending.code == outcome.FAILED else sys.stdout
-        print(f"\n{told}to go on from step {kept[-1]}:\n{outcome.resume_command(run)}", file=stream, flush=True)
+        print(f"\n{told}to go on from step {kept[-1].step}:\n{outcome.resume_command(run)}", file=stream, flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- our ranks

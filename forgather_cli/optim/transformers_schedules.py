@@ -90,7 +90,7 @@ def factor(option: TransformersScheduleSettings, warmup: int, total: Callable[[]
         case "linear":
             return _ramped(warmup, lambda step: max(0.0, (total() - step) / length))
         case "polynomial":
-            low, power = given["lr_end"] / option.learning_rate, given["power"]
+            low, power = given["lr_end"] / option.reference_lr, given["power"]
             return _ramped(
                 warmup,
                 lambda step: low + (1 - low) * (1 - (step - warmup) / length) ** power if step <= total() else low,
@@ -103,7 +103,7 @@ def factor(option: TransformersScheduleSettings, warmup: int, total: Callable[[]
                 return 0.0 if done >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((cycles * done) % 1.0)))
 
             return _ramped(warmup, restarts)
-    low = given.get("min_lr_rate") or (given.get("min_lr") or 0.0) / option.learning_rate
+    low = given.get("min_lr_rate") or (given.get("min_lr") or 0.0) / option.reference_lr
     late = 1 if option.name == "cosine_warmup_with_min_lr" else 0  # this one counts the step that begins
 
     def cosine(step: int) -> float:

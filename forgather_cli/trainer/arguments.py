@@ -195,7 +195,7 @@ class TrainingArguments(HFSettings):
             name=self.lr_scheduler_type,
             kwargs=self.lr_scheduler_kwargs,
             warmup_steps=self.warmup_steps,
-            learning_rate=self.learning_rate,
+            reference_lr=self.learning_rate,
         )
 
     @property

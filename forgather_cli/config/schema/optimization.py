@@ -146,7 +146,7 @@ class TransformersScheduleSettings(_SchedulerBase):
     type: Literal["transformers"] = "transformers"
     name: str = "linear"
     kwargs: dict[str, Any] = field(default_factory=dict)  # lr_scheduler_kwargs
-    learning_rate: NonNegative = 1.0  # what min_lr and lr_end are shares of
+    reference_lr: NonNegative = 1.0  # what min_lr and lr_end are shares of
 
 
 SchedulerOption = Annotated[
