@@ -54,6 +54,12 @@ def init(project, **kwargs):
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_state_of_others() -> None:
+    """transformers' Trainer, with which tests of other files compare, leaves accelerate's idea of devices and ranks."""
+    PartialState._reset_state()
+
+
 @pytest.fixture
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package called wandb, and where it leaves what it was told."""
