@@ -228,10 +228,9 @@ def test_errors_of_processes_are_those_of_one(tmp_path: Path) -> None:
 
 
 _BUILD = """
-import os, sys, time
-from pathlib import Path
+import signal, sys
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data import corpus, reading, tokenizing
+from forgather_cli.data import crew, reading, tokenizing
 from forgather_cli.data.build import load_data
 
 reading.PIECE = 1000
@@ -243,9 +242,19 @@ def told(self, made):
     sys.stdin.readline()  # the next one when told so
 
 tokenizing.TokenFiles.commit = told
+start, started = crew._start, []
+
+def second_stopped():  # before it is asked for anything: the pieces that it is given are never done
+    connection, process = start()
+    started.append(process)
+    if len(started) == 2:
+        process.send_signal(signal.SIGSTOP)
+    return connection, process
+
+if "second-stopped" in sys.argv:
+    crew._start = second_stopped
 option = TextSettings(files=[sys.argv[1]], cache_dir=sys.argv[2], seq_len=16, tokenize_processes=int(sys.argv[3]))
 load_data(option, seed=0)
-assert "torch" not in sys.modules or sys.argv[3] == "1"
 print("built", flush=True)
 """
 
@@ -253,9 +262,9 @@ print("built", flush=True)
 class Build:
     """A process that tokenizes a corpus piece by piece, as it is told."""
 
-    def __init__(self, path: Path, cache: Path, processes: int) -> None:
+    def __init__(self, path: Path, cache: Path, processes: int, *more: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _BUILD, str(path), str(cache), str(processes)],
+            [sys.executable, "-c", _BUILD, str(path), str(cache), str(processes), *more],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
         )  # fmt: skip
 
@@ -319,7 +328,7 @@ def _is_alive(pid: int) -> bool:
 def test_a_process_that_is_killed_is_told_and_what_is_done_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(RECORDS * 2)
-    build = Build(path, tmp_path / "cache", 2)
+    build = Build(path, tmp_path / "cache", 2, "second-stopped")
     assert build.hears() == "piece 1"
     for pid in build.children():
         os.kill(pid, signal.SIGKILL)

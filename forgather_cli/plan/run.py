@@ -71,8 +71,8 @@ class RunPlan:
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
     world_size = plan_layout(config).world
-    seq_len, vocab_size = _seq_len(config), _vocab_size(config)
     counts = _cached_counts(config)
+    seq_len, vocab_size = _seq_len(config), _vocab_size(config, counts)
     batch = _batch(config, world_size)
     made = RunPlan(
         model=config.model.path if isinstance(config.model, Target) else config.model.type,
@@ -122,7 +122,8 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
 
 def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
-    world, seq_len, vocab_size = plan_layout(config).world, _seq_len(config), _vocab_size(config)
+    world, seq_len = plan_layout(config).world, _seq_len(config)
+    vocab_size = _vocab_size(config, _cached_counts(config))
     if seq_len is None or vocab_size is None:
         raise ConfigError(
             "data._target_: its vocabulary and the length of its sequences are known when it is made; for --fit set "
@@ -155,13 +156,13 @@ def _memory(
     trainer = config.trainer
     if isinstance(trainer, PipelineSettings):
         ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
-        return memory.with_save_copies(config, ranks, on_gpu=uses_gpu(config))
-    layers = len({row.layer for row in rows} - {None})
-    activations = None if costs is None else costs.of(layers, tokens)
-    if isinstance(trainer, FSDP2Settings):
-        ranks = memory.sharded(config, trainer, rows, world, activations)
     else:
-        ranks = memory.replicated(config, rows, world, activations)
+        layers = len({row.layer for row in rows} - {None})
+        activations = None if costs is None else costs.of(layers, tokens)
+        if isinstance(trainer, FSDP2Settings):
+            ranks = memory.sharded(config, trainer, rows, world, activations)
+        else:
+            ranks = memory.replicated(config, rows, world, activations)
     return memory.with_save_copies(config, ranks, on_gpu=uses_gpu(config))
 
 
@@ -173,7 +174,7 @@ def _seq_len(config: Config) -> int | None:
     return config.data.seq_len
 
 
-def _vocab_size(config: Config) -> int | None:
+def _vocab_size(config: Config, counts: dict[str, int | None]) -> int | None:
     """The tokenizer's; of a ``bpe`` that is not trained yet the size it is asked for. Of data of the user's, which tell
     when they are made, the model's; None where that takes theirs."""
     from forgather_cli.data.tokenize import load_tokenizer
@@ -181,7 +182,7 @@ def _vocab_size(config: Config) -> int | None:
 
     if isinstance(config.data, Target):
         return own_vocab_size(config.model)
-    if known := _cached_counts(config).get("vocab_size"):
+    if known := counts.get("vocab_size"):
         return known
     if config.data.tokenizer == "bpe":
         return config.data.bpe_vocab_size
