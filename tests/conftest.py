@@ -1,6 +1,7 @@
 """``--full``: also the cases marked ``full``, which are many and alike; without it they are deselected.
 
-Jobs of the tests register in a folder of the session's, not among the user's.
+Jobs of the tests register in a folder of the session's, not among the user's. Processes that tests start import what
+lies in ``tests/`` itself, as the tests do.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     home = tempfile.TemporaryDirectory(prefix="forgather-tests-")
     config.add_cleanup(home.cleanup)
     os.environ["XDG_CONFIG_HOME"] = home.name
+    importable = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, importable))
     config.addinivalue_line("markers", "full: a case that only --full runs")
 
 

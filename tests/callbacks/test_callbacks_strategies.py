@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -345,7 +344,6 @@ def test_a_job_whose_callback_raises_ends_with_the_traceback_and_leaves_nobody(
     strategy: str, event: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     settings = {"_target_": "users_callbacks.Raises", "event": event, "step": 5, "rank": rank, "pids": "true"}
     ranks, words = STRATEGIES[strategy]
     words = [*words, *(["nproc_per_node=2"] if ranks > 1 else []), "eval_steps=4", "save_steps=2", "max_steps=1000"]

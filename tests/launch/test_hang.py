@@ -20,7 +20,6 @@ from forgather_cli.launch.standing import COMPILES, RUNS, SILENT, WAITS, Collect
 @pytest.fixture(autouse=True)
 def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
 def stalling(strategy: str, *acts: str, words: tuple[str, ...] = ()) -> Process:

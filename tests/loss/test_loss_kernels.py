@@ -46,7 +46,7 @@ from forgather_cli.strategies.fsdp2 import FullyShard
 from forgather_cli.tally import Tally
 
 CPU = torch.device("cpu")
-STANDINS = Path(__file__).parent / "standins"
+STANDINS = Path(__file__).parents[1] / "standins"
 PACKAGES = ("liger_kernel", "cut_cross_entropy")
 B, T, V, E = 3, 17, 53, 16
 

@@ -28,7 +28,7 @@ DEFAULTS = {
     name: field.default_factory() if field.default is dataclasses.MISSING else field.default
     for name, field in THEIRS.items()
 }
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 # ----------------------------------------------------------------------------------------------------------- the table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -37,8 +36,6 @@ EVERY = [(strategy, phase, rank) for strategy in STRATEGIES for phase in PHASES 
 @pytest.fixture(autouse=True)
 def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
 def words_of(given: list[str], rank: int) -> list[str]:

@@ -205,8 +205,7 @@ def test_a_save_in_flight_survives_the_end_of_the_interpreter(tmp_path: Path) ->
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=120
     )

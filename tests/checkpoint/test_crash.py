@@ -185,7 +185,7 @@ def test_a_process_that_goes_on_is_found_though_it_has_lost_its_parent(tmp_path:
 
 
 def test_a_campaign_whose_runs_do_not_start_fails_and_names_the_seed(tmp_path: Path) -> None:
-    words = [sys.executable, str(Path(__file__).with_name("crash_campaign.py")), "1", "--seed", "7"]
+    words = [str(Path(__file__).parents[2] / "scripts" / "crash_campaign"), "1", "--seed", "7"]
     done = subprocess.run(
         [*words, f"--work={tmp_path}", "--layouts=single", "max_stepz=3"], capture_output=True, text=True, check=False
     )

@@ -37,8 +37,6 @@ EVERY = ["step-kill", "step-sleep", "setup-kill", "evaluation-kill", "save-kill"
 @pytest.fixture(autouse=True)
 def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
 def goes_on() -> bool:

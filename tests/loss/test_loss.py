@@ -296,7 +296,7 @@ def test_other_outputs_and_what_is_missing_are_named() -> None:
 
 def test_memory_is_bounded() -> None:
     """Peak beyond the weights: plain makes several N x V tensors, the chunked loss one gradient and one chunk."""
-    script = Path(__file__).parents[1] / "scripts" / "bench" / "loss_memory.py"
+    script = Path(__file__).parents[2] / "scripts" / "bench" / "loss_memory.py"
     peaks = {}
     for name in ("plain", "linear_cross_entropy"):
         command = [sys.executable, str(script), "--run", name, "--tokens", "512", "--vocab", "50304", "--width", "64"]

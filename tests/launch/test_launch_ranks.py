@@ -55,8 +55,6 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_
 @pytest.fixture(autouse=True)
 def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
     for name in [*TORCHRUN, *SLURM]:
         monkeypatch.delenv(name, raising=False)
 

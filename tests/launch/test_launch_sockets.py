@@ -17,7 +17,6 @@ from two_ranks import SMALL
 
 from forgather_cli.launch.orphans import children
 
-HERE = Path(__file__).parent
 # A host called "elsewhere" that has an address of a network, and whose name means that one. Then the command.
 ELSEWHERE = """
 import fcntl, os, socket, struct, subprocess, sys

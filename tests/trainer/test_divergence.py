@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -306,7 +305,6 @@ RESTARTED = ("trainer=ddp", "nproc_per_node=1", "max_restarts=2")
 @pytest.fixture
 def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 def noted() -> list[tuple[int, list[list[int]]]]:
