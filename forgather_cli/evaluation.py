@@ -31,6 +31,7 @@ from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.loss import build_loss
 from forgather_cli.models.build import directory_option
+from forgather_cli.models.parts import named_tensors
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import Located, load_located, locate
 from forgather_cli.strategies.base import Strategy
@@ -38,8 +39,8 @@ from forgather_cli.strategies.build import build_strategy
 from forgather_cli.tally import Tally
 from forgather_cli.trainer.device_errors import evaluation_explained
 from forgather_cli.trainer.evaluate import Uninterrupted, evaluate, in_rounds
-from forgather_cli.trainer.persistence import load_model
-from forgather_cli.trainer.setup import eval_loader, named_tensors, transformed
+from forgather_cli.trainer.resume import load_model
+from forgather_cli.trainer.setup import eval_loader, transformed
 
 if TYPE_CHECKING:
     from rich.progress import Progress

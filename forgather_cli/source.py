@@ -17,10 +17,10 @@ from forgather_cli.errors import ModelError
 from forgather_cli.finalize.quantize import is_quantized, load_quantized
 from forgather_cli.models.build import build_model, directory_option, initialize
 from forgather_cli.models.init import allocate
+from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.transform import cast_parameters
 from forgather_cli.run_dir import RunDir, is_model_directory, run_of
-from forgather_cli.trainer.persistence import load_model
-from forgather_cli.trainer.setup import named_tensors
+from forgather_cli.trainer.resume import load_model
 
 _SLACK = 1_000_000  # numbers; tied weights and rows for new tokens are not stored
 

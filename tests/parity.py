@@ -27,9 +27,9 @@ from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
 from forgather_cli.models.generate import generate
-from forgather_cli.models.modes import evaluation_mode
+from forgather_cli.models.parts import evaluation_mode, named_tensors
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer.setup import named_tensors, rows_of
+from forgather_cli.trainer.setup import rows_of
 
 SEQ_LEN = 16
 

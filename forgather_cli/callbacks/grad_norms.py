@@ -11,9 +11,9 @@ from torch import Tensor
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import RecordFile
 from forgather_cli.callbacks.norms import FullParameters, HostCopy
+from forgather_cli.config import schedule
 from forgather_cli.config.schema import GradNormSettings
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer import schedule
 
 logger = logging.getLogger(__name__)
 

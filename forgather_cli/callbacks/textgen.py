@@ -18,7 +18,7 @@ from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, Traine
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
 from forgather_cli.config.schema import TextgenSettings
 from forgather_cli.errors import SetupError
-from forgather_cli.models.modes import evaluation_mode
+from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.config import schedule
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.data.collate import Batch, Step
 from forgather_cli.data.loader import EvalLoader, TrainLoader
-from forgather_cli.trainer import schedule
-from forgather_cli.trainer.ticket import Agreed, Counts, Ticket
+from forgather_cli.trainer.step_sync import Agreed, Counts, Ticket
 
 
 def length(loader: TrainLoader | EvalLoader) -> int | None:

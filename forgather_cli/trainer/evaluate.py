@@ -15,9 +15,9 @@ from forgather_cli import distributed
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.distributed import World
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.models.modes import evaluation_mode
+from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy
-from forgather_cli.trainer.ticket import Sum, without_targets
+from forgather_cli.trainer.step_sync import Sum, without_targets
 
 log = logging.getLogger(__name__)
 

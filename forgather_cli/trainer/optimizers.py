@@ -15,6 +15,7 @@ from forgather_cli.config.decode import decode_settings, to_tree
 from forgather_cli.config.optimizer_limits import DEFAULT_GROUP, groups_of, regex_problem
 from forgather_cli.config.schema import Config, GroupSettings, Target
 from forgather_cli.errors import ConfigError
+from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.groups import members_of
 from forgather_cli.optim.in_backward import FusedBackward
@@ -22,7 +23,6 @@ from forgather_cli.optim.schedules import Schedule, build_schedule
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.targets import accepts, call, import_target
 from forgather_cli.trainer.arguments import TrainingArguments
-from forgather_cli.trainer.setup import trainable_parameters
 
 Named = list[tuple[str, nn.Parameter]]
 GroupsGiven = dict[str, GroupSettings] | Callable[[Named], list[dict[str, Any]]] | None

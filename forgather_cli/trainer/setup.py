@@ -22,6 +22,7 @@ from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
+from forgather_cli.models.parts import named_tensors
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.convert import Conversion, converted, converts
 from forgather_cli.sharding import held_rows, local
@@ -225,25 +226,6 @@ def _loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
         "persistent_workers": args.dataloader_persistent_workers,
         "device": device,
     }
-
-
-def named_tensors(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer by its full-model name, merged over ``parts``, tied ones once.
-
-    Names are those of ``state_dict``: wrappers (activation checkpointing) prefix ``named_parameters`` but not these.
-    """
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for part in parts:
-        for name, tensor in part.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[name] = tensor
-    return found
-
-
-def trainable_parameters(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    return [(n, t) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter) and t.requires_grad]
 
 
 def save_model(trainer: Trainer, directory: Path) -> None:

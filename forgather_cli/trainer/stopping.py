@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from forgather_cli.data.collate import Step
 from forgather_cli.trainer.commands import Asked, Commands, NoCommands
-from forgather_cli.trainer.ticket import NUM_STOPS, Sum, Ticket, stop_numbers, stop_of
+from forgather_cli.trainer.step_sync import NUM_STOPS, Sum, Ticket, stop_numbers, stop_of
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer

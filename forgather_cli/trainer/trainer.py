@@ -20,18 +20,19 @@ from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import CallbackList, NoWriter, TrainerControl, TrainerState
 from forgather_cli.checkpoint.gather import gather
+from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, Microbatched, TrainLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, world
 from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
-from forgather_cli.trainer import results, schedule, setup
+from forgather_cli.trainer import results, setup
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, placed
 from forgather_cli.trainer.best import track_best
-from forgather_cli.trainer.between_steps import BetweenSteps
 from forgather_cli.trainer.describe import describe
 from forgather_cli.trainer.device_errors import evaluation_explained, step_explained
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
@@ -44,12 +45,13 @@ from forgather_cli.trainer.evaluate import (
     users_metrics,
 )
 from forgather_cli.trainer.from_python import Objects, checked_config, described_data
-from forgather_cli.trainer.host import garbage_collection, seed_step
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings
-from forgather_cli.trainer.persistence import Persistence
-from forgather_cli.trainer.rollback import Recovery
+from forgather_cli.trainer.process import garbage_collection, seed_step
+from forgather_cli.trainer.recovery import Recovery
+from forgather_cli.trainer.resume import Persistence
 from forgather_cli.trainer.run_files import RunFiles
+from forgather_cli.trainer.step_end import BetweenSteps
 from forgather_cli.trainer.stopping import Stopping
 
 log = logging.getLogger(__name__)
@@ -354,7 +356,7 @@ class Trainer:
         self.optimizer, self.lr_scheduler, callback = self._make_optimizer(strategy, state.max_steps or None)
         if callback is not None:
             self.callbacks.add(callback)
-        self._parameters = [p for _, p in setup.trainable_parameters(strategy.parts)]  # once where two parts share one
+        self._parameters = [p for _, p in trainable_parameters(strategy.parts)]  # once where two parts share one
         self._flops = Flops.of(strategy.parts, self.cpu_group)
         self.metrics = TrainMetrics(
             strategy.device,

@@ -274,7 +274,7 @@ def run_forgather(strategy: str, steps: int, ranks: int, *, ticket: bool = True)
 
 def _foreseen(copies: int) -> Callable[[Any], Any]:
     """Tickets of equal shares, which need no collective: every rank knows what the others hold."""
-    from forgather_cli.trainer.ticket import Ticket
+    from forgather_cli.trainer.step_sync import Ticket
 
     def ticket(step: Any) -> Any:
         found = Ticket(step, asked=[0] * 8, saved=True, world=1, copies=1, group=None)

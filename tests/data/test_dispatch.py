@@ -26,7 +26,7 @@ from forgather_cli.data.dispatch import Peers
 from forgather_cli.data.loader import EvalLoader, TrainLoader
 from forgather_cli.errors import ConfigError, DataError, TrainingError
 from forgather_cli.trainer.evaluate import Uninterrupted, in_rounds
-from forgather_cli.trainer.ticket import Sum
+from forgather_cli.trainer.step_sync import Sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
 

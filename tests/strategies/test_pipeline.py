@@ -33,7 +33,7 @@ from forgather_cli.models.cache import KVCache
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
 from forgather_cli.models.init import init_parameters
-from forgather_cli.models.modes import evaluation_mode
+from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 

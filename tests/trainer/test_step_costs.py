@@ -99,7 +99,7 @@ def step_of(root: str, *overrides: str) -> tuple[dict[str, int], dict[str, int],
 
 _NORM = {"allreduce_ in distributed.all_sum": 1}
 """Of the squared gradient norm, where each rank holds a share of the model."""
-_TICKET = {"allreduce_ in ticket.Sum.__init__": 1}
+_TICKET = {"allreduce_ in step_sync.Sum.__init__": 1}
 """Counts of the next step and what ranks were told, on the host's own group."""
 SENT: dict[str, dict[str, int]] = {
     # the gradients, in one bucket, with the last micro-batch
@@ -128,7 +128,7 @@ LAYOUTS = {
 }
 LATE = {"metrics.LateReader._pop": 1}
 """The gradient norm of two steps ago: on CUDA a copy in the host's memory, which has come by then."""
-ON_THE_HOST = {"collate._count": 2, "ticket.Sum.read": 1, "fsdp2._Highest.read": 1}
+ON_THE_HOST = {"collate._count": 2, "step_sync.Sum.read": 1, "fsdp2._Highest.read": 1}
 """Reads of what never was on the device: targets of the CPU's batches, sums over the host's own group."""
 
 

@@ -20,7 +20,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
 from forgather_cli.trainer.commands import Asked
-from forgather_cli.trainer.ticket import Counts, Sum, Ticket, stop_numbers, stop_of
+from forgather_cli.trainer.step_sync import Counts, Sum, Ticket, stop_numbers, stop_of
 
 LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("trainer=pipeline", "n_microbatches=2")}
 

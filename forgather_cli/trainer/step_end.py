@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from forgather_cli.config import schedule
 from forgather_cli.distributed import all_sum
 from forgather_cli.errors import NotFiniteError
 from forgather_cli.run_dir import step_of
-from forgather_cli.trainer import schedule
 from forgather_cli.trainer.best import check_metric
 from forgather_cli.trainer.evaluate import EvaluationStopped
 from forgather_cli.trainer.metrics import Interval

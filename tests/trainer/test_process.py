@@ -14,7 +14,7 @@ import torch
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.trainer import Trainer, TrainingArguments
-from forgather_cli.trainer.host import garbage_collection
+from forgather_cli.trainer.process import garbage_collection
 
 
 class Litter(TrainerCallback):

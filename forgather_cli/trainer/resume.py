@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.checkpoint.components import Component, Rows, Sharing, total_bytes
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.checkpoint.load import Reader, best_valid, named, newest_valid
@@ -21,12 +22,12 @@ from forgather_cli.checkpoint.restore import restore_components
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.distributed import all_sum
 from forgather_cli.errors import CheckpointError
+from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import merge_group_states
 from forgather_cli.sharding import held_rows, local
 from forgather_cli.strategies.base import Stateful
-from forgather_cli.trainer.compare import compare_configs
-from forgather_cli.trainer.setup import named_tensors, rows_of, trainable_parameters
+from forgather_cli.trainer.setup import rows_of
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.checkpoint.compare import differences
 from forgather_cli.checkpoint.edit import check_idle, rewrite
 from forgather_cli.checkpoint.edited import EDITED, record
 from forgather_cli.checkpoint.load import Reader
@@ -14,7 +15,6 @@ from forgather_cli.config.schema import Config
 from forgather_cli.errors import CheckpointError, ConfigError
 from forgather_cli.optim.groups import Assignment, assign
 from forgather_cli.run_dir import run_of
-from forgather_cli.trainer.compare import differences
 
 EDITABLE = ("learning_rate", "weight_decay", "optimizer", "lr_scheduler")
 """The parts of a config that an edit may change."""

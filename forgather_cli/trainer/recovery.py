@@ -24,7 +24,7 @@ from forgather_cli.errors import CheckpointError, DivergenceError
 from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import step_of
 from forgather_cli.trainer.metrics import LateReader
-from forgather_cli.trainer.persistence import COMPONENTS
+from forgather_cli.trainer.resume import COMPONENTS
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
