@@ -30,7 +30,7 @@ from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model
 from forgather_cli.models.init import allocate
 from forgather_cli.precision import half_dtype
 from forgather_cli.strategies.base import Batch, Strategy, Supports
-from forgather_cli.strategies.fsdp2_blocks import blocks_to_shard, enter_in, send_from_first_rank
+from forgather_cli.strategies.parallelize import blocks_to_shard, enter_in, send_from_first_rank
 
 log = logging.getLogger(__name__)
 
