@@ -27,7 +27,7 @@ from forgather_cli.models.init import allocate
 from forgather_cli.optim.groups import describe
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import load_source
-from forgather_cli.strategies.fsdp2_blocks import blocks_to_shard
+from forgather_cli.strategies.parallelize import blocks_to_shard
 from forgather_cli.trainer.metrics import Flops
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
