@@ -23,8 +23,8 @@ from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
 from forgather_cli.data.build import load_data
-from forgather_cli.data.dispatch import Peers
-from forgather_cli.data.loader import EvalLoader
+from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import World, all_sum, cpu_group, pick_device, world
 from forgather_cli.errors import DataError, ModelError

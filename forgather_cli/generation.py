@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forgather_cli.data.chat import ChatTemplate, Message
-from forgather_cli.data.detokenize import Detokenizer
-from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.data.chat.template import ChatTemplate, Message
+from forgather_cli.data.text.detokenize import Detokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.errors import DataError, ForgatherError, ModelError, SetupError
 from forgather_cli.input_files import read_json_object
 from forgather_cli.loss import model_logits

@@ -49,8 +49,8 @@ ALLOWED = {
     "generation": {"data", "loss", "models.generate", "source"},
     "source": {"*"},
     "trainer": {
-        "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.collate", "data.dispatch",
-        "data.loader", "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
+        "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.loaders",
+        "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.check", "config.decode", "config.optimizer_limits", "config.schedule",
         "precision", "targets",
         "callbacks.build", "launch.claim", "launch.finish", "launch.outcome",

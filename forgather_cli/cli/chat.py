@@ -14,7 +14,7 @@ from forgather_cli.cli.screen import show, tell_of_limit
 from forgather_cli.errors import SetupError
 
 if TYPE_CHECKING:
-    from forgather_cli.data.chat import Message
+    from forgather_cli.data.chat.template import Message
     from forgather_cli.generation import Generator, Sampling, Text
 
 _ASK = "> "

@@ -17,19 +17,19 @@ from forgather_cli.config.schema import (
     TokensSettings,
 )
 from forgather_cli.data.cache import cache_root, digest
-from forgather_cli.data.corpus import Progress, end_of, tokenize_corpus, trained_bpe
-from forgather_cli.data.own import own_data
-from forgather_cli.data.reading import damage_of
-from forgather_cli.data.sources import Documents, find_corpus
+from forgather_cli.data.custom import own_data
+from forgather_cli.data.packing import packed_tables
 from forgather_cli.data.splits import DataSplits
-from forgather_cli.data.tables import packed_tables
-from forgather_cli.data.token_files import open_token_files
-from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
+from forgather_cli.data.text.corpus import Documents, find_corpus
+from forgather_cli.data.text.read import damage_of
+from forgather_cli.data.text.token_files import open_token_files
+from forgather_cli.data.text.tokenize import Progress, end_of, tokenize_corpus, trained_bpe
+from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
 
 if TYPE_CHECKING:
-    from forgather_cli.data.packing import Batched
+    from forgather_cli.data.samples import Batched
 
 Text = PythonStdlibSettings | TextSettings | HfSettings
 Packed = Text | TokensSettings
@@ -64,8 +64,8 @@ def load_data(
 
 
 def _instruct(option: InstructSettings, root: Path, progress: Progress | None) -> DataSplits:
-    from forgather_cli.data.chat_tokens import tokenize_chats
-    from forgather_cli.data.instruct import find_chats, pack_chats
+    from forgather_cli.data.chat.instruct import find_chats, pack_chats
+    from forgather_cli.data.chat.tokens_of_chats import tokenize_chats
 
     chats = find_chats(option)
     data = tokenize_chats(chats, root, progress)
@@ -77,7 +77,7 @@ def _instruct(option: InstructSettings, root: Path, progress: Progress | None) -
 
 def _corpus(option: Text, root: Path) -> Documents:
     if isinstance(option, HfSettings):
-        from forgather_cli.data.hf import hf_corpus
+        from forgather_cli.data.text.hf import hf_corpus
 
         return hf_corpus(option, root)
     return find_corpus(option)
@@ -85,8 +85,8 @@ def _corpus(option: Text, root: Path) -> Documents:
 
 def _stream(option: HfSettings, root: Path, seed: int) -> DataSplits:
     """Documents that are tokenized and packed while they are read."""
-    from forgather_cli.data.hf import open_datasets, origin_of, stream_identity
-    from forgather_cli.data.token_stream import Rules, TokenStream
+    from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
+    from forgather_cli.data.text.token_stream import Rules, TokenStream
 
     tokenizer = load_tokenizer(option.tokenizer)
     opened = open_datasets(option, root)
@@ -134,7 +134,7 @@ def _pack(option: Packed, data: Tokenized, tokenizer: Tokenizer, root: Path) -> 
 
 
 def _datasets(option: Packed, data: Tokenized, pad: int, root: Path) -> tuple[Batched, Batched | None]:
-    from forgather_cli.data.packing import ConcatDataset, PackedDataset
+    from forgather_cli.data.samples import ConcatDataset, PackedDataset
 
     splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
     isolate = option.isolate_documents

@@ -16,11 +16,11 @@ from forgather_cli.config.schema import (
     TokensSettings,
 )
 from forgather_cli.data.cache import cache_root, find
-from forgather_cli.data.corpus import bpe_directory, cached_corpus
-from forgather_cli.data.sources import find_corpus
-from forgather_cli.data.tables import packing_key
-from forgather_cli.data.token_files import cached_token_files
-from forgather_cli.data.tokenize import load_tokenizer
+from forgather_cli.data.packing import packing_key
+from forgather_cli.data.text.corpus import find_corpus
+from forgather_cli.data.text.token_files import cached_token_files
+from forgather_cli.data.text.tokenize import bpe_directory, cached_corpus
+from forgather_cli.data.text.tokenizer import load_tokenizer
 
 OnDisk = PythonStdlibSettings | TextSettings | TokensSettings
 
@@ -56,7 +56,7 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
 
 
 def _cached_chats(option: InstructSettings, root: Path) -> dict[str, int | None] | None:
-    from forgather_cli.data.instruct import cached_chats
+    from forgather_cli.data.chat.instruct import cached_chats
 
     found = cached_chats(option, root)
     if found is None:

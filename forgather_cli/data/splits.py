@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

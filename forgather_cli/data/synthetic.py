@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forgather_cli.data.order import mix
-from forgather_cli.data.packing import IGNORED, batch_of, one_of
+from forgather_cli.data.samples import IGNORED, batch_of, one_of
 
 _MASK = (1 << 64) - 1
 

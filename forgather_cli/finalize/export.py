@@ -16,7 +16,7 @@ from forgather_cli.checkpoint.files import Range
 from forgather_cli.checkpoint.layout import TensorSpec
 from forgather_cli.checkpoint.tensors import DTYPES, dtype_of, write_weights
 from forgather_cli.checkpoint.weights import Weights, main_dtype
-from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.errors import ModelError
 from forgather_cli.finalize.options import DtypeName
 from forgather_cli.input_files import read_json_object

@@ -22,7 +22,7 @@ from forgather_cli.checkpoint.files import hash_range, remove
 from forgather_cli.checkpoint.new_directory import check_absent, new_directory
 from forgather_cli.checkpoint.weights import Weights
 from forgather_cli.config.schema import Config, QATSettings, QuantizeRecipe
-from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.card import model_card

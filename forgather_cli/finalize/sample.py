@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forgather_cli.config.schema import Config
 from forgather_cli.data.build import load_data
-from forgather_cli.data.loader import EvalLoader
-from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.data.loaders.loader import EvalLoader
+from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.errors import DataError, ForgatherError
 from forgather_cli.finalize.options import read_given
 from forgather_cli.loss import num_targets

@@ -177,7 +177,7 @@ def _seq_len(config: Config) -> int | None:
 def _vocab_size(config: Config, counts: dict[str, int | None]) -> int | None:
     """The tokenizer's; of a ``bpe`` that is not trained yet the size it is asked for. Of data of the user's, which tell
     when they are made, the model's; None where that takes theirs."""
-    from forgather_cli.data.tokenize import load_tokenizer
+    from forgather_cli.data.text.tokenizer import load_tokenizer
     from forgather_cli.models.build import own_vocab_size
 
     if isinstance(config.data, Target):

@@ -9,8 +9,8 @@ from typing import Any
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.config import schedule
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.data.collate import Batch, Step
-from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.loaders.collate import Batch, Step
+from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.trainer.step_sync import Agreed, Counts, Ticket
 
 

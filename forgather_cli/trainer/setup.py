@@ -17,9 +17,9 @@ from torch import nn
 from forgather_cli.checkpoint.components import Rows
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.schema import Config, FP16Settings, RunSettings
-from forgather_cli.data.collate import CollateFn, default_collate
-from forgather_cli.data.dispatch import Peers
-from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.loaders.collate import CollateFn, default_collate
+from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
 from forgather_cli.models.parts import named_tensors

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forgather_cli.data.collate import Batch, Step
+from forgather_cli.data.loaders.collate import Batch, Step
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """In the order in which they win, when ranks have got different ones."""

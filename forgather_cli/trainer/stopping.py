@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from forgather_cli.data.collate import Step
+from forgather_cli.data.loaders.collate import Step
 from forgather_cli.trainer.commands import Asked, Commands, NoCommands
 from forgather_cli.trainer.step_sync import NUM_STOPS, Sum, Ticket, stop_numbers, stop_of
 

@@ -23,8 +23,8 @@ from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
-from forgather_cli.data.dispatch import Peers
-from forgather_cli.data.loader import EvalLoader, Microbatched, TrainLoader
+from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.loader import EvalLoader, Microbatched, TrainLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.models.parts import trainable_parameters

@@ -20,8 +20,8 @@ os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the tokenizer library's threa
 
 from forgather_cli.config.schema import PythonStdlibSettings
 from forgather_cli.data.build import load_data
-from forgather_cli.data.loader import TrainLoader
-from forgather_cli.data.sources import find_corpus
+from forgather_cli.data.loaders.loader import TrainLoader
+from forgather_cli.data.text.corpus import find_corpus
 
 KINDS: dict[str, dict[str, Any]] = {
     "concat": {},
@@ -58,7 +58,7 @@ def cold_build(cache: str, settings: dict[str, Any]) -> float:
     """CPU seconds from nothing to a published token cache; for bpe with the tokenizer trained before."""
     if settings:
         from forgather_cli.data.cache import cache_root
-        from forgather_cli.data.corpus import trained_bpe
+        from forgather_cli.data.text.tokenize import trained_bpe
 
         trained_bpe(find_corpus(PythonStdlibSettings()), 4096, cache_root(cache), None)
     start = time.process_time()

@@ -20,16 +20,16 @@ from pathlib import Path
 
 from forgather_cli.config.schema import PythonStdlibSettings
 from forgather_cli.data.cache import cache_root
-from forgather_cli.data.corpus import trained_bpe
-from forgather_cli.data.sources import find_corpus
+from forgather_cli.data.text.corpus import find_corpus
+from forgather_cli.data.text.tokenize import trained_bpe
 
 _RUN = """
 import sys, time
 from pathlib import Path
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.corpus import corpus_key, tokenize_corpus
-from forgather_cli.data.sources import find_corpus
-from forgather_cli.data.tokenize import load_tokenizer
+from forgather_cli.data.text.tokenize import corpus_key, tokenize_corpus
+from forgather_cli.data.text.corpus import find_corpus
+from forgather_cli.data.text.tokenizer import load_tokenizer
 
 folder, tokenizer, processes, root = sys.argv[1], load_tokenizer(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 corpus = find_corpus(TextSettings(files=[folder + "/*.txt"], eval_fraction=0.0))

@@ -22,7 +22,7 @@ from crash_check import Before, after_end, after_kill, checkpoint, compare, reco
 from crash_draw import LAYOUTS, MAX_STEPS, STOPS, Instant, Kill, Plan, draw
 from crash_job import MARK, Job, Watch
 
-from forgather_cli.data.fetch import Workers, worker_loader
+from forgather_cli.data.loaders.workers import Workers, worker_loader
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.claim import claim
 from forgather_cli.launch.signals import watching

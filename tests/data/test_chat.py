@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from forgather_cli.data.chat import CHATML, ChatTemplate
+from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.errors import DataError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -241,5 +241,5 @@ def test_found_in_a_directory_as_transformers_finds_it(tmp_path: Path) -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys; from forgather_cli.data import chat; assert 'torch' not in sys.modules"
+    code = "import sys; from forgather_cli.data.chat import template; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,11 +18,11 @@ import pytest
 import zstandard
 
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data import reading
 from forgather_cli.data.build import load_data
-from forgather_cli.data.file_tokenizer import train_bpe
-from forgather_cli.data.reading import Damage, Part, SourceFile, parts_of, read_documents
-from forgather_cli.data.sources import Corpus, find_corpus, split_documents
+from forgather_cli.data.text import read as reading
+from forgather_cli.data.text.corpus import Corpus, find_corpus, split_documents
+from forgather_cli.data.text.file_tokenizer import train_bpe
+from forgather_cli.data.text.read import Damage, Part, SourceFile, parts_of, read_documents
 from forgather_cli.errors import DataError
 
 PIECE = 1000  # bytes, in place of 16 MiB
@@ -188,7 +188,7 @@ def corpora(folder: Path) -> dict[str, tuple[list[Path], dict[str, Any]]]:
 
 
 def _is_held_out(text: str) -> bool:
-    from forgather_cli.data.sources import held_out_share
+    from forgather_cli.data.text.corpus import held_out_share
 
     return held_out_share(text) < 0.1
 
@@ -230,7 +230,7 @@ def test_errors_of_processes_are_those_of_one(tmp_path: Path) -> None:
 _BUILD = """
 import signal, sys
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data import crew, reading, tokenizing
+from forgather_cli.data.text import encode as tokenizing, read as reading, tokenizer_workers as crew
 from forgather_cli.data.build import load_data
 
 reading.PIECE = 1000
@@ -350,7 +350,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     code = """
 import resource, signal, sys
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data import reading
+from forgather_cli.data.text import read as reading
 from forgather_cli.data.build import load_data
 from forgather_cli.errors import DataError
 reading.PIECE = 40000

@@ -22,9 +22,9 @@ from forgather_cli.data import cache as cache_module
 from forgather_cli.data.build import load_data
 from forgather_cli.data.cache import build_once, find
 from forgather_cli.data.counts import cached_token_counts
-from forgather_cli.data.file_tokenizer import train_bpe
-from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.splits import DataSplits
+from forgather_cli.data.text.file_tokenizer import train_bpe
 from forgather_cli.errors import ConfigError, DataError
 
 
@@ -190,7 +190,7 @@ _BUILD = """
 import sys, time
 from pathlib import Path
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data import corpus
+from forgather_cli.data.text import tokenize as corpus
 from forgather_cli.data.build import load_data
 
 def progress(done, total):

@@ -20,8 +20,8 @@ from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import HfSettings, TextSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.counts import cached_token_counts
-from forgather_cli.data.dispatch import Peers
-from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import ConfigError, DataError
 
@@ -116,7 +116,7 @@ def test_a_saved_directory_its_splits_and_slices(folder: Path) -> None:
 
 
 def test_bpe_in_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forgather_cli.data import reading
+    from forgather_cli.data.text import read as reading
 
     chosen = {"tokenizer": "bpe", "bpe_vocab_size": 300}
     alone = load(option(folder, "all.parquet", **chosen))
@@ -227,7 +227,7 @@ def test_a_stream_gives_the_samples_of_the_cache(folder: Path, packing: str) -> 
 def test_a_stream_goes_on_exactly_from_anywhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("forgather_cli.data.token_stream._MANY", 7)  # several chunks
+    monkeypatch.setattr("forgather_cli.data.text.token_stream._MANY", 7)  # several chunks
     chosen = stream(folder, **settings)
     if source == "saved":
         chosen = option(folder, dataset=str(folder / "saved"), streaming=True, **settings)

@@ -21,9 +21,9 @@ from forgather_cli.config.decode import decode, to_tree
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import DataTarget
 from forgather_cli.data.build import load_data
-from forgather_cli.data.collate import Step, default_collate
-from forgather_cli.data.dispatch import Peers
-from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.loaders.collate import Step, default_collate
+from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.errors import ConfigError, DataError, TrainingError
 from forgather_cli.trainer.evaluate import Uninterrupted, in_rounds
 from forgather_cli.trainer.step_sync import Sum

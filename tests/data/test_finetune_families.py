@@ -15,7 +15,7 @@ import transformers
 from program import Process, forgather
 from tiny import metrics, training_curve
 
-from forgather_cli.data.chat import CHATML
+from forgather_cli.data.chat.template import CHATML
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import load_source
 

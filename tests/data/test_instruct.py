@@ -20,11 +20,11 @@ from parity import LAYOUTS, assert_parity, train
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.build import load_data
-from forgather_cli.data.chat import CHATML
+from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.counts import cached_token_counts
+from forgather_cli.data.packing import in_turn
 from forgather_cli.data.splits import DataSplits
-from forgather_cli.data.tables import in_turn
-from forgather_cli.data.tokenize import load_tokenizer
+from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError
 from forgather_cli.source import load_source
 

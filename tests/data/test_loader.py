@@ -14,8 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.data.collate import Step, default_collate
-from forgather_cli.data.loader import EvalLoader, TrainLoader
+from forgather_cli.data.loaders.collate import Step, default_collate
+from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.synthetic import SyntheticDataset
 from forgather_cli.errors import DataError
 from forgather_cli.trainer.setup import _loader_settings

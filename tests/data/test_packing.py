@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from forgather_cli.data.packing import ConcatDataset, PackedDataset
-from forgather_cli.data.tables import best_fit, packed_tables, pieces_of
+from forgather_cli.data.packing import best_fit, packed_tables, pieces_of
+from forgather_cli.data.samples import ConcatDataset, PackedDataset
 from forgather_cli.data.tokens import ArrayFile, Tokenized, Tokens, TokenSplit
 
 PAD, NONE = 99, -100

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
-from forgather_cli.data import reading, sources
-from forgather_cli.data.reading import Damage
-from forgather_cli.data.sources import Corpus, find_corpus, split_documents
+from forgather_cli.data.text import corpus as sources
+from forgather_cli.data.text import read as reading
+from forgather_cli.data.text.corpus import Corpus, find_corpus, split_documents
+from forgather_cli.data.text.read import Damage
 from forgather_cli.errors import DataError
 
 

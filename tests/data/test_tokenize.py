@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgather_cli.data.file_tokenizer import FileTokenizer, _pieces, train_bpe
-from forgather_cli.data.tokenize import Tokenizer, load_tokenizer
-from forgather_cli.data.tokenizer_files import END
+from forgather_cli.data.text.file_tokenizer import FileTokenizer, _pieces, train_bpe
+from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.data.text.tokenizer_files import END
 from forgather_cli.errors import DataError
 
 TEXTS = [
@@ -127,7 +127,7 @@ def test_long_texts_are_cut_where_it_changes_no_id(bpe: Path, monkeypatch: pytes
     tokenizer = FileTokenizer(bpe)
     text = "def f(x):\nreturn x\n" * 200
     whole = tokenizer.encode(text)
-    monkeypatch.setattr("forgather_cli.data.file_tokenizer._PIECE", 1000)
+    monkeypatch.setattr("forgather_cli.data.text.file_tokenizer._PIECE", 1000)
     assert len(_pieces(text)) > 3
     assert "".join(_pieces(text)) == text
     assert tokenizer.encode_arrays([text])[0].tolist() == whole
@@ -144,7 +144,7 @@ def test_a_directory_that_is_none(tmp_path: Path, content: str | None) -> None:
 def test_bytes_need_no_tokenizers_library() -> None:
     code = """
 import sys
-from forgather_cli.data.tokenize import load_tokenizer
+from forgather_cli.data.text.tokenizer import load_tokenizer
 tokenizer = load_tokenizer("bytes")
 assert tokenizer.decode(tokenizer.encode("text")) == "text"
 assert not {"tokenizers", "torch"} & set(sys.modules), sys.modules.keys()

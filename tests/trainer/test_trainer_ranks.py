@@ -220,7 +220,7 @@ def test_a_random_seed_is_that_of_rank_0_everywhere(tmp_path: Path) -> None:
 def agreed() -> list[Any]:
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.zeros(2, 4, dtype=torch.int64)}
-    from forgather_cli.data.collate import step_of
+    from forgather_cli.data.loaders.collate import step_of
 
     def ticket(step: Any, stop: int | None, saved: bool, copies: int) -> Any:
         return Ticket(step, asked=stop_numbers(stop), saved=saved, world=2, copies=copies, group=group)

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from forgather_cli.data.packing import Batched, ConcatDataset, PackedDataset
-from forgather_cli.data.tables import PackingTable, best_fit, pieces_of
-from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.data.packing import PackingTable, best_fit, pieces_of
+from forgather_cli.data.samples import Batched, ConcatDataset, PackedDataset
+from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.data.tokens import ArrayFile, Tokens
 from forgather_cli.errors import DataError, TrainingError
 

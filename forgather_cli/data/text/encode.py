@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.data.reading import Damage, chunks
-from forgather_cli.data.sources import Documents, Piece, Split, is_held_out
-from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.data.text.corpus import Documents, Piece, Split, is_held_out
+from forgather_cli.data.text.read import Damage, chunks
+from forgather_cli.data.text.tokenizer import Tokenizer
 
 SPLITS: tuple[Split, Split] = ("train", "eval")
 _CANNOT_COPY = (None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # None: not on this system

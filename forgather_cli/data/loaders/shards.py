@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgather_cli.data.dispatch import Peers
+from forgather_cli.data.loaders.data_ranks import Peers
 from forgather_cli.errors import DataError
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from forgather_cli.config.schema import TokensSettings
 from forgather_cli.data.cache import Meta, build_once, digest, find
-from forgather_cli.data.corpus import Progress
-from forgather_cli.data.reading import SourceFile
-from forgather_cli.data.sources import content_hash, find_files
+from forgather_cli.data.text.corpus import content_hash, find_files
+from forgather_cli.data.text.read import SourceFile
+from forgather_cli.data.text.tokenize import Progress
 from forgather_cli.data.tokens import ArrayFile, Tokenized, Tokens, TokenSplit
 from forgather_cli.errors import DataError
 

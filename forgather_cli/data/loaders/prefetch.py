@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from forgather_cli.data.collate import Batch, Step
+from forgather_cli.data.loaders.collate import Batch, Step
 
 _Item = TypeVar("_Item", Step, Batch)
 _State = TypeVar("_State")

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.config.schema import HfSettings
-from forgather_cli.data import reading
 from forgather_cli.data.cache import Meta, digest, recall, remember_once
-from forgather_cli.data.reading import Damage, Document, kind_of
-from forgather_cli.data.sources import Piece, find_files, stamp_of
+from forgather_cli.data.text import read as reading
+from forgather_cli.data.text.corpus import Piece, find_files, stamp_of
+from forgather_cli.data.text.read import Damage, Document, kind_of
 from forgather_cli.errors import DataError
 
 _VERSION = 1  # of the rules below that decide what a document is

@@ -10,19 +10,19 @@ import numpy as np
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Meta, find
-from forgather_cli.data.chat import CHATML, ChatTemplate, special_tokens
-from forgather_cli.data.chat_tokens import SPLITS, Chats
-from forgather_cli.data.reading import SourceFile, damage_of, kind_of
-from forgather_cli.data.sources import find_files
-from forgather_cli.data.tables import PackingTable, packed_tables, packing_key
-from forgather_cli.data.tokenize import load_tokenizer
-from forgather_cli.data.tokenizer_files import END
+from forgather_cli.data.chat.template import CHATML, ChatTemplate, special_tokens
+from forgather_cli.data.chat.tokens_of_chats import SPLITS, Chats
+from forgather_cli.data.packing import PackingTable, packed_tables, packing_key
+from forgather_cli.data.text.corpus import find_files
+from forgather_cli.data.text.read import SourceFile, damage_of, kind_of
+from forgather_cli.data.text.tokenizer import load_tokenizer
+from forgather_cli.data.text.tokenizer_files import END
 from forgather_cli.data.tokens import Tokenized, TokenSplit
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 
 if TYPE_CHECKING:
-    from forgather_cli.data.packing import Batched
+    from forgather_cli.data.samples import Batched
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def cached_chats(option: InstructSettings, root: Path) -> tuple[Meta, dict[str, 
 
 def pack_chats(chats: Chats, data: Tokenized, root: Path) -> tuple[Batched, Batched | None, dict[str, Any]]:
     """Training and evaluation samples and their description. Raises DataError if no conversation can be trained on."""
-    from forgather_cli.data.packing import PackedDataset
+    from forgather_cli.data.samples import PackedDataset
 
     option = chats.option
     tables = packed_tables(root, data, option.seq_len, option.packing, too_long=option.too_long)

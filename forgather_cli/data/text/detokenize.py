@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forgather_cli.data.tokenize import Tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BEHIND, _WINDOW = 8, 32  # tokens

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Meta, build_once, digest
-from forgather_cli.data.chat import ChatTemplate
-from forgather_cli.data.conversations import Conversation, read_conversations
-from forgather_cli.data.corpus import Progress
-from forgather_cli.data.reading import Damage, SourceFile, chunks, encodable
-from forgather_cli.data.sources import Split, content_hash, held_out_share
-from forgather_cli.data.tokenize import Span, Tokenizer
+from forgather_cli.data.chat.conversations import Conversation, read_conversations
+from forgather_cli.data.chat.template import ChatTemplate
+from forgather_cli.data.text.corpus import Split, content_hash, held_out_share
+from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable
+from forgather_cli.data.text.tokenize import Progress
+from forgather_cli.data.text.tokenizer import Span, Tokenizer
 from forgather_cli.data.tokens import ArrayFile, Tokenized, Tokens, TokenSplit
 from forgather_cli.errors import DataError
 

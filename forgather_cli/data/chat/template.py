@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from forgather_cli.data.chat_sandbox import Span, TooSlow, Turns, sandbox
+from forgather_cli.data.chat.sandbox import Span, TooSlow, Turns, sandbox
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_json_object, read_text
 

@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.data import reading
 from forgather_cli.data.cache import InterruptedBuildError
-from forgather_cli.data.sources import Piece, Split
-from forgather_cli.data.tokenizing import SPLITS, Encoded, Encoder
+from forgather_cli.data.text import read as reading
+from forgather_cli.data.text.corpus import Piece, Split
+from forgather_cli.data.text.encode import SPLITS, Encoded, Encoder
 from forgather_cli.errors import DataError
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -109,9 +109,7 @@ def _piece_files(stem: Path, number: int) -> dict[Split, Path]:
 
 def _start() -> tuple[Connection, subprocess.Popen[bytes]]:
     ours, theirs = multiprocessing.Pipe()
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from forgather_cli.data.crew import serve; serve({theirs.fileno()})"
-    )
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({theirs.fileno()})"
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-c", code],

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from forgather_cli.data import reading
 from forgather_cli.data.cache import Meta, digest, recall, remember_once
-from forgather_cli.data.reading import (
+from forgather_cli.data.text import read as reading
+from forgather_cli.data.text.read import (
     Damage,
     Document,
     Part,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.data.tokenize import Marked, Span
-from forgather_cli.data.tokenizer_files import END, write_template, write_tokenizer
+from forgather_cli.data.text.tokenizer import Marked, Span
+from forgather_cli.data.text.tokenizer_files import END, write_template, write_tokenizer
 
 _NUM_BYTES = 256
 

@@ -11,11 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forgather_cli.data.collate import Batch, CollateFn, as_batch, default_collate, is_batch, num_samples, rank_slice
-from forgather_cli.data.dispatch import Failure, Peers
-from forgather_cli.data.fetch import Workers
-from forgather_cli.data.shards import own_shard, reads_own_shard, samples_by_rank
-from forgather_cli.data.stream import Stream, batches_of, has_batches, tell_epoch
+from forgather_cli.data.loaders.collate import (
+    Batch,
+    CollateFn,
+    as_batch,
+    default_collate,
+    is_batch,
+    num_samples,
+    rank_slice,
+)
+from forgather_cli.data.loaders.data_ranks import Failure, Peers
+from forgather_cli.data.loaders.shards import own_shard, reads_own_shard, samples_by_rank
+from forgather_cli.data.loaders.stream import Stream, batches_of, has_batches, tell_epoch
+from forgather_cli.data.loaders.workers import Workers
 from forgather_cli.errors import DataError
 
 Position = dict[str, Any]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forgather_cli.checkpoint.gather import gather
-from forgather_cli.data.collate import Batch
+from forgather_cli.data.loaders.collate import Batch
 from forgather_cli.errors import DataError, TrainingError
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from forgather_cli.data.collate import Batch, CollateFn, Step, rank_slice, step_of
-from forgather_cli.data.dispatch import Peers
-from forgather_cli.data.fetch import Fetcher, Workers
-from forgather_cli.data.numbered import MapBatches, MapSteps, lengths_of
-from forgather_cli.data.prefetch import to_device
-from forgather_cli.data.rounds import FirstRound, Position, Rounds, Share, start_of
-from forgather_cli.data.stream import is_map_style
+from forgather_cli.data.loaders.collate import Batch, CollateFn, Step, rank_slice, step_of
+from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.iterable import FirstRound, Position, Rounds, Share, start_of
+from forgather_cli.data.loaders.map_style import MapBatches, MapSteps, lengths_of
+from forgather_cli.data.loaders.prefetch import to_device
+from forgather_cli.data.loaders.stream import is_map_style
+from forgather_cli.data.loaders.workers import Fetcher, Workers
 from forgather_cli.errors import DataError
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from forgather_cli.data.collate import is_batch
-from forgather_cli.data.fetch import Workers, set_epoch, start_workers, worker_loader
+from forgather_cli.data.loaders.collate import is_batch
+from forgather_cli.data.loaders.workers import Workers, set_epoch, start_workers, worker_loader
 from forgather_cli.errors import DataError
 
 State = dict[str, Any]

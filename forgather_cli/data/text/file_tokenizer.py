@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.data.tokenize import Marked, Span
-from forgather_cli.data.tokenizer_files import END, special_tokens, write_config, write_template, write_tokenizer
+from forgather_cli.data.text.tokenizer import Marked, Span
+from forgather_cli.data.text.tokenizer_files import END, special_tokens, write_config, write_template, write_tokenizer
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_bytes
 

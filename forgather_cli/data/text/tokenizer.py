@@ -70,8 +70,8 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Tokenizer:
 
     ``chat_template``: the source that ``save`` writes in place of the directory's own.
     """
-    from forgather_cli.data.byte_tokenizer import ByteTokenizer
-    from forgather_cli.data.file_tokenizer import FileTokenizer
+    from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
+    from forgather_cli.data.text.file_tokenizer import FileTokenizer
 
     if name == "bytes":
         return ByteTokenizer(chat_template)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from forgather_cli.data.collate import Batch, CollateFn, as_batch, default_collate
+from forgather_cli.data.loaders.collate import Batch, CollateFn, as_batch, default_collate
 
 
 @dataclass(frozen=True)

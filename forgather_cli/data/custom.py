@@ -9,7 +9,7 @@ from typing import Any
 from forgather_cli.config.schema import DataTarget, Target
 from forgather_cli.data.cache import digest
 from forgather_cli.data.splits import DataSplits
-from forgather_cli.data.tokenize import load_tokenizer
+from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError
 from forgather_cli.targets import import_target
 
@@ -58,7 +58,7 @@ def _splits(option: Target, made: Any, model_path: str | None) -> DataSplits:
 
 def _check_dispatch(option: DataTarget, made: DataSplits) -> None:
     """Raise DataError for settings that only data without numbers has, given for data with numbers."""
-    from forgather_cli.data.stream import is_map_style
+    from forgather_cli.data.loaders.stream import is_map_style
 
     splits = {"train": made.train, "eval": made.eval}
     streams = {name: data is not None and not is_map_style(data) for name, data in splits.items()}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forgather_cli.data.reading import BadRow, Damage, Part, Record, kind_of, read_records, read_rows, sound_rows
+from forgather_cli.data.text.read import BadRow, Damage, Part, Record, kind_of, read_records, read_rows, sound_rows
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import parse_json
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from forgather_cli.data.compressed import CODECS, Opened, opened
+from forgather_cli.data.text.compressed import CODECS, Opened, opened
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import open_file, parse_json
 

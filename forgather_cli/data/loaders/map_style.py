@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.data.collate import Batch, Step, step_of
-from forgather_cli.data.fetch import Fetcher
+from forgather_cli.data.loaders.collate import Batch, Step, step_of
+from forgather_cli.data.loaders.iterable import Position, Share
+from forgather_cli.data.loaders.stream import batches_of
+from forgather_cli.data.loaders.workers import Fetcher
 from forgather_cli.data.order import LengthGroupedOrder, Order
-from forgather_cli.data.rounds import Position, Share
-from forgather_cli.data.stream import batches_of
 from forgather_cli.errors import DataError
 
 

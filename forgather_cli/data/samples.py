@@ -1,0 +1,158 @@
+"""Tokens to samples of ``seq_len``: concatenated, packed by best fit, or one document each.
+
+Legend: B samples, T = seq_len. Batches hold ``input_ids`` and ``labels``, (B, T) int64, and with isolated documents
+``document_ids``, (B, T) int32, equal inside one document of a row. A label of -100 is no target: padding, context, and
+with isolated documents the first token of each document, since labels are predicted from the position before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forgather_cli.data.packing import PackingTable
+from forgather_cli.data.tokens import ArrayFile, Tokens
+
+IGNORED = -100
+Ints = NDArray[np.int64]
+
+
+def batch_of(
+    ids: Ints, labels: Ints, document_ids: NDArray[np.int32] | None = None, position_ids: Ints | None = None
+) -> dict[str, Tensor]:
+    """A batch from arrays, without a copy."""
+    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    if document_ids is not None:
+        batch["document_ids"] = torch.from_numpy(document_ids)
+    if position_ids is not None:
+        batch["position_ids"] = torch.from_numpy(position_ids)
+    return batch
+
+
+class Batched(Protocol):
+    """A map-style dataset that reads whole batches."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]: ...
+
+
+def one_of(dataset: Batched, index: int) -> dict[str, Tensor]:
+    """Sample ``index`` by itself: the tensors of a batch of one without their first dimension."""
+    if not 0 <= index < len(dataset):
+        raise IndexError(f"sample {index} of {len(dataset)}")
+    return {key: value[0] for key, value in dataset.__getitems__([index]).items()}
+
+
+class ConcatDataset:
+    """Sample i is the tokens [i T, (i + 1) T) of a split, whatever documents they belong to.
+
+    A last partial sample is left out, or with ``keep_tail`` padded. ``documents`` isolates them.
+    """
+
+    def __init__(
+        self, tokens: Tokens, seq_len: int, pad_token_id: int, *, keep_tail: bool, documents: ArrayFile | None = None
+    ) -> None:
+        self.tokens, self.seq_len, self.pad_token_id, self.documents = tokens, seq_len, pad_token_id, documents
+        self._num_full = len(tokens) // seq_len
+        self._tail = len(tokens) % seq_len if keep_tail else 0
+
+    def __len__(self) -> int:
+        return self._num_full + bool(self._tail)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return one_of(self, index)
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        ids = np.empty((len(indices), self.seq_len), np.int64)
+        tail = -1
+        for number, index in enumerate(indices):
+            if index == self._num_full and self._tail:
+                tail = number
+                self.tokens.read(index * self.seq_len, ids[number, : self._tail])
+                ids[number, self._tail :] = self.pad_token_id
+            else:
+                self.tokens.read(index * self.seq_len, ids[number])
+        labels = ids.copy()
+        if tail >= 0:
+            labels[tail, self._tail :] = IGNORED
+        if self.documents is None:
+            return batch_of(ids, labels)
+        return batch_of(ids, labels, self._isolate(indices, labels, tail))
+
+    def _isolate(self, indices: Sequence[int], labels: Ints, tail: int) -> NDArray[np.int32]:
+        """Document ids (B, T), counted up in each row; takes the targets at document starts out of ``labels``."""
+        assert self.documents is not None
+        borders = self.documents.array
+        starts = np.asarray(indices, np.int64) * self.seq_len
+        first = borders.searchsorted(starts)
+        last = borders.searchsorted(starts + self.seq_len)
+        marks = np.zeros(labels.shape, np.int32)
+        for number, start in enumerate(starts.tolist()):
+            inside = borders[first[number] : last[number]] - start
+            marks[number, inside] = 1
+            labels[number, inside] = IGNORED
+        if tail >= 0:
+            marks[tail, self._tail] = 1
+        return np.cumsum(marks, axis=1, dtype=np.int32)
+
+
+class PackedDataset:
+    """Sample i is one or several pieces of documents, padded on the right; a table says which.
+
+    ``targets`` (uint8, aligned with ``tokens``) says which tokens are targets, all of them without it. ``restart`` adds
+    ``position_ids``, (B, T) int64, that count from 0 in each piece and in the padding.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        table: PackingTable,
+        seq_len: int,
+        pad_token_id: int,
+        *,
+        isolate: bool,
+        targets: Tokens | None = None,
+        restart: bool = False,
+    ) -> None:
+        self.tokens, self.table, self.seq_len, self.pad_token_id = tokens, table, seq_len, pad_token_id
+        self.isolate, self.targets, self.restart = isolate, targets, restart
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return one_of(self, index)
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        ids = np.full((len(indices), self.seq_len), self.pad_token_id, np.int64)
+        labels = np.full(ids.shape, IGNORED, np.int64)
+        document_ids = np.zeros(ids.shape, np.int32) if self.isolate else None
+        position_ids = np.tile(np.arange(self.seq_len), (len(indices), 1)) if self.restart else None
+        for row, index in enumerate(indices):
+            end = 0
+            for number, (start, length) in enumerate(self.table.pieces(index)):
+                begin, end = end, end + length
+                self.tokens.read(start, ids[row, begin:end])
+                labels[row, begin:end] = self._labels(start, ids[row, begin:end])
+                if document_ids is not None:
+                    labels[row, begin] = IGNORED
+                    document_ids[row, begin:end] = number
+                    document_ids[row, end:] = number + 1
+                if position_ids is not None:
+                    position_ids[row, end:] -= length
+        return batch_of(ids, labels, document_ids, position_ids)
+
+    def _labels(self, start: int, ids: Ints) -> Ints:
+        if self.targets is None:
+            return ids
+        counted = np.empty(len(ids), np.int64)
+        self.targets.read(start, counted)
+        return np.where(counted, ids, IGNORED)
