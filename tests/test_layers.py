@@ -171,7 +171,7 @@ def test_trainer_and_callbacks_know_no_concrete_strategy() -> None:
 
 
 def test_loop_evaluation_checkpoints_and_callbacks_have_no_branch_on_the_strategy() -> None:
-    """Neither by its class nor by its name: what differs is a fact on the seam (``supports``, ``averaging``, ...)."""
+    """Neither by its class nor by its name: what differs is a fact on the seam (``supports_fp16``, ...)."""
     for name, tree in MODULES.items():
         if layer(name) in ("trainer", "callbacks", "checkpoint"):
             for node in ast.walk(tree):

@@ -7,25 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from forgather_cli.errors import ConfigError
 from forgather_cli.precision.scaling import LossScaler
 
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, aligned (-100 = no target), and what else the model takes."""
-
-
-@dataclass(frozen=True)
-class Supports:
-    """What a strategy can do; the config check reads the same facts."""
-
-    optimizer_in_backward: bool
-    fp16: bool
-    torch_compile: bool
 
 
 class Averaging(Protocol):
@@ -55,15 +46,16 @@ class Strategy(ABC):
 
     name: str
     """As in ``trainer=NAME``; told in logs and checkpoints."""
-    supports: Supports
+    supports_fp16: bool = False
+    supports_compile: bool = False
+    supports_optimizer_in_backward: bool = False
+    """What a strategy of the user's can do, as it says itself; for ours the settings class says it to the config."""
     device: torch.device
     parts: list[nn.Module]
     """Modules whose parameters this rank trains; several when pipeline stages interleave."""
     data_rank: int
     data_size: int
     """Which slice of the data this rank reads, of how many."""
-    data_group: Any
-    """Process group of the ranks that read different data; None: only this one."""
     model_group: Any
     """Process group of the ranks that hold different parameters of one model; None: only this one."""
     duplicates: frozenset[nn.Parameter] = frozenset()
@@ -108,6 +100,26 @@ class Strategy(ABC):
 
         ``cache`` is a ``models.cache.KVCache`` that this call reads and extends with this rank's layers.
         """
+
+
+def check_supported(args: Any, strategy: Strategy) -> None:
+    """Raise ConfigError for what the settings ask of a strategy of the user's; of ours the config has refused it."""
+    name = f"the strategy {strategy.name}"
+    fp16 = args.precision.type == "fp16"
+    problems = []
+    if args.torch_compile and not strategy.supports_compile:
+        problems.append(f"torch_compile: {name} cannot train compiled blocks; set torch_compile=false")
+    if args.fuse_optim_with_backward and not strategy.supports_optimizer_in_backward:
+        problems.append(f"fuse_optim_with_backward: {name} cannot; set it to false")
+    if fp16 and not strategy.supports_fp16:
+        problems.append(f"precision: {name} cannot scale the loss of fp16; set precision=bf16")
+    elif fp16 and strategy.scaler is None:
+        problems.append(
+            "precision: fp16 scales the loss, which the given strategy does not; make it by "
+            "forgather_cli.strategies.build.build_strategy, or leave strategy out"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def default_strategy(args: Any, loss_fn: Any = None, fused_loss_factory: Any = None) -> Strategy:

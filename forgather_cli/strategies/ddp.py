@@ -18,7 +18,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits
 from forgather_cli.models.init import allocate
 from forgather_cli.precision import Autocast, autocast_for
-from forgather_cli.strategies.base import Batch, Strategy, Supports
+from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, compressed
 from forgather_cli.strategies.local_sgd import LocalSGD
 
@@ -35,14 +35,16 @@ class DataParallel(Strategy):
     """
 
     name = "ddp"
-    supports = Supports(optimizer_in_backward=DDPSettings.supports_optimizer_in_backward, fp16=True, torch_compile=True)
+    supports_fp16 = DDPSettings.supports_fp16
+    supports_compile = True
+    supports_optimizer_in_backward = DDPSettings.supports_optimizer_in_backward
     model_group = None
 
     def __init__(
         self, device: torch.device, loss: Loss, autocast: Autocast, settings: DDPSettings | None = None
     ) -> None:
         self._world = world()
-        self.data_rank, self.data_size, self.data_group = self._world.rank, self._world.size, self._world.group
+        self.data_rank, self.data_size = self._world.rank, self._world.size
         self.device = device
         self._loss = loss
         self._autocast = autocast

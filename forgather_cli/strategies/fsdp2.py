@@ -29,7 +29,7 @@ from forgather_cli.errors import SetupError
 from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits
 from forgather_cli.models.init import allocate
 from forgather_cli.precision import half_dtype
-from forgather_cli.strategies.base import Batch, Strategy, Supports
+from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.strategies.parallelize import blocks_to_shard, enter_in, send_from_first_rank
 
 log = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ class FullyShard(Strategy):
     """
 
     name = "fsdp2"
-    supports = Supports(
-        optimizer_in_backward=FSDP2Settings.supports_optimizer_in_backward, fp16=True, torch_compile=True
-    )
+    supports_fp16 = FSDP2Settings.supports_fp16
+    supports_compile = True
+    supports_optimizer_in_backward = FSDP2Settings.supports_optimizer_in_backward
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class FullyShard(Strategy):
         self._settings = settings or FSDP2Settings()
         _have_a_group(device)
         self._world = world()
-        self.data_rank, self.data_size, self.data_group = self._world.rank, self._world.size, self._world.group
+        self.data_rank, self.data_size = self._world.rank, self._world.size
         self.device = device
         self._loss = loss
         self._mesh = _mesh(device, self._world.size, self._settings.replicate)

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from forgather_cli import distributed
 from forgather_cli.checkpoint.gather import gather
-from forgather_cli.config.pipeline_layout import ZERO_BUBBLE, Stage, layout_lines, stage_layout
+from forgather_cli.config.pipeline_layout import Stage, layout_lines, stage_layout
 from forgather_cli.config.schema import PipelineSettings, PrecisionOption
 from forgather_cli.errors import ModelError
 from forgather_cli.loss import Loss, model_kwargs, model_logits, num_targets
 from forgather_cli.models.init import allocate
 from forgather_cli.models.stages import cuttable, fresh_models, hidden_states, replace_parameter, tied_names
 from forgather_cli.precision import Autocast, autocast_for
-from forgather_cli.strategies.base import Batch, Strategy, Supports
+from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.strategies.pipeline_batch import chunks, labels_of, padded, stage_inputs
 from forgather_cli.strategies.pipeline_forward import forward_through
 from forgather_cli.strategies.pipeline_schedule import Boundary, StageModule, TrainingSchedule
@@ -36,21 +36,16 @@ class Pipeline(Strategy):
     name = "pipeline"
     data_rank = 0
     data_size = 1
-    data_group = None
 
     def __init__(self, settings: PipelineSettings, device: torch.device, loss: Loss, autocast: Autocast) -> None:
         """Raises ModelError for a loss that the schedule would have to split."""
-        if settings.schedule in ZERO_BUBBLE and not loss.is_separable:
+        if settings.splits_backward and not loss.is_separable:
             raise ModelError(
                 f"loss: {type(loss).__name__} has one backward for inputs and weights, which "
                 f"schedule={settings.schedule} splits; set loss=linear_cross_entropy or schedule=1F1B"
             )
         self.device = device
-        self.supports = Supports(
-            optimizer_in_backward=PipelineSettings.supports_optimizer_in_backward,
-            fp16=False,
-            torch_compile=settings.schedule not in ZERO_BUBBLE,
-        )
+        self.supports_compile = not settings.splits_backward
         self.batch_multiple = settings.n_microbatches
         self._settings, self._loss, self._autocast = settings, loss, autocast
         self._tied: list[nn.Parameter] = []

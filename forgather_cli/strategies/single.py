@@ -12,19 +12,18 @@ from forgather_cli.config.schema import PrecisionOption, SingleSettings
 from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits
 from forgather_cli.models.init import allocate
 from forgather_cli.precision import Autocast, autocast_for
-from forgather_cli.strategies.base import Batch, Strategy, Supports
+from forgather_cli.strategies.base import Batch, Strategy
 
 
 class SingleDevice(Strategy):
     """Trains in this process on one device; the reference for all other strategies."""
 
     name = "single"
-    supports = Supports(
-        optimizer_in_backward=SingleSettings.supports_optimizer_in_backward, fp16=True, torch_compile=True
-    )
+    supports_fp16 = SingleSettings.supports_fp16
+    supports_compile = True
+    supports_optimizer_in_backward = SingleSettings.supports_optimizer_in_backward
     data_rank = 0
     data_size = 1
-    data_group = None
     model_group = None
 
     def __init__(self, device: torch.device, loss: Loss, autocast: Autocast) -> None:

@@ -105,10 +105,8 @@ def _problems(args: TrainingArguments, objects: Objects, config: Config, size: i
     for name, remedy in _OF_THE_COMMAND.items():
         if name in args.given:
             yield f"{name}: forgather train reads it, a script does not; leave it out, and {remedy}"
-    if (made := objects.made_strategy) is None:
+    if objects.made_strategy is None:
         yield from _placement(objects, config, size)
-    elif args.fuse_optim_with_backward and not made.supports.optimizer_in_backward:
-        yield f"fuse_optim_with_backward: the given strategy {made.name} cannot; set it to false"
     if objects.eval_dataset is None:
         for name, off in (("eval_strategy", "no"), ("eval_on_start", False), ("eval_on_save", False),
                           ("load_best_model_at_end", False)):  # fmt: skip

@@ -16,7 +16,7 @@ from torch import nn
 
 from forgather_cli.checkpoint.components import Rows
 from forgather_cli.checkpoint.gather import gather
-from forgather_cli.config.schema import Config, FP16Settings, RunSettings
+from forgather_cli.config.schema import Config, RunSettings
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
 from forgather_cli.data.loaders.data_ranks import Peers
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
@@ -26,7 +26,7 @@ from forgather_cli.models.parts import named_tensors
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.convert import Conversion, converted, converts
 from forgather_cli.sharding import held_rows, local
-from forgather_cli.strategies.base import Strategy
+from forgather_cli.strategies.base import Strategy, check_supported
 from forgather_cli.trainer.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -102,9 +102,7 @@ def transformed(
     Block by block and in this order, before the strategy cuts or shards the model: compiled code must hold the
     recomputation, and not the strategy's hooks.
     """
-    if args.torch_compile and not strategy.supports.torch_compile:
-        raise ConfigError(f"torch_compile: the strategy {strategy.name} cannot compile; set torch_compile=false")
-    _check_scaling(args, strategy)
+    check_supported(args, strategy)
     dtype = parameter_dtype(args.precision)
     if not (args.gradient_checkpointing or args.torch_compile or converts(args.precision) or dtype):
         return build
@@ -128,23 +126,6 @@ def transformed(
         return model
 
     return built
-
-
-def _check_scaling(args: Config | TrainingArguments, strategy: Strategy) -> None:
-    """Raise ConfigError where gradients would come unscaled, or be used before anyone can see that they overflowed."""
-    if not isinstance(args.precision, FP16Settings):
-        return
-    if not strategy.supports.fp16:
-        raise ConfigError(f"precision: the strategy {strategy.name} cannot scale the loss of fp16; set precision=bf16")
-    if strategy.scaler is None:
-        raise ConfigError(
-            "precision: fp16 scales the loss, which the given strategy does not; make it by "
-            "forgather_cli.strategies.build.build_strategy, or leave strategy out"
-        )
-    if args.fuse_optim_with_backward:
-        raise ConfigError(
-            "fuse_optim_with_backward: steps before anyone knows whether gradients of fp16 overflowed; set it to false"
-        )
 
 
 def _tell_once(done: Conversion, told: list[Conversion]) -> None:

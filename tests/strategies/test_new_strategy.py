@@ -17,13 +17,12 @@ import torch
 
 from forgather_cli.loss import model_kwargs, model_logits, num_targets
 from forgather_cli.models.init import allocate
-from forgather_cli.strategies.base import Strategy, Supports
+from forgather_cli.strategies.base import Strategy
 
 
 class OneByOne(Strategy):
     name = "one_by_one"
-    supports = Supports(optimizer_in_backward=False, fp16=False, torch_compile=False)
-    data_rank, data_size, data_group, model_group = 0, 1, None, None
+    data_rank, data_size, model_group = 0, 1, None
 
     def __init__(self, device, loss, autocast, rows=1):
         self.device, self._loss, self._rows = device, loss, rows

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.errors import CallbackError, ConfigError, DataError, DivergenceError, OutOfMemoryError
-from forgather_cli.strategies.base import Batch, Strategy, Supports
+from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.trainer import Trainer, TrainingArguments
 
 
@@ -25,9 +25,9 @@ class FakeStrategy(Strategy):
     """One parameter whose gradient is known: the loop can be watched without a model."""
 
     name = "fake"
-    supports = Supports(optimizer_in_backward=True, fp16=False, torch_compile=False)
+    supports_optimizer_in_backward = True
     device = torch.device("cpu")
-    data_rank, data_size, data_group, model_group = 0, 1, None, None
+    data_rank, data_size, model_group = 0, 1, None
 
     def __init__(self, gradient: float = 1.0) -> None:
         self.gradient = gradient

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import StepLR
 from forgather_cli import FP16Settings, FSDP2Settings, PipelineSettings, Trainer, TrainingArguments
 from forgather_cli.config.schema import GroupSettings
 from forgather_cli.errors import ConfigError
-from forgather_cli.strategies.base import Supports
 from forgather_cli.strategies.build import build_strategy
 
 DATA = [tiny.RandomTokens(1, ragged=True)[0]] * 24  # one sample, so that the order is no matter
@@ -70,7 +69,7 @@ def test_what_a_recipe_is_refused_for_a_script_is_too(arguments: dict[str, Any],
 
 def test_a_given_strategy_is_asked_what_it_can() -> None:
     cannot = build_strategy(TrainingArguments("x", use_cpu=True))
-    cannot.supports = Supports(optimizer_in_backward=False, fp16=True, torch_compile=True)
+    cannot.supports_optimizer_in_backward = False
     [problem] = refusal({"fuse_optim_with_backward": True, "max_grad_norm": None}, strategy=cannot)
     assert "fuse_optim_with_backward" in problem
 

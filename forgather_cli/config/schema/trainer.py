@@ -15,6 +15,7 @@ class _TrainerBase:
 
     min_ranks: ClassVar[int] = 1
     max_ranks: ClassVar[int | None] = None
+    supports_fp16: ClassVar[bool] = True
     supports_optimizer_in_backward: ClassVar[bool] = True
     trains_given_parameters: ClassVar[bool] = True
     """The parameters that an optimizer gets are those of the model as it was built."""
@@ -64,6 +65,7 @@ Schedule = Literal[
 @settings
 class PipelineSettings(_TrainerBase):
     min_ranks: ClassVar[int] = 2
+    supports_fp16: ClassVar[bool] = False
     supports_optimizer_in_backward: ClassVar[bool] = False
     trains_given_parameters: ClassVar[bool] = False
     takes_built_model: ClassVar[bool] = False
@@ -75,6 +77,11 @@ class PipelineSettings(_TrainerBase):
     split: Literal["auto"] | list[PositiveInt] = "auto"
     input_weight: NonNegative = 1.0
     output_weight: NonNegative = 1.0
+
+    @property
+    def splits_backward(self) -> bool:
+        """A zero-bubble schedule: gradients of inputs and of weights are computed at different times."""
+        return self.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 @settings
