@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from forgather_cli.cli.app import main
-from forgather_cli.launch.exits import leave
-from forgather_cli.launch.startup import collect_less
+from forgather_cli.launch.process import collect_less, leave
 
 
 def run() -> NoReturn:

@@ -23,7 +23,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from forgather_cli.launch.startup import collect_less
+from forgather_cli.launch.process import collect_less
 
 _SETTLE = 2.0  # seconds that the other ranks get to fail too, once one has
 _COLLECT = 8  # functions after which a rank looks for garbage: a look at the libraries' 300,000 objects takes 0.15 s

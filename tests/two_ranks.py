@@ -14,9 +14,9 @@ from program import Process
 from ranks import run_ranks
 
 from forgather_cli.config.load import load_config
-from forgather_cli.launch.job import is_running
-from forgather_cli.launch.outcome import Outcome, read_outcome
+from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
 from forgather_cli.launch.place import joined
+from forgather_cli.launch.process import is_running
 from forgather_cli.run_dir import RunDir
 
 SMALL = [
@@ -94,9 +94,9 @@ def nobody_left(ranks: int = 2) -> bool:
     return not any(is_running(pid) for pid in pids)
 
 
-def ended() -> Outcome:
+def ended() -> ExitRecord:
     """How the run ended, by its ``exit.json``."""
-    outcome = read_outcome(RUN)
+    outcome = read_exit_record(RUN)
     assert outcome is not None
     return outcome
 

@@ -17,8 +17,8 @@ from forgather_cli.control import client, records, registry
 from forgather_cli.control.records import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
-from forgather_cli.launch.outcome import read_outcome, resume_command
-from forgather_cli.launch.standing import Standing, table
+from forgather_cli.launch.exit_status import read_exit_record, resume_command
+from forgather_cli.launch.stacks import Standing, table
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import holder_of, state_of
 
@@ -161,7 +161,7 @@ def _states(entry: Entry) -> Iterator[dict[str, Any]]:
 
 def _ended(run: RunDir) -> str:
     """What has become of a job that takes no commands any more."""
-    outcome, holder = read_outcome(run), holder_of(run)
+    outcome, holder = read_exit_record(run), holder_of(run)
     if outcome is not None:
         return f"ended at step {outcome.step}, {outcome.state}, with exit code {outcome.code}: {outcome.reason}"
     if holder is not None and holder.is_running is None:
@@ -204,7 +204,7 @@ def _find(job: str | None) -> Entry:
 
 def _without_commands(run: RunDir) -> str:
     """Why nobody takes commands for a run directory."""
-    holder, has_ended = holder_of(run), read_outcome(run) is not None
+    holder, has_ended = holder_of(run), read_exit_record(run) is not None
     if has_ended or holder is None or holder.is_running is False:
         return f"no job runs there; the last one {_ended(run)}"
     if holder.is_running is None:

@@ -22,8 +22,8 @@ import typer
 
 from forgather_cli.cli.common import Col, human_seconds, print_json, print_table, quoted
 from forgather_cli.errors import ConfigError
-from forgather_cli.launch.orphans import end_with_parent
-from forgather_cli.launch.outcome import DONE, FAILED, MISTAKE, STOPPED
+from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
+from forgather_cli.launch.process import end_with_parent
 from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import state_of, summarize

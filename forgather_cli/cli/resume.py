@@ -34,7 +34,7 @@ def resume(
 
     def compose() -> Loaded:
         from forgather_cli.config.resume import reload_config
-        from forgather_cli.launch.claim import settle
+        from forgather_cli.launch.run_lock import settle
 
         settle(RunDir(run_dir))
         return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))

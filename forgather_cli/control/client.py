@@ -15,7 +15,7 @@ from forgather_cli.control.records import Command
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ControlError
 from forgather_cli.input_files import parse_json
-from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 PATIENCE = 5.0  # seconds for one request
@@ -86,7 +86,7 @@ def _look(entry: Entry, told: Command) -> Command | None:
 def _ending(entry: Entry) -> str:
     """What ``exit.json`` says, which the job's launcher writes, also for ranks that were killed."""
     run = RunDir(Path(entry.run_dir))
-    outcome = read_outcome(run)
+    outcome = read_exit_record(run)
     return f"; see {run.logs}" if outcome is None else f": {outcome.reason}"
 
 

@@ -37,7 +37,7 @@ def run_agent(layout: Layout, job: Job, config: Path | None) -> dict[int, int]:
     if layout.nodes > 1 and layout.restarts:  # a store for each attempt, since nodes may count attempts differently
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     arguments = [] if config is None else ["--config", str(config)]
-    command = [*_interpreter_flags(), "-m", "forgather_cli.rank", *arguments]
+    command = [*_interpreter_flags(), "-m", "forgather_cli.launch.rank", *arguments]
     try:
         elastic_launch(_launch_config(layout, job), sys.executable)(*command)
     except ChildFailedError as error:

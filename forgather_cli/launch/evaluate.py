@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.errors import ConfigError
-from forgather_cli.launch.ending import CUT, MISTAKE, Ending
+from forgather_cli.launch.exit_status import ExitStatus, Kind
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.place import Place
 from forgather_cli.launch.rank_log import lasting_output
@@ -39,15 +39,15 @@ def evaluate_on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -
     check_port(layout)
     run = RunDir(Path(tempfile.mkdtemp(prefix="forgather-eval-")))
 
-    def settle(ending: Ending) -> None:
-        if not ending.failed or ending.kind in (MISTAKE, CUT):
+    def settle(status: ExitStatus) -> None:
+        if not status.failed or status.kind in (Kind.MISTAKE, Kind.CUT):
             shutil.rmtree(run.root, ignore_errors=True)
 
     _write(run, loaded, request)
-    ending = supervised(layout, run, run.config, settle)
-    report = {} if ending.failed else json.loads(run.report.read_text(encoding="utf-8"))
-    settle(ending)
-    return ending.code, report
+    status = supervised(layout, run, run.config, settle)
+    report = {} if status.failed else json.loads(run.report.read_text(encoding="utf-8"))
+    settle(status)
+    return status.code, report
 
 
 def _write(run: RunDir, loaded: Loaded, request: dict[str, Any]) -> None:

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, cast
 
 from forgather_cli.errors import CallbackError, ConfigError, DivergenceError, ForgatherError, OutOfMemoryError
-from forgather_cli.launch.ending import ERROR, LOST, MISTAKE, STUCK, WAITED, Ending, first_cause, killed, told
-from forgather_cli.launch.meeting import within
-from forgather_cli.launch.outcome import FAILED
-from forgather_cli.launch.report import report_ending
+from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind, first_cause, killed, told
+from forgather_cli.launch.rendezvous import within
+from forgather_cli.launch.report import report_failure
 from forgather_cli.launch.signals import standing_at
 
 if TYPE_CHECKING:
-    from forgather_cli.rank import Rank
+    from forgather_cli.launch.rank import Rank
 
 _HEARSAY = 2.0  # seconds in which the cause of a broken connection gets known
 _ANSWER = 3.0  # seconds in which the store answers, or counts as gone
@@ -26,8 +25,8 @@ _LOST = re.compile(r"connection|closed by|reset by|broken pipe|refused|aborted|r
 _TOO_LONG = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
-def ending_of(rank: Rank, error: BaseException) -> Ending:
-    """The ending that an error means; one that comes of another rank's failure names that, if it gets known."""
+def status_of(rank: Rank, error: BaseException) -> ExitStatus:
+    """The status that an error means; one that comes of another rank's failure names that, if it gets known."""
     number = rank.place.rank
     broken = _broken_connection(error) if rank.place.size > 1 else None
     if broken is not None:
@@ -37,9 +36,9 @@ def ending_of(rank: Rank, error: BaseException) -> Ending:
         users = error.__cause__ if isinstance(error, CallbackError) else None  # who will want to mend it
         diverged = isinstance(error, DivergenceError)
         batch, smaller = (error.batch, error.smaller_batch) if isinstance(error, OutOfMemoryError) else (None, None)
-        return Ending(number, MISTAKE, error.exit_code, str(error), problems, _text(users) if users else "", diverged,
-                      batch, smaller)  # fmt: skip
-    return Ending(number, ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=_text(error))
+        trace = _text(users) if users else ""
+        return ExitStatus(number, Kind.MISTAKE, error.exit_code, str(error), problems, trace, diverged, batch, smaller)
+    return ExitStatus(number, Kind.ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=_text(error))
 
 
 def _text(error: BaseException) -> str:
@@ -67,21 +66,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
-def _because_of_others(rank: Rank, error: BaseException, broken: BaseException) -> Ending:
+def _because_of_others(rank: Rank, error: BaseException, broken: BaseException) -> ExitStatus:
     number, too_long = rank.place.rank, bool(_TOO_LONG.search(str(broken)))
     cause = known_cause(rank, patience=0.0 if too_long else _HEARSAY)
     if cause is not None:
         return told(number, cause)
     reason = (str(broken).splitlines() or [type(broken).__name__])[0]
     if not too_long:
-        return Ending(number, LOST, FAILED, f"rank {number} lost the connection to another rank ({reason})",
+        return ExitStatus(number, Kind.LOST, FAILED, f"rank {number} lost the connection to another rank ({reason})",
                       traceback=_text(error))  # fmt: skip
     where = standing_at(traceback.extract_tb(error.__traceback__))
     message = f"hang_timeout passed in a collective: rank {number} stands at {where}"
-    return Ending(number, WAITED, FAILED, message, traceback=_text(error))
+    return ExitStatus(number, Kind.WAITED, FAILED, message, traceback=_text(error))
 
 
-def known_cause(rank: Rank, *, patience: float = 0.0) -> Ending | None:
+def known_cause(rank: Rank, *, patience: float = 0.0) -> ExitStatus | None:
     """Another rank's failure that needs no further explanation, if it is told within ``patience`` seconds."""
     until = time.monotonic() + patience
     while True:
@@ -93,51 +92,51 @@ def known_cause(rank: Rank, *, patience: float = 0.0) -> Ending | None:
         time.sleep(0.1)
 
 
-def any_failure(rank: Rank) -> Ending | None:
+def any_failure(rank: Rank) -> ExitStatus | None:
     """What is known now of other ranks' failures; a store that is gone is one."""
     return first_cause(_heard(rank))
 
 
-def _heard(rank: Rank) -> Iterator[Ending]:
-    yield from endings_here(rank)
-    if rank.meeting is None:
+def _heard(rank: Rank) -> Iterator[ExitStatus]:
+    yield from statuses_here(rank)
+    if rank.rendezvous is None:
         return
-    failure = within(_ANSWER, rank.meeting.failure)
+    failure = within(_ANSWER, rank.rendezvous.failure)
     if failure is not None:
         yield failure
-    dead = within(_ANSWER, rank.meeting.dead_neighbour)
+    dead = within(_ANSWER, rank.rendezvous.dead_neighbour)
     if dead is not None and dead != rank.place.rank:
         log = rank.run.rank_log(dead) if rank.run is not None else "in logs/"
         yield killed(dead, None, log, time.time())
 
 
-def endings_here(rank: Rank) -> list[Ending]:
+def statuses_here(rank: Rank) -> list[ExitStatus]:
     """Failures of other ranks that the launcher started on this node."""
     if rank.job is None:
         return []
-    endings = rank.job.attempt(rank.place.attempt).endings()
-    return [ending for ending in endings if ending.failed and ending.rank != rank.place.rank]
+    statuses = rank.job.attempt(rank.place.attempt).statuses()
+    return [status for status in statuses if status.failed and status.rank != rank.place.rank]
 
 
-def tell(rank: Rank, ending: Ending) -> None:
+def tell(rank: Rank, status: ExitStatus) -> None:
     """Tell the launcher and the other ranks how this one ended, and show a failure where it is to be seen once."""
     if rank.job is not None:
-        rank.job.attempt(rank.place.attempt).tell(ending)
-    if not ending.failed:
+        rank.job.attempt(rank.place.attempt).tell(status)
+    if not status.failed:
         return
     first = True
-    if rank.meeting is not None:
-        meeting = rank.meeting
-        first = within(_ANSWER, lambda: meeting.fail(ending.cause)) is not False
-    for stream in _streams(rank, ending, first):
-        report_ending(ending.cause if first else ending, stream, rank_named=rank.place.size > 1)
+    if rank.rendezvous is not None:
+        rendezvous = rank.rendezvous
+        first = within(_ANSWER, lambda: rendezvous.fail(status.cause)) is not False
+    for stream in _streams(rank, status, first):
+        report_failure(status.cause if first else status, stream, rank_named=rank.place.size > 1)
 
 
-def _streams(rank: Rank, ending: Ending, first: bool) -> list[IO[str]]:
+def _streams(rank: Rank, status: ExitStatus, first: bool) -> list[IO[str]]:
     """The launcher shows what its ranks tell; of ranks that others started, the first to fail speaks for all."""
     log = cast("IO[str] | None", rank.log)
-    tried_again = ending.cause.smaller_batch is not None
-    if rank.job is not None or tried_again or not (first or ending.kind == STUCK):
+    tried_again = status.cause.smaller_batch is not None
+    if rank.job is not None or tried_again or not (first or status.kind == Kind.STUCK):
         return [] if log is None else [log]
     if rank.place.rank == 0 or log is None:
         return [sys.stderr]

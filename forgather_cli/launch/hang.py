@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import Config, PipelineSettings
-from forgather_cli.launch.standing import (
+from forgather_cli.launch.stacks import (
     COMPILES,
     DEBUGGED,
     SAVES,
@@ -33,7 +33,7 @@ from forgather_cli.launch.standing import (
 from forgather_cli.launch.straggler import OwnTime
 
 if TYPE_CHECKING:
-    from forgather_cli.rank import Rank
+    from forgather_cli.launch.rank import Rank
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ class HangWatch:
 
     def _suspect(self) -> None:
         """Of all ranks that are suspicious, one asks the others and reports, once."""
-        meeting, me = self._rank.meeting, str(self._rank.place.rank)
-        self._is_reporter = self._is_reporter or meeting is None or meeting.claim("hang", me)
+        rendezvous, me = self._rank.rendezvous, str(self._rank.place.rank)
+        self._is_reporter = self._is_reporter or rendezvous is None or rendezvous.take("hang", me)
         if self._report or not self._is_reporter:
             return
         standings = standings_of_all(self._rank)
@@ -155,8 +155,8 @@ class HangWatch:
 
     def _goes_on(self) -> None:
         self._is_reporter = False
-        if self._rank.meeting is not None:
-            self._rank.meeting.tell("hang", "")
+        if self._rank.rendezvous is not None:
+            self._rank.rendezvous.tell("hang", "")
         if self._report:
             self._usual = max(self._usual, self._still)
             self._report["ended_after_seconds"] = round(self._still, 1)
@@ -185,34 +185,34 @@ class HangWatch:
     # ---------------------------------------------------------------------------------------------------------- answers
 
     def _answer(self) -> None:
-        meeting = self._rank.meeting
-        asked = None if meeting is None else meeting.told("where")
-        if meeting is not None and asked is not None and asked != self._answered:
+        rendezvous = self._rank.rendezvous
+        asked = None if rendezvous is None else rendezvous.told("where")
+        if rendezvous is not None and asked is not None and asked != self._answered:
             self._answered = asked
             answer = {"asked": asked, "standing": asdict(own_standing(self._rank, self._still))}
-            meeting.tell(f"stands/{self._rank.place.rank}", json.dumps(answer))
+            rendezvous.tell(f"stands/{self._rank.place.rank}", json.dumps(answer))
 
 
 def standings_of_all(rank: Rank) -> list[Standing]:
     """Where all ranks stand, the odd ones first. Waits some seconds for ranks that do not answer."""
     seconds = 0.0 if rank.hang is None else rank.hang.seconds
     own = own_standing(rank, seconds)
-    meeting = rank.meeting
-    if meeting is None:
+    rendezvous = rank.rendezvous
+    if rendezvous is None:
         return [own]
     found = {own.rank: own}
-    before = {other: meeting.told(f"stands/{other}") for other in range(rank.place.size) if other != own.rank}
-    meeting.tell("where", f"{own.rank} {time.time_ns()}")
+    before = {other: rendezvous.told(f"stands/{other}") for other in range(rank.place.size) if other != own.rank}
+    rendezvous.tell("where", f"{own.rank} {time.time_ns()}")
     until = time.monotonic() + _ANSWER
     while before and time.monotonic() < until:
         time.sleep(0.05)
         for other, old in list(before.items()):
-            text = meeting.told(f"stands/{other}")
+            text = rendezvous.told(f"stands/{other}")
             if text is not None and text != old:
                 found[other] = Standing.from_document(json.loads(text)["standing"])
                 del before[other]
     for other in before:
-        found[other] = silent_standing(other, meeting.told(f"place/{other}"), seconds)
+        found[other] = silent_standing(other, rendezvous.told(f"place/{other}"), seconds)
     return odd_first([found[each] for each in sorted(found)])
 
 

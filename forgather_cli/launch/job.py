@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from forgather_cli.launch.ending import Ending
+from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.launch.place import ATTEMPT
+from forgather_cli.launch.process import is_running
 
 _VARIABLE = "FORGATHER_JOB"
 
@@ -90,9 +91,9 @@ class Job:
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.root / f"attempt-{number}")
 
-    def meeting_place(self, attempt: int) -> Path | None:
+    def rendezvous_folder(self, attempt: int) -> Path | None:
         """The folder where all ranks of a start meet; None where they are on several nodes."""
-        return self.attempt(attempt).folder / "meeting" if self.nodes == 1 else None
+        return self.attempt(attempt).folder / "rendezvous" if self.nodes == 1 else None
 
 
 @dataclass(frozen=True)
@@ -114,25 +115,25 @@ class Attempt:
                 found[int(path.name.removeprefix("pid-"))] = int(path.read_text())
         return found
 
-    def tell(self, ending: Ending) -> None:
+    def tell(self, status: ExitStatus) -> None:
         """Only a rank's first word counts, except that what it was told by others gives way to what it knows."""
-        known = self.ending(ending.rank)
-        if known is None or (known.failed and not known.is_cause and ending.is_cause):
-            publish(self._word_of(ending.rank), ending.to_json())
+        known = self.status(status.rank)
+        if known is None or (known.failed and not known.is_cause and status.is_cause):
+            publish(self._word_of(status.rank), status.to_json())
 
-    def ending(self, rank: int) -> Ending | None:
+    def status(self, rank: int) -> ExitStatus | None:
         """How a rank says it ended."""
         with contextlib.suppress(OSError, ValueError):
-            return Ending.from_json(self._word_of(rank).read_text(encoding="utf-8"))
+            return ExitStatus.from_json(self._word_of(rank).read_text(encoding="utf-8"))
         return None
 
-    def endings(self) -> list[Ending]:
+    def statuses(self) -> list[ExitStatus]:
         """Of all ranks that have told one."""
-        ranks = [int(path.name.removeprefix("ending-")) for path in self.folder.glob("ending-*")]
-        return [ending for rank in ranks if (ending := self.ending(rank)) is not None]
+        ranks = [int(path.name.removeprefix("status-")) for path in self.folder.glob("status-*")]
+        return [status for rank in ranks if (status := self.status(rank)) is not None]
 
     def _word_of(self, rank: int) -> Path:
-        return self.folder / f"ending-{rank}"
+        return self.folder / f"status-{rank}"
 
 
 @contextlib.contextmanager
@@ -144,19 +145,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def is_running(pid: int) -> bool:
-    """False for a process that is gone, or only waits for its parent to take notice (a zombie)."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def publish(path: Path, text: str) -> None:

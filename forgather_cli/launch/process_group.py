@@ -8,15 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 from forgather_cli.config.schema import Config, SingleSettings
-from forgather_cli.launch.meeting import Meeting, within
 from forgather_cli.launch.place import Place
-from forgather_cli.launch.standing import record_collectives
+from forgather_cli.launch.rendezvous import Rendezvous, within
+from forgather_cli.launch.stacks import record_collectives
 
 _TEAR_DOWN = 10.0  # seconds
 
 
 @contextmanager
-def initialised(config: Config, place: Place, meeting: Meeting | None) -> Iterator[None]:
+def initialised(config: Config, place: Place, rendezvous: Rendezvous | None) -> Iterator[None]:
     """Collective. A process group of all ranks inside; of one rank too, except for trainer=single, which needs none.
 
     Collectives that wait longer than ``hang_timeout`` raise. After an error the group is left as it is: to tear it
@@ -34,13 +34,13 @@ def initialised(config: Config, place: Place, meeting: Meeting | None) -> Iterat
         listen_on_loopback()
     dist.init_process_group(
         _backend(config.device),
-        store=_store(meeting),
+        store=_store(rendezvous),
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=config.hang_timeout),
     )
-    if meeting is not None:
-        meeting.all_here()
+    if rendezvous is not None:
+        rendezvous.all_here()
     try:
         yield
     except BaseException:
@@ -57,9 +57,9 @@ def _backend(device: str) -> str:
     return "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
 
 
-def _store(meeting: Meeting | None) -> Any:
-    if meeting is not None:
-        return meeting.group_store()
+def _store(rendezvous: Rendezvous | None) -> Any:
+    if rendezvous is not None:
+        return rendezvous.group_store()
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     return HashStore()

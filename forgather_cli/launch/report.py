@@ -9,8 +9,7 @@ import sys
 from typing import IO, TYPE_CHECKING
 
 from forgather_cli.errors import ConfigError, ForgatherError
-from forgather_cli.launch.ending import CUT, ERROR, MISTAKE, Ending
-from forgather_cli.launch.outcome import FAILED
+from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -29,18 +28,18 @@ def report_error(error: ForgatherError, stream: IO[str] | None = None) -> None:
         print(*_plain(problems), sep="\n", file=stream, flush=True)
 
 
-def report_ending(ending: Ending, stream: IO[str] | None = None, *, rank_named: bool = False) -> None:
+def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_named: bool = False) -> None:
     """Write why a rank failed. ``rank_named``: where the message is not about settings, say which rank it was."""
     stream = stream or sys.stderr
-    if ending.kind == ERROR and rank_named:
-        print(f"rank {ending.rank} failed:", file=stream)
-    if ending.traceback and ending.kind in (ERROR, MISTAKE):
-        print(_on_one_screen(ending.traceback), file=stream, flush=True)
-    if ending.kind == CUT:
-        print(ending.message, file=stream, flush=True)
-    elif ending.kind != ERROR:
-        named = rank_named and ending.kind == MISTAKE and ending.code == FAILED
-        report_error(ForgatherError(f"rank {ending.rank}: {ending.message}") if named else ending.as_error(), stream)
+    if status.kind == Kind.ERROR and rank_named:
+        print(f"rank {status.rank} failed:", file=stream)
+    if status.traceback and status.kind in (Kind.ERROR, Kind.MISTAKE):
+        print(_on_one_screen(status.traceback), file=stream, flush=True)
+    if status.kind == Kind.CUT:
+        print(status.message, file=stream, flush=True)
+    elif status.kind != Kind.ERROR:
+        named = rank_named and status.kind == Kind.MISTAKE and status.code == FAILED
+        report_error(ForgatherError(f"rank {status.rank}: {status.message}") if named else status.as_error(), stream)
 
 
 def _on_one_screen(traceback: str) -> str:

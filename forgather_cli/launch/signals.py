@@ -280,7 +280,7 @@ def _leave_stopping_to_parent_in_forks() -> None:
     """Ctrl-C and Slurm signal the whole process group, but stopping is the work of the process that trains.
 
     Without this a forked data worker would write to its parent's wake-up socket, which counts as a second signal.
-    SIGTERM ends a worker after a while, so that the parent can finish its step and ending a stuck worker still works.
+    SIGTERM ends a worker after a while, so that the parent can finish its step and status a stuck worker still works.
     """
     os.register_at_fork(after_in_child=_in_fork)
 

@@ -13,31 +13,31 @@ from dataclasses import replace
 from pathlib import Path
 
 from forgather_cli.config.schema import Config
-from forgather_cli.launch.claim import Claim
-from forgather_cli.launch.ending import Ending
+from forgather_cli.launch.exit_status import ExitStatus
+from forgather_cli.launch.run_lock import RunLock
 
 _NAME = "auto_find_batch_size"
 
 
-def until_it_fits(held: Claim, config: Config, path: Path, train: Callable[[Config], Ending]) -> Ending:
-    """``train(config)``, again with smaller micro-batches as long as its ending asks for that; returns the last ending.
+def until_it_fits(held: RunLock, config: Config, path: Path, train: Callable[[Config], ExitStatus]) -> ExitStatus:
+    """``train(config)``, again with smaller micro-batches as long as its status asks for that; returns the last status.
 
     What is tried is written to ``path``, the config of this start: ranks read it, and a resume goes on with it.
     """
     before = set(held.run.checkpoint_steps())
-    ending, tried = train(config), False
-    while (size := ending.smaller_batch) is not None:
-        tried, was = True, ending.batch
+    status, tried = train(config), False
+    while (size := status.smaller_batch) is not None:
+        tried, was = True, status.batch
         print(f"\n{_NAME}: out of memory with {was} sequences at a time; starting again with {size}",
               file=sys.stderr, flush=True)  # fmt: skip
         config = _with_micro_batch(config, size, has_saved=bool(set(held.run.checkpoint_steps()) - before))
         _write(held, path, config)
         _release_memory()
-        ending = train(config)
-    if tried and not ending.failed:
+        status = train(config)
+    if tried and not status.failed:
         size = config.per_device_train_batch_size
         print(f"{_NAME}: found per_device_train_batch_size={size}, with which forgather resume goes on", flush=True)
-    return ending
+    return status
 
 
 def _with_micro_batch(config: Config, size: int, *, has_saved: bool) -> Config:
@@ -51,7 +51,7 @@ def _with_micro_batch(config: Config, size: int, *, has_saved: bool) -> Config:
     )
 
 
-def _write(held: Claim, path: Path, config: Config) -> None:
+def _write(held: RunLock, path: Path, config: Config) -> None:
     from forgather_cli.config.decode import dump_tree, load_tree
 
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "resume_from_checkpoint")

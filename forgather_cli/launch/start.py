@@ -18,20 +18,28 @@ from forgather_cli.checkpoint.retention import list_checkpoints
 from forgather_cli.config.schema import Config
 from forgather_cli.control.token import VARIABLE
 from forgather_cli.errors import CheckpointError, ConfigError, ForgatherError, SetupError
-from forgather_cli.launch import outcome
-from forgather_cli.launch.claim import Claim, claim, forget_hidden, prepare
-from forgather_cli.launch.ending import CUT, ERROR, MISTAKE, Ending
-from forgather_cli.launch.exits import leave_now
+from forgather_cli.launch.exit_status import (
+    DONE,
+    FAILED,
+    MISTAKE,
+    ExitStatus,
+    Kind,
+    read_exit_record,
+    resume_command,
+    write_exit_record,
+)
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
-from forgather_cli.launch.meeting import Meeting
 from forgather_cli.launch.packages import check_packages
 from forgather_cli.launch.place import Place, enter
+from forgather_cli.launch.process import leave_now
+from forgather_cli.launch.rank import Rank, Start, shared
 from forgather_cli.launch.rank_log import lasting_output
-from forgather_cli.launch.report import report_ending
+from forgather_cli.launch.rendezvous import Rendezvous
+from forgather_cli.launch.report import report_failure
+from forgather_cli.launch.run_lock import RunLock, forget_hidden, prepare
 from forgather_cli.launch.smaller_batch import until_it_fits
 from forgather_cli.launch.supervise import Supervisor
-from forgather_cli.rank import Rank, Start, shared
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -62,12 +70,12 @@ def launch(loaded: Loaded) -> int:
     root = output_dir(loaded)
     if layout.nodes == 1 and (reason := _nothing_left(RunDir(root), loaded)) is not None:
         print(f"nothing left to train: {reason}; raise max_steps or num_train_epochs to go on")
-        return outcome.DONE
-    with claim(root) as held:
+        return DONE
+    with RunLock(root) as held:
         config, path = _begin(held, loaded, layout)
-        ending = until_it_fits(held, config, path, partial(_train, layout, held, path))
-        _settle(held, ending)
-    return ending.code
+        status = until_it_fits(held, config, path, partial(_train, layout, held, path))
+        _settle(held, status)
+    return status.code
 
 
 def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
@@ -86,7 +94,7 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
             f"max_steps: the run has a checkpoint of step {steps[-1]}, got {config.max_steps}; give {steps[-1]} or "
             f"more, or remove the later checkpoints from {run.checkpoints} to go on from an earlier one"
         )
-    ended = outcome.read_outcome(run)
+    ended = read_exit_record(run)
     if ended is None or ended.state != "done" or (steps and steps[-1] != ended.step):
         return None
     if config.max_steps != ended.step:  # it counts epochs, or was stopped early: then any other setting is a reason
@@ -104,7 +112,7 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
     return f"step {ended.step} is the last ({ended.reason})"
 
 
-def _train(layout: Layout, held: Claim, path: Path, config: Config) -> Ending:
+def _train(layout: Layout, held: RunLock, path: Path, config: Config) -> ExitStatus:
     """Train once; ``path`` holds the config."""
     settle = partial(_settle, held)
     if layout.in_process:
@@ -130,47 +138,47 @@ def join(place: Place, compose: Callable[[], Loaded]) -> int:
     enter(place)
     if place.rank > 0:
         rank = Rank(place)
-        ending = rank.train(shared)
-        return _left(rank, ending)
-    meeting: Meeting | None = None
+        status = rank.train(shared)
+        return _left(rank, status)
+    rendezvous: Rendezvous | None = None
     try:
         loaded = compose()
         check_packages(loaded.config)
         layout = plan_layout(loaded.config, loaded.given, place)
-        meeting = Meeting(place) if place.size > 1 else None
-        again = meeting.earlier_root() if meeting is not None and place.attempt else None
-        with claim(Path(again) if again else output_dir(loaded)) as held:
+        rendezvous = Rendezvous(place) if place.size > 1 else None
+        again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
+        with RunLock(Path(again) if again else output_dir(loaded)) as held:
             config, _ = _begin(held, loaded, layout, again=again is not None)
-            rank = Rank(place, meeting=meeting, settle=lambda ending: _settle(held, ending))
-            ending = rank.train(lambda rank: _start(config, held))
-            _settle(held, ending)
-        return _left(rank, ending)
+            rank = Rank(place, rendezvous=rendezvous, settle=lambda status: _settle(held, status))
+            status = rank.train(lambda rank: _start(config, held))
+            _settle(held, status)
+        return _left(rank, status)
     except ForgatherError as error:
-        _tell_mistake(place, meeting, error)
+        _tell_mistake(place, rendezvous, error)
         raise
 
 
-def _left(rank: Rank, ending: Ending) -> int:
-    code = rank.exit_code(ending)
-    if ending.failed and rank.place.size > 1:  # unwinding may wait for ranks that are gone
+def _left(rank: Rank, status: ExitStatus) -> int:
+    code = rank.exit_code(status)
+    if status.failed and rank.place.size > 1:  # unwinding may wait for ranks that are gone
         leave_now(code)
     return code
 
 
-def _tell_mistake(place: Place, meeting: Meeting | None, error: ForgatherError) -> None:
+def _tell_mistake(place: Place, rendezvous: Rendezvous | None, error: ForgatherError) -> None:
     """Let the other ranks leave too, which say nothing of it."""
     if place.size == 1:
         return
     problems = tuple(error.problems) if isinstance(error, ConfigError) else ()
-    meeting = meeting or Meeting(place)
-    meeting.fail(Ending(0, MISTAKE, error.exit_code, str(error), problems))
-    meeting.leave()
+    rendezvous = rendezvous or Rendezvous(place)
+    rendezvous.fail(ExitStatus(0, Kind.MISTAKE, error.exit_code, str(error), problems))
+    rendezvous.leave()
 
 
 # ------------------------------------------------------------------------------------------------------ the directory
 
 
-def _begin(held: Claim, loaded: Loaded, layout: Layout, *, again: bool = False) -> tuple[Config, Path]:
+def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False) -> tuple[Config, Path]:
     """Write what is started; returns the config with its directory, and its file. ``again``: a restart of all ranks."""
     root = held.run.root
     config = replace(loaded.config, output_dir=str(root))
@@ -185,7 +193,7 @@ def _begin(held: Claim, loaded: Loaded, layout: Layout, *, again: bool = False) 
     return config, path
 
 
-def _start(config: Config, held: Claim) -> Start:
+def _start(config: Config, held: RunLock) -> Start:
     return Start(held.run, lambda: config)
 
 
@@ -212,49 +220,49 @@ def _origin(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _settle(held: Claim, ending: Ending) -> None:
-    """Leave the directory as an ending asks: as it was found after a mistake, else with ``exit.json``, which a run that
+def _settle(held: RunLock, status: ExitStatus) -> None:
+    """Leave the directory as an status asks: as it was found after a mistake, else with ``exit.json``, which a run that
     has come to its end has written itself. The last line is how to go on, where there is something to go on from.
     """
     run = held.run
-    mistake = ending.code == outcome.MISTAKE or held.has_set_aside()
-    if ending.failed and mistake and ending.kind != CUT and not held.has_trained():
+    mistake = status.code == MISTAKE or held.has_set_aside()
+    if status.failed and mistake and status.kind != Kind.CUT and not held.has_trained():
         held.undo()
         return
     forget_hidden(run)
-    if ending.failed:
+    if status.failed:
         try:
-            outcome.write_outcome(run, ending.state, ending.code, ending.message)
+            write_exit_record(run, status.state, status.code, status.message)
         except OSError as error:
             print(f"{run.exit} cannot be written: {error.strerror}", file=sys.stderr)
-    kept = [] if ending.state == "done" else list_checkpoints(run)
+    kept = [] if status.state == "done" else list_checkpoints(run)
     kept = [info for info in kept if info.healthy] or kept  # as a resume chooses
     if kept:
-        told = "" if ending.failed else f"{ending.message}; "
-        stream = sys.stderr if ending.code == outcome.FAILED else sys.stdout
-        print(f"\n{told}to go on from step {kept[-1].step}:\n{outcome.resume_command(run)}", file=stream, flush=True)
+        told = "" if status.failed else f"{status.message}; "
+        stream = sys.stderr if status.code == FAILED else sys.stdout
+        print(f"\n{told}to go on from step {kept[-1].step}:\n{resume_command(run)}", file=stream, flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- our ranks
 
 
 def supervised(
-    layout: Layout, run: RunDir | None, path: Path | None, settle: Callable[[Ending], None] = lambda ending: None
-) -> Ending:
+    layout: Layout, run: RunDir | None, path: Path | None, settle: Callable[[ExitStatus], None] = lambda status: None
+) -> ExitStatus:
     """Run ranks of this node under torchrun's agent, on the config at ``path``. Why they failed is shown here, once.
 
     ``run`` and ``settle`` are the Supervisor's.
     """
     _quiet_elastic()
     with Job.made(node=layout.node, nodes=layout.nodes, restarts=layout.restarts) as job:
-        ending = Supervisor(layout, job, run, settle).train(path)
-    if ending.failed and sys.stderr.isatty():
+        status = Supervisor(layout, job, run, settle).train(path)
+    if status.failed and sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid
-    if ending.failed and ending.smaller_batch is None:
-        report_ending(ending, rank_named=layout.world > 1)
-    if ending.kind == ERROR and run is not None:
-        print(f"the log of rank {ending.rank} is {run.rank_log(ending.rank)}", file=sys.stderr, flush=True)
-    return ending
+    if status.failed and status.smaller_batch is None:
+        report_failure(status, rank_named=layout.world > 1)
+    if status.kind == Kind.ERROR and run is not None:
+        print(f"the log of rank {status.rank} is {run.rank_log(status.rank)}", file=sys.stderr, flush=True)
+    return status
 
 
 def _quiet_elastic() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from forgather_cli.launch.signals import standing_at, thread_stack, waits_for_others
 
 if TYPE_CHECKING:
-    from forgather_cli.rank import Rank
+    from forgather_cli.launch.rank import Rank
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class OwnTime:
 
     def __init__(self, rank: Rank, looks: int) -> None:
         """``looks``: of one window, after which the ranks are compared."""
-        self._rank, self._meeting, self._looks = rank, rank.meeting, looks
+        self._rank, self._meeting, self._looks = rank, rank.rendezvous, looks
         self._seen = self._waited = 0
         self._lines: Counter[str] = Counter()
         """Where it stood outside of collectives."""

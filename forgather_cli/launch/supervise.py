@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from forgather_cli.errors import SetupError
-from forgather_cli.launch.ending import ERROR, KILLED, LOST, MISTAKE, STUCK, Ending, cut, done, first_cause, killed
-from forgather_cli.launch.job import Attempt, Job, is_running
+from forgather_cli.launch.exit_status import FAILED, MISTAKE, ExitStatus, Kind, cut, done, first_cause, killed
+from forgather_cli.launch.job import Attempt, Job
 from forgather_cli.launch.layout import Layout
-from forgather_cli.launch.orphans import children
-from forgather_cli.launch.outcome import FAILED
-from forgather_cli.launch.outcome import MISTAKE as MISTAKE_CODE
+from forgather_cli.launch.process import children, is_running
 from forgather_cli.launch.signals import STOP_SIGNALS, counts_again, end_process, listening
 from forgather_cli.run_dir import RunDir
 
@@ -30,10 +28,10 @@ _REAPED = 1.0  # seconds
 class Supervisor:
     """Starts the ranks of this node and stays until they have ended.
 
-    ``run`` is None on nodes that do not hold the run directory. ``settle`` leaves the directory as an ending asks.
+    ``run`` is None on nodes that do not hold the run directory. ``settle`` leaves the directory as an status asks.
     """
 
-    def __init__(self, layout: Layout, job: Job, run: RunDir | None, settle: Callable[[Ending], None]) -> None:
+    def __init__(self, layout: Layout, job: Job, run: RunDir | None, settle: Callable[[ExitStatus], None]) -> None:
         self._layout, self._job, self._run, self._settle = layout, job, run, settle
         self._codes: dict[int, int] = {}
         self._trouble: BaseException | None = None
@@ -47,7 +45,7 @@ class Supervisor:
         self._silent: set[int] = set()
         self._attempts_seen = 1
 
-    def train(self, config: Path | None) -> Ending:
+    def train(self, config: Path | None) -> ExitStatus:
         """Run the ranks; returns how the job ended, the first cause of it where it failed."""
         agent = threading.Thread(target=self._run_agent, args=(config,), name="forgather-agent", daemon=True)
         with listening(self._arrived, (*STOP_SIGNALS, signal.SIGUSR2)):
@@ -55,7 +53,7 @@ class Supervisor:
             while agent.is_alive():
                 agent.join(_LOOK)
                 self._look()
-        return self._ending()
+        return self._status()
 
     def _run_agent(self, config: Path | None) -> None:
         try:
@@ -76,14 +74,14 @@ class Supervisor:
         if attempts > self._attempts_seen:
             self._tell_of_restart(attempts)
         attempt, now = self._attempt(), time.time()
-        pids, endings = attempt.pids(), attempt.endings()
+        pids, statuses = attempt.pids(), attempt.statuses()
         for rank, pid in pids.items():
             self._watch_exit(pid)
             if rank not in self._gone and not is_running(pid):
                 self._gone[rank] = now
-        if self._failed_at is None and any(ending.failed for ending in endings):
+        if self._failed_at is None and any(status.failed for status in statuses):
             self._failed_at = now
-        if self._told_at is None and len(endings) == self._layout.ranks_per_node:
+        if self._told_at is None and len(statuses) == self._layout.ranks_per_node:
             self._told_at = now
         late = self._failed_at is not None and now > self._failed_at + _PATIENCE
         if late or (self._told_at is not None and now > self._told_at + _UNWINDING):
@@ -108,7 +106,7 @@ class Supervisor:
     def _tell_of_restart(self, attempts: int) -> None:
         cause = first_cause(self._causes(self._job.attempt(attempts - 2), {}))
         reason = cause.message if cause is not None else "a rank failed"
-        rank = f"rank {cause.rank}: " if cause is not None and cause.kind in (MISTAKE, ERROR) else ""
+        rank = f"rank {cause.rank}: " if cause is not None and cause.kind in (Kind.MISTAKE, Kind.ERROR) else ""
         print(
             f"\nrestart {attempts - 1} of {self._layout.restarts}, from the newest checkpoint: {rank}{reason}",
             file=sys.stderr,
@@ -140,32 +138,32 @@ class Supervisor:
         until = time.monotonic() + _REAPED
         while any(is_running(pid) for pid in doomed) and time.monotonic() < until:
             time.sleep(0.02)
-        ending = cut(0, self._run, signum, early)
-        print(f"\n{ending.message}", file=sys.stderr, flush=True)
-        self._settle(ending)
+        status = cut(0, self._run, signum, early)
+        print(f"\n{status.message}", file=sys.stderr, flush=True)
+        self._settle(status)
         self._job.discard()
-        return ending.code
+        return status.code
 
     # ------------------------------------------------------------------------------------------------------- the end
 
-    def _ending(self) -> Ending:
+    def _status(self) -> ExitStatus:
         attempt = self._attempt()
         if self._trouble is not None and not isinstance(self._trouble, SetupError):
             raise self._trouble
-        if self._trouble is not None and len(attempt.endings()) < self._layout.ranks_per_node:
+        if self._trouble is not None and len(attempt.statuses()) < self._layout.ranks_per_node:
             return self._without_the_others(attempt, str(self._trouble))
         cause = first_cause(self._causes(attempt, self._codes))
         if cause is not None:
             return cause
-        return min(attempt.endings(), key=lambda ending: ending.rank, default=done(0))
+        return min(attempt.statuses(), key=lambda status: status.rank, default=done(0))
 
-    def _without_the_others(self, attempt: Attempt, message: str) -> Ending:
+    def _without_the_others(self, attempt: Attempt, message: str) -> ExitStatus:
         """The agents have not met, or not again: what our ranks told of a failure is nearer to the cause."""
         if self._job.attempts() == 0:
-            return Ending(0, MISTAKE, MISTAKE_CODE, message)
-        return first_cause(attempt.endings()) or Ending(0, LOST, FAILED, message)
+            return ExitStatus(0, Kind.MISTAKE, MISTAKE, message)
+        return first_cause(attempt.statuses()) or ExitStatus(0, Kind.LOST, FAILED, message)
 
-    def _causes(self, attempt: Attempt, codes: dict[int, int]) -> list[Ending]:
+    def _causes(self, attempt: Attempt, codes: dict[int, int]) -> list[ExitStatus]:
         """What the ranks of this node have told, and what became of those that could not.
 
         ``codes``: exit codes by rank on this node that are known besides.
@@ -174,15 +172,15 @@ class Supervisor:
         here = range(first, first + self._layout.ranks_per_node)
         ends = {rank: self._exits[pid] for rank, pid in attempt.pids().items() if pid in self._exits}
         ends |= {first + local: code for local, code in codes.items()}
-        endings = {ending.rank: ending for ending in attempt.endings()}
-        silent = [self._without_a_word(rank, ends) for rank in here if rank not in endings]
-        told = [e for e in endings.values() if not (e.cause.kind == KILLED and e.cause.rank in here)]
-        return [*told, *(ending for ending in silent if ending is not None)]
+        statuses = {status.rank: status for status in attempt.statuses()}
+        silent = [self._without_a_word(rank, ends) for rank in here if rank not in statuses]
+        told = [e for e in statuses.values() if not (e.cause.kind == Kind.KILLED and e.cause.rank in here)]
+        return [*told, *(status for status in silent if status is not None)]
 
-    def _without_a_word(self, rank: int, ends: dict[int, int]) -> Ending | None:
+    def _without_a_word(self, rank: int, ends: dict[int, int]) -> ExitStatus | None:
         log = self._run.rank_log(rank) if self._run is not None else f"logs/rank-{rank}.log"
         if rank in self._silent:
-            return Ending(rank, STUCK, FAILED, f"rank {rank} gave no answer and was killed; its log is {log}")
+            return ExitStatus(rank, Kind.STUCK, FAILED, f"rank {rank} gave no answer and was killed; its log is {log}")
         code, failed = ends.get(rank), {each for each, end in ends.items() if end}
         if code == -signal.SIGTERM and failed - {rank}:
             return None  # by the agent, after another rank had failed

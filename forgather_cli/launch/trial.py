@@ -10,9 +10,8 @@ from pathlib import Path
 
 from forgather_cli.config.decode import load_saved, to_tree
 from forgather_cli.config.load import Loaded
-from forgather_cli.launch.exits import leave
+from forgather_cli.launch.process import collect_less, leave
 from forgather_cli.launch.rank_log import lasting_output
-from forgather_cli.launch.startup import collect_less
 
 
 @lasting_output()

@@ -17,11 +17,10 @@ from traceback import StackSummary, format_list
 from typing import TYPE_CHECKING
 
 from forgather_cli.launch import failures, signals
-from forgather_cli.launch.ending import STUCK, UNHEEDED, WAITED, Ending, cut, first_cause, told
+from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind, cut, first_cause, told
 from forgather_cli.launch.job import Job
-from forgather_cli.launch.meeting import within
-from forgather_cli.launch.orphans import is_orphan
-from forgather_cli.launch.outcome import FAILED
+from forgather_cli.launch.process import is_orphan
+from forgather_cli.launch.rendezvous import within
 from forgather_cli.launch.signals import (
     Hooks,
     end_process,
@@ -33,7 +32,7 @@ from forgather_cli.launch.signals import (
 )
 
 if TYPE_CHECKING:
-    from forgather_cli.rank import Rank
+    from forgather_cli.launch.rank import Rank
 
 _NEAR, _FAR = 0.2, 1.0  # seconds between two looks at the launcher's folder, at the ranks' store
 _SETTLE = 1.0  # seconds in which a rank may end by itself, for the same reason as the one that was first
@@ -95,10 +94,10 @@ def _stands_still(rank: Rank, timeout: float, stack: StackSummary) -> int:
     close_bars()
     print("".join(format_list(stack)).rstrip(), file=sys.stderr, flush=True)
     where = f"rank {rank.place.rank} stands at {standing_at(stack)}"
-    ending = Ending(rank.place.rank, STUCK, FAILED, f"hang_timeout: no progress within {timeout:g} s: {where}")
-    failures.tell(rank, ending)
-    rank.settle(ending)
-    return rank.exit_code(ending)
+    status = ExitStatus(rank.place.rank, Kind.STUCK, FAILED, f"hang_timeout: no progress within {timeout:g} s: {where}")
+    failures.tell(rank, status)
+    rank.settle(status)
+    return rank.exit_code(status)
 
 
 def _look_at_job(rank: Rank, job: Job) -> None:
@@ -107,25 +106,25 @@ def _look_at_job(rank: Rank, job: Job) -> None:
     asked = job.stop_asked()
     if asked is not None:
         rank.stop.told(asked)
-    failure = first_cause(failures.endings_here(rank))
+    failure = first_cause(failures.statuses_here(rank))
     if failure is not None:
         _end_because_of(rank, failure)
 
 
 def _look_at_store(rank: Rank) -> None:
-    meeting = rank.meeting
-    if meeting is None:
+    rendezvous = rank.rendezvous
+    if rendezvous is None:
         return
-    failure = meeting.failure()
+    failure = rendezvous.failure()
     if failure is not None:
         _end_because_of(rank, failure)
         return
-    asked = meeting.stop_asked()
+    asked = rendezvous.stop_asked()
     if asked is not None and asked[1] != rank.place.rank:
         rank.stop.told(asked[0], by=f"in rank {asked[1]}")
 
 
-def _end_because_of(rank: Rank, failure: Ending) -> None:
+def _end_because_of(rank: Rank, failure: ExitStatus) -> None:
     """Another rank has failed: end this process, unless it does so by itself."""
     if rank.ended.wait(_SETTLE):
         return
@@ -133,17 +132,17 @@ def _end_because_of(rank: Rank, failure: Ending) -> None:
     end_process(cause.code, lambda: _last_words(rank, cause))
 
 
-def _last_words(rank: Rank, cause: Ending) -> int:
+def _last_words(rank: Rank, cause: ExitStatus) -> int:
     close_bars()
-    ending = told(rank.place.rank, cause)
+    status = told(rank.place.rank, cause)
     stack = main_thread_stack()
-    if cause.kind == WAITED and not waits_for_others(stack):
+    if cause.kind == Kind.WAITED and not waits_for_others(stack):
         message = f"{cause.message.partition(': rank ')[0]}: rank {rank.place.rank} stands at {standing_at(stack)}"
-        ending = Ending(rank.place.rank, STUCK, cause.code, message)
-    failures.tell(rank, ending)
-    rank.settle(ending.cause)
+        status = ExitStatus(rank.place.rank, Kind.STUCK, cause.code, message)
+    failures.tell(rank, status)
+    rank.settle(status.cause)
     leave(rank, patience=_ANSWER)
-    return rank.exit_code(ending)
+    return rank.exit_code(status)
 
 
 # -------------------------------------------------------------------------------------------------------------- signals
@@ -164,10 +163,10 @@ def hooks(rank: Rank) -> Hooks:
 
 def _cut(rank: Rank, signum: int, early: bool) -> int:
     close_bars()
-    ending = cut(rank.place.rank, rank.run, signum, early)
-    failures.tell(rank, ending)
-    rank.settle(ending)
-    return rank.exit_code(ending)
+    status = cut(rank.place.rank, rank.run, signum, early)
+    failures.tell(rank, status)
+    rank.settle(status)
+    return rank.exit_code(status)
 
 
 def _hung(rank: Rank, signum: int, where: str, waits: bool) -> int:
@@ -175,10 +174,10 @@ def _hung(rank: Rank, signum: int, where: str, waits: bool) -> int:
     close_bars()
     name = signal.Signals(signum).name
     reason = f"{name} was not acted on within {signals.GRACE:g} s: rank {rank.place.rank} stands at {where}"
-    ending = Ending(rank.place.rank, WAITED if waits else UNHEEDED, FAILED, reason)
-    failures.tell(rank, ending)
-    rank.settle(ending)
-    return rank.exit_code(ending)
+    status = ExitStatus(rank.place.rank, Kind.WAITED if waits else Kind.UNHEEDED, FAILED, reason)
+    failures.tell(rank, status)
+    rank.settle(status)
+    return rank.exit_code(status)
 
 
 def _abandoned(rank: Rank) -> bool:
@@ -192,19 +191,19 @@ def _abandoned(rank: Rank) -> bool:
 
 
 def _heard(rank: Rank, signum: int) -> None:
-    meeting = rank.meeting
-    if meeting is not None:
-        within(_ANSWER, lambda: meeting.ask_to_stop(signum))
+    rendezvous = rank.rendezvous
+    if rendezvous is not None:
+        within(_ANSWER, lambda: rendezvous.ask_to_stop(signum))
 
 
 def _saving(rank: Rank) -> None:
-    if rank.meeting is not None:
-        within(_ANSWER, rank.meeting.say_busy)
+    if rank.rendezvous is not None:
+        within(_ANSWER, rank.rendezvous.say_busy)
 
 
 def _others_save(rank: Rank) -> bool:
-    meeting = rank.meeting
-    return meeting is not None and bool(within(_ANSWER, lambda: meeting.busy_since(signals.GRACE + 10)))
+    rendezvous = rank.rendezvous
+    return rendezvous is not None and bool(within(_ANSWER, lambda: rendezvous.busy_since(signals.GRACE + 10)))
 
 
 # ------------------------------------------------------------------------------------------------------------------ end
@@ -219,6 +218,6 @@ def close_bars() -> None:
 
 def leave(rank: Rank, *, patience: float) -> None:
     """Let the other ranks know that this one needs their store no more."""
-    meeting = rank.meeting
-    if meeting is not None:
-        within(patience + 1, lambda: meeting.leave(patience=patience))
+    rendezvous = rank.rendezvous
+    if rendezvous is not None:
+        within(patience + 1, lambda: rendezvous.leave(patience=patience))

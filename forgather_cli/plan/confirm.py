@@ -23,7 +23,7 @@ from forgather_cli.config.schema import (
     SyntheticSettings,
 )
 from forgather_cli.errors import SetupError
-from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.plan.device_memory import Budget
 from forgather_cli.plan.run import RunPlan
 from forgather_cli.run_dir import RunDir
@@ -112,7 +112,7 @@ def _peak(config: Config, budget: Budget) -> int:
         start.write_text(dump_tree(to_tree(replace(config, output_dir=str(run.root)))), encoding="utf-8")
         command = [sys.executable, "-m", "forgather_cli.launch.trial", str(start)]
         done = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=False)
-        ended = read_outcome(run)
+        ended = read_exit_record(run)
         if done.returncode == -signal.SIGKILL or (ended is not None and "out of memory" in ended.reason):
             raise RuntimeError(_OUT_OF_MEMORY)
         if done.returncode != 0:

@@ -12,14 +12,14 @@ from typing import Any
 from forgather_cli.config.options import did_you_mean
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.input_files import read_text
-from forgather_cli.launch.job import is_running
-from forgather_cli.launch.outcome import newest_step, read_outcome
+from forgather_cli.launch.exit_status import newest_step, read_exit_record
+from forgather_cli.launch.process import is_running
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.differences import differing
 from forgather_cli.runs.find import settings_of
 from forgather_cli.runs.records import Record, is_number, read_records, running_time
 
-_HOLDER = re.compile(r"pid (\d+) on (\S+)")  # as ``launch.claim`` writes it
+_HOLDER = re.compile(r"pid (\d+) on (\S+)")  # as ``launch.run_lock`` writes it
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Summary:
 
     run: str
     state: str
-    """One of ``launch.outcome.State``, or running."""
+    """One of ``launch.exit_status.State``, or running."""
     reason: str
     step: int
     max_steps: int | None = None
@@ -91,7 +91,7 @@ def summarize(run: RunDir) -> Summary:
 
 def state_of(run: RunDir) -> tuple[str, str]:
     """How a run stands, in one word, and why."""
-    ended = read_outcome(run)
+    ended = read_exit_record(run)
     if ended is None:
         holder = holder_of(run)
         return ("running" if holder is not None and holder.is_running else "cut"), run.note_set_aside() or ""

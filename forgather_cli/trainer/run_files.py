@@ -16,10 +16,10 @@ from forgather_cli.checkpoint.gather import on_rank_0
 from forgather_cli.config.decode import dump_tree, to_tree
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import DivergenceError, ForgatherError, SetupError
-from forgather_cli.launch.claim import Claim, begin_training, claim, forget_hidden, prepare
-from forgather_cli.launch.finish import finish
-from forgather_cli.launch.outcome import FAILED, MISTAKE, State, write_outcome
+from forgather_cli.launch.exit_status import FAILED, MISTAKE, State, write_exit_record
+from forgather_cli.launch.run_lock import RunLock, begin_training, forget_hidden, prepare
 from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer.finish import finish
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
@@ -63,7 +63,7 @@ class RunFiles:
 
             def take() -> None:
                 nonlocal held
-                held = stack.enter_context(claim(trainer.run_dir.root))
+                held = stack.enter_context(RunLock(trainer.run_dir.root))
                 self._begin(held, resume=resume)
 
             on_rank_0(take, trainer.cpu_group)
@@ -80,7 +80,7 @@ class RunFiles:
                     _leave(held, error)
                 raise
 
-    def _begin(self, held: Claim, *, resume: bool) -> None:
+    def _begin(self, held: RunLock, *, resume: bool) -> None:
         """On rank 0."""
         prepare(
             held,
@@ -112,11 +112,11 @@ class _FirstStep(TrainerCallback):
         self._is_done = True
 
 
-def _leave(held: Claim, error: BaseException) -> None:
+def _leave(held: RunLock, error: BaseException) -> None:
     """As it was found after a mistake, else with ``exit.json``."""
     mistake = isinstance(error, ForgatherError) and error.exit_code == MISTAKE
     if mistake and not held.has_trained():
-        if not isinstance(error, SetupError):  # which claim answers
+        if not isinstance(error, SetupError):  # which the run lock answers
             held.undo()
         return
     state: State = "diverged" if isinstance(error, DivergenceError) else "failed"
@@ -126,6 +126,6 @@ def _leave(held: Claim, error: BaseException) -> None:
     reason = str(error) if isinstance(error, ForgatherError) else f"{type(error).__name__}: {error}"
     forget_hidden(held.run)
     try:
-        write_outcome(held.run, state, code, reason)
+        write_exit_record(held.run, state, code, reason)
     except OSError as full:
         log.error("%s cannot be written: %s", held.run.exit, full.strerror)

@@ -23,7 +23,7 @@ from forgather_cli.callbacks.base import EVENTS, TrainerCallback
 from forgather_cli.config.schema import Config
 from forgather_cli.control import registry
 from forgather_cli.errors import CallbackError
-from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 STRATEGIES = {
@@ -361,6 +361,6 @@ def test_a_job_whose_callback_raises_ends_with_the_traceback_and_leaves_nobody(
     assert max(run.checkpoint_steps()) >= 4
     newest = max(run.checkpoint_steps())
     assert forgather("resume", "run", "trainer=single", f"max_steps={newest + 2}", "~callbacks.bad") == 0
-    outcome = read_outcome(run)
+    outcome = read_exit_record(run)
     assert outcome is not None
     assert (outcome.code, outcome.step) == (0, newest + 2)

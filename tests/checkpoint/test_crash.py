@@ -24,7 +24,7 @@ from crash_job import MARK, Job, Watch
 
 from forgather_cli.data.loaders.workers import Workers, worker_loader
 from forgather_cli.errors import SetupError
-from forgather_cli.launch.claim import claim
+from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.signals import watching
 
 TWO_RANKS = [layout.name for layout in LAYOUTS if layout.ranks == 2]
@@ -263,7 +263,7 @@ def test_data_workers_end_by_a_sigterm_of_their_parent_alone() -> None:
 
 def test_a_config_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with claim(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         held.write(held.run.config, "max_steps: 3\n")
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:

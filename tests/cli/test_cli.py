@@ -18,7 +18,7 @@ import yaml
 from forgather_cli.cli import app
 from forgather_cli.cli.multirun import Job, _cells
 from forgather_cli.config.load import load_config
-from forgather_cli.launch.outcome import State, write_outcome
+from forgather_cli.launch.exit_status import State, write_exit_record
 from forgather_cli.launch.start import launch
 from forgather_cli.plan import make_plan
 from forgather_cli.run_dir import RunDir
@@ -502,7 +502,7 @@ def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> 
     for code, told, shown in cases:
         run.exit.unlink(missing_ok=True)
         if told is not None:
-            write_outcome(run, told, code or 0, "because", 3)
+            write_exit_record(run, told, code or 0, "because", 3)
         assert _cells(Job("x", [], run), code) == [shown, "-", "-", "-", "-", "-"]
         assert Job("x", [], run).is_done == (told == "done"), "only what is done is not started again"
 

@@ -20,7 +20,7 @@ from tiny import training_curve as curve
 from two_ranks import train_in_pool
 
 from forgather_cli.config import options
-from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("own_directory")
@@ -127,7 +127,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
         job.process.send_signal(signum)
         assert job.finish() == 75, job.output
     assert job.lines[-1] == "forgather resume run"
-    told = read_outcome(RunDir(Path("run")))
+    told = read_exit_record(RunDir(Path("run")))
     assert told is not None
     assert (told.code, told.reason) == (75, f"stopped by {signum.name}")
     assert told.step < 120
@@ -174,7 +174,7 @@ def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path)
         Path("run/checkpoints").write_text("in the way")
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 1, job.output
-    told = read_outcome(RunDir(Path("run")))
+    told = read_exit_record(RunDir(Path("run")))
     assert told is not None
     assert told.code == 1
     assert re.search(r"stopped by SIGTERM at step \d+, but that step could not be saved \(see above\)", told.reason)
@@ -203,7 +203,7 @@ def test_a_step_that_hangs_ends_with_where_it_stands(tmp_path: Path) -> None:
         assert job.finish() == 1, job.output
     assert re.search(r"error: SIGTERM was not acted on within 0.3 s: rank 0 stands at .*:\d+ in hangs$", job.lines[-1])
     assert any("time.sleep(60)" in line or "in hangs" in line for line in job.lines[:-1])
-    told = read_outcome(RunDir(Path("run")))
+    told = read_exit_record(RunDir(Path("run")))
     assert told is not None
     assert told.code == 1
     assert f"error: {told.reason}" == job.lines[-1]

@@ -16,7 +16,7 @@ from program import Process, forgather
 
 from forgather_cli.control import client, registry
 from forgather_cli.control.registry import Entry
-from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 SMALL = [
@@ -125,7 +125,7 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
             assert "my-job: ended at step" in watcher.output
         assert job.finish() == 0
     assert job.lines[-1] == "forgather resume run"
-    stopped = read_outcome(RUN)
+    stopped = read_exit_record(RUN)
     assert stopped is not None
     assert (stopped.state, stopped.code) == ("stopped", 0)
     assert json.loads(RUN.command(told["id"]).read_text())["state"] == "done"
@@ -165,7 +165,7 @@ def test_a_signal_to_a_job_answers_the_commands_it_has(say: Any) -> None:
         os.kill(job.process.pid, signal.SIGTERM)
         answer = client.wait(entry, told, timeout=60)
         assert job.finish() in (0, 75)
-    outcome = read_outcome(RUN)
+    outcome = read_exit_record(RUN)
     assert outcome is not None
     assert (answer.state, answer.checkpoint) == ("done", str(RUN.checkpoint(outcome.step).absolute()))
 
@@ -216,7 +216,7 @@ def test_abort_from_the_command_line(say: Any) -> None:
         assert say("abort", job_id) == (2, "", "error: abort: asks first, and nobody can answer here; use --force")
         assert say("abort", job_id, "--force")[:2] == (0, f"{job_id} is aborted, nothing was saved")
         assert job.finish() == 1
-    outcome = read_outcome(RUN)
+    outcome = read_exit_record(RUN)
     assert outcome is not None
     assert (outcome.state, outcome.code) == ("aborted", 1)
     assert RUN.checkpoint_steps() == []

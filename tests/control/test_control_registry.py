@@ -17,7 +17,7 @@ from program import forgather
 from forgather_cli.control import registry
 from forgather_cli.control.registry import Entry, entries, jobs_directory, register, resolve, running, unregister
 from forgather_cli.errors import ControlError
-from forgather_cli.launch.outcome import write_outcome
+from forgather_cli.launch.exit_status import write_exit_record
 from forgather_cli.run_dir import RunDir
 
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_done_is_said_in_one_line(ended: tuple[int, str], capsys:
     run = RunDir(Path("run"))
     run.root.mkdir()
     run.config.touch()
-    write_outcome(run, "done", 0, "done", 7)
+    write_exit_record(run, "done", 0, "done", 7)
     unregister(entry("mute"))
     unregister(entry("foreign", hostname="elsewhere"))
     assert told("stop", "run") == (
@@ -241,7 +241,7 @@ def test_a_run_that_takes_no_commands_is_told_by_who_holds_its_directory(
     assert killed.endswith("forgather resume run goes on")
     elsewhere = "error: run: no job is known there; the last one was started on afar and has not told of its end; "
     assert told("status", f"{alive} on afar").startswith(elsewhere)
-    write_outcome(run, "done", 0, "done", 7)  # as long as the process that has written this ends
+    write_exit_record(run, "done", 0, "done", 7)  # as long as the process that has written this ends
     assert told("status", f"{alive} on {here}").endswith("the last one ended at step 7, done, with exit code 0: done")
 
 

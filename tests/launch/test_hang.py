@@ -14,7 +14,7 @@ from program import Process, forgather
 from two_ranks import RUN, start
 
 from forgather_cli.launch.hang import odd_first
-from forgather_cli.launch.standing import COMPILES, RUNS, SILENT, WAITS, Collective, Standing, table
+from forgather_cli.launch.stacks import COMPILES, RUNS, SILENT, WAITS, Collective, Standing, table
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
 from forgather_cli.config.resume import reload_config
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.launch.claim import claim
-from forgather_cli.launch.outcome import read_outcome, write_outcome
+from forgather_cli.launch.exit_status import read_exit_record, write_exit_record
 from forgather_cli.launch.rank_log import Tee
+from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.signals import watching
 from forgather_cli.launch.start import launch
 from forgather_cli.run_dir import RunDir
@@ -210,14 +210,14 @@ def test_a_crash_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[st
     finally:
         sys.path.remove(str(tmp_path))
     assert "ZeroDivisionError: of mine" in capsys.readouterr().err
-    told = read_outcome(RunDir(Path("run")))
+    told = read_exit_record(RunDir(Path("run")))
     assert told is not None
     assert (told.code, told.reason) == (1, "ZeroDivisionError: of mine")
     assert "ZeroDivisionError: of mine" in Path("run/logs/rank-0.log").read_text()
 
 
 def test_two_jobs_cannot_write_one_directory() -> None:
-    python = "from forgather_cli.launch.claim import *\nwith claim(Path('run')): print('held'); input()"
+    python = "from forgather_cli.launch.run_lock import *\nwith RunLock(Path('run')): print('held'); input()"
     holder = subprocess.Popen(
         [sys.executable, "-u", "-c", python], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -231,8 +231,8 @@ def test_two_jobs_cannot_write_one_directory() -> None:
 
 def test_the_lock_ends_with_the_process_even_if_its_workers_live_on() -> None:
     python = (
-        "import os, sys, time; from pathlib import Path; from forgather_cli.launch.claim import Claim\n"
-        "Claim(Path('run'))\n"
+        "import os, sys, time; from pathlib import Path; from forgather_cli.launch.run_lock import RunLock, RunLock\n"
+        "RunLock(Path('run'))\n"
         "if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
         "print('forked', flush=True); os.kill(os.getpid(), 9)"
     )
@@ -240,7 +240,7 @@ def test_the_lock_ends_with_the_process_even_if_its_workers_live_on() -> None:
     assert dead.stdout is not None
     assert dead.stdout.readline() == "forked\n"
     dead.wait()
-    with claim(Path("run")):
+    with RunLock(Path("run")):
         pass
     dead.communicate()
 
@@ -256,7 +256,7 @@ def test_a_signal_saves_and_says_how_to_go_on() -> None:
     assert job.lines[-1] == "forgather resume 'my run'"
     run = RunDir(Path("my run"))
     [step] = run.checkpoint_steps()
-    told = read_outcome(run)
+    told = read_exit_record(run)
     assert told is not None
     assert (told.code, told.reason, told.step) == (75, "stopped by SIGTERM", step)
     assert launch(reload_config(run.root, [f"max_steps={step + 2}"])) == 0
@@ -286,7 +286,7 @@ sys.exit(start.launch(load_config("default", {SMALL!r} + ["output_dir=run"])))
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 143
     assert "Current thread" in Path("run/logs/rank-0.log").read_text()
-    told = read_outcome(RunDir(Path("run")))
+    told = read_exit_record(RunDir(Path("run")))
     assert told is not None
     assert (told.code, told.reason) == (143, "ended at once by SIGTERM; there is no checkpoint")
 
@@ -344,8 +344,8 @@ def test_the_log_has_lines_without_colour_and_without_what_was_overwritten() -> 
 def test_outcome_survives_a_torn_file(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.metrics.write_text('{"step": 3}\n{"step": 4, "lo')
-    write_outcome(run, "failed", 1, "because")
-    assert read_outcome(run) is not None
-    assert read_outcome(run).step == 3  # type: ignore[union-attr]
+    write_exit_record(run, "failed", 1, "because")
+    assert read_exit_record(run) is not None
+    assert read_exit_record(run).step == 3  # type: ignore[union-attr]
     run.exit.write_text('{"code": 0')
-    assert read_outcome(run) is None
+    assert read_exit_record(run) is None

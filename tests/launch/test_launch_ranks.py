@@ -22,27 +22,13 @@ from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_s
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.launch.ending import (
-    CUT,
-    ERROR,
-    KILLED,
-    LOST,
-    MISTAKE,
-    STUCK,
-    UNHEEDED,
-    WAITED,
-    Ending,
-    done,
-    first_cause,
-    killed,
-    told,
-)
-from forgather_cli.launch.job import Job, is_running
+from forgather_cli.launch.exit_status import ExitStatus, Kind, done, first_cause, killed, told
+from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import count_gpus, plan_layout
-from forgather_cli.launch.meeting import Meeting
-from forgather_cli.launch.orphans import children
 from forgather_cli.launch.place import Place, first_host, joined, launched
-from forgather_cli.rank import Rank, shared
+from forgather_cli.launch.process import children, is_running
+from forgather_cli.launch.rank import Rank, shared
+from forgather_cli.launch.rendezvous import Rendezvous
 from forgather_cli.run_dir import RunDir
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
@@ -198,20 +184,20 @@ def test_a_number_of_ranks_found_late_is_checked_too(monkeypatch: pytest.MonkeyP
 # ------------------------------------------------------------------------------------------------- what ranks tell
 
 
-def ending(kind: str, rank: int, at: float) -> Ending:
-    return Ending(rank, kind, 1, kind, time=at)
+def status(kind: str, rank: int, at: float) -> ExitStatus:
+    return ExitStatus(rank, kind, 1, kind, time=at)
 
 
 def test_the_first_cause_is_the_earliest_that_needs_no_explanation() -> None:
-    raised = ending(ERROR, 2, 5.0)
-    assert first_cause([ending(LOST, 0, 1.0), raised, ending(MISTAKE, 1, 6.0), told(3, raised)]) == raised
-    assert first_cause([ending(LOST, 0, 1.0), told(3, raised)]) == raised  # of another node, known by hearsay
-    assert first_cause([ending(WAITED, 0, 1.0), ending(STUCK, 1, 2.0)]) == ending(STUCK, 1, 2.0)
+    raised = status(Kind.ERROR, 2, 5.0)
+    assert first_cause([status(Kind.LOST, 0, 1.0), raised, status(Kind.MISTAKE, 1, 6.0), told(3, raised)]) == raised
+    assert first_cause([status(Kind.LOST, 0, 1.0), told(3, raised)]) == raised  # of another node, known by hearsay
+    assert first_cause([status(Kind.WAITED, 0, 1.0), status(Kind.STUCK, 1, 2.0)]) == status(Kind.STUCK, 1, 2.0)
     assert first_cause([done(0), done(1)]) is None
 
 
 def test_a_killed_rank_explains_errors_at_the_same_moment_and_none_before() -> None:
-    for rest, first in ((ending(ERROR, 0, 9.7), KILLED), (ending(ERROR, 0, 8.0), ERROR)):
+    for rest, first in ((status(Kind.ERROR, 0, 9.7), Kind.KILLED), (status(Kind.ERROR, 0, 8.0), Kind.ERROR)):
         cause = first_cause([rest, killed(1, -signal.SIGKILL, "log", 10.0)])
         assert cause is not None
         assert cause.kind == first
@@ -232,14 +218,14 @@ def test_folders_of_killed_launchers_go_with_the_next_start(tmp_path: Path, monk
 
 
 def test_what_is_worth_a_restart() -> None:
-    assert Ending(0, ERROR, 1).worth_a_restart
-    assert told(1, Ending(0, KILLED, 1)).worth_a_restart
+    assert ExitStatus(0, Kind.ERROR, 1).worth_a_restart
+    assert told(1, ExitStatus(0, Kind.KILLED, 1)).worth_a_restart
     for final in (
-        Ending(0, MISTAKE, 2),
-        Ending(0, UNHEEDED, 1),
-        Ending(0, CUT, 143),
+        ExitStatus(0, Kind.MISTAKE, 2),
+        ExitStatus(0, Kind.UNHEEDED, 1),
+        ExitStatus(0, Kind.CUT, 143),
         done(0),
-        Ending(0, "stopped", 75),
+        ExitStatus(0, "stopped", 75),
     ):
         assert not final.worth_a_restart
         assert not told(1, final).worth_a_restart
@@ -257,27 +243,27 @@ def test_a_job_folder_carries_words_both_ways(monkeypatch: pytest.MonkeyPatch) -
         assert rank.stop_asked() == signal.SIGINT
         attempt = rank.attempt(0)
         attempt.enter(2)
-        attempt.tell(told(2, ending(LOST, 3, 1.0)))
-        attempt.tell(ending(ERROR, 2, 2.0))  # what it knows itself counts more
-        attempt.tell(ending(LOST, 2, 3.0))
+        attempt.tell(told(2, status(Kind.LOST, 3, 1.0)))
+        attempt.tell(status(Kind.ERROR, 2, 2.0))  # what it knows itself counts more
+        attempt.tell(status(Kind.LOST, 2, 3.0))
         assert job.attempts() == 1
         assert job.attempt(0).pids() == {2: os.getpid()}
-        assert job.attempt(0).endings() == [ending(ERROR, 2, 2.0)]
+        assert job.attempt(0).statuses() == [status(Kind.ERROR, 2, 2.0)]
     assert not job.root.exists()
 
 
 @contextmanager
-def meetings() -> Iterator[list[Meeting]]:
+def connected() -> Iterator[list[Rendezvous]]:
     port = free_port()
     places = [Place(rank, 2, rank, 2, "localhost", port, hosts_store=rank == 0) for rank in range(2)]
-    yield [Meeting(place) for place in places]
+    yield [Rendezvous(place) for place in places]
 
 
-def stranger(meeting: Meeting) -> Any:
+def stranger(rendezvous: Rendezvous) -> Any:
     """A client of the store as anybody can connect one."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    return PrefixStore("forgather/0", TCPStore("localhost", meeting._place.port, is_master=False))
+    return PrefixStore("forgather/0", TCPStore("localhost", rendezvous._place.port, is_master=False))
 
 
 def a_run(root: Path) -> RunDir:
@@ -290,8 +276,8 @@ def a_run(root: Path) -> RunDir:
 
 @pytest.mark.parametrize("of_one_node", [True, False])
 def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) -> None:
-    folders = [Meeting(Place(rank, 2, rank, 2), tmp_path / "folder") for rank in range(2)] if of_one_node else None
-    with nullcontext(folders) if folders else meetings() as (first, second):
+    folders = [Rendezvous(Place(rank, 2, rank, 2), tmp_path / "folder") for rank in range(2)] if of_one_node else None
+    with nullcontext(folders) if folders else connected() as (first, second):
         assert second.failure() is second.stop_asked() is None
         assert second.shared() == (None, "")
         if not of_one_node:
@@ -300,18 +286,18 @@ def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) ->
             assert shared is not None
             assert (Path(shared.root), shared.config, shared.going_on) == (RUN.root.resolve(), "config.yaml", True)
             assert stat.S_IMODE(RUN.secret.stat().st_mode) == 0o600
-        for meeting in (first, second):
-            meeting.all_here()
+        for rendezvous in (first, second):
+            rendezvous.all_here()
         second.ask_to_stop(signal.SIGTERM)
         assert first.stop_asked() == (signal.SIGTERM, 1)
         assert not first.busy_since(10)
         second.say_busy()
         assert first.busy_since(10)
         assert first.dead_neighbour() is None
-        lost, raised = ending(LOST, 0, 1.0), ending(ERROR, 1, 2.0)
+        lost, raised = status(Kind.LOST, 0, 1.0), status(Kind.ERROR, 1, 2.0)
         assert first.fail(lost)
         assert second.fail(raised)  # explains the other, although it comes later
-        assert not first.fail(ending(ERROR, 0, 3.0))
+        assert not first.fail(status(Kind.ERROR, 0, 3.0))
         assert first.failure() == raised
         leaving = threading.Thread(target=first.leave)
         leaving.start()  # waits for the other, if the store is in its process
@@ -323,7 +309,7 @@ def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) ->
 
 
 def test_a_stranger_in_the_store_is_not_listened_to() -> None:
-    with meetings() as (first, second):
+    with connected() as (first, second):
         store = stranger(first)
         theirs = a_run(Path("theirs"))
         shared = {"root": str(theirs.root.resolve()), "config": "config.yaml", "sha256": "", "going_on": False}
@@ -338,28 +324,28 @@ def test_a_stranger_in_the_store_is_not_listened_to() -> None:
         first.share(a_run(RUN.root), going_on=False)
         known, _ = second.shared()
         assert known is not None
-        for meeting in (first, second):
-            meeting.all_here()
+        for rendezvous in (first, second):
+            rendezvous.all_here()
         for unsigned in ("", "-" * 64, "0" * 64):
             store.set("stop", unsigned + "[15, 1]")
-            store.set("failed", unsigned + ending(ERROR, 1, 2.0).to_json())
+            store.set("failed", unsigned + status(Kind.ERROR, 1, 2.0).to_json())
             store.set("busy", unsigned + str(time.time()))
             assert second.stop_asked() is second.failure() is None
             assert not second.busy_since(10)
         first.say_busy()
         store.set("stop", store.get("busy"))  # signed, as something else
         assert second.stop_asked() is None
-        assert first.fail(ending(ERROR, 0, 3.0))
-        assert second.failure() == ending(ERROR, 0, 3.0)
+        assert first.fail(status(Kind.ERROR, 0, 3.0))
+        assert second.failure() == status(Kind.ERROR, 0, 3.0)
         first.leave(patience=0.0)
 
 
 def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgather_cli.rank._SEES_DIRECTORY", 0.1)
-    with meetings() as (first, second):
+    monkeypatch.setattr("forgather_cli.launch.rank._SEES_DIRECTORY", 0.1)
+    with connected() as (first, second):
         run = a_run(RUN.root)
         first.share(run, going_on=False)
-        other = Rank(Place(1, 2), meeting=second)
+        other = Rank(Place(1, 2), rendezvous=second)
         assert shared(other).run.root == RUN.root.resolve()
         secret = run.secret.read_text()
         for change, said in (
@@ -523,7 +509,7 @@ def test_two_nodes_train_one_run_whoever_writes_into_their_store(tmp_path: Path)
         stranger = TCPStore("localhost", port, is_master=False)
         assert not stranger.check(["torch.rendezvous.forgather"])  # which torch would unpickle
         assert b"model" not in stranger.get("forgather/0/shared")
-        failure = ending(ERROR, 1, time.time()).to_json()
+        failure = status(Kind.ERROR, 1, time.time()).to_json()
         for signature in ("", "-" * 64):
             stranger.set("forgather/0/stop", signature + "[15, 1]")
             stranger.set("forgather/0/failed", signature + failure)

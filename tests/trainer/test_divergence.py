@@ -38,7 +38,7 @@ from forgather_cli.config.schema import DivergenceSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.order import Order
 from forgather_cli.errors import CheckpointError, ConfigError, DivergenceError
-from forgather_cli.launch.outcome import newest_step, read_outcome
+from forgather_cli.launch.exit_status import newest_step, read_exit_record
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import summarize
 from forgather_cli.trainer import Trainer, TrainingArguments
@@ -361,7 +361,7 @@ def test_a_divergence_ends_the_run_as_failed(action: str, ranks: tuple[str, ...]
     assert job.lines[-2:] == ["to go on from step 8:", "forgather resume run"], job.output
     assert "restart 1" not in job.output
     assert "forgather resume run goes on from the newest healthy checkpoint, step-00000008" in last
-    ended = read_outcome(RUN)
+    ended = read_exit_record(RUN)
     assert ended is not None
     assert (ended.code, ended.reason) == (1, last.removeprefix("error: "))
     assert [(info.step, info.healthy) for info in list_checkpoints(RUN)][-1] == (

@@ -19,7 +19,7 @@ from forgather_cli import FSDP2Settings, PipelineSettings, Trainer, TrainerCallb
 from forgather_cli.config.decode import load_saved
 from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
 from forgather_cli.errors import CallbackError, DataError, SetupError
-from forgather_cli.launch.outcome import read_outcome
+from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 
@@ -95,7 +95,7 @@ class Stops(TrainerCallback):
 def test_how_a_script_s_run_ended_is_told(tmp_path: Path) -> None:
     with pytest.raises(CallbackError):
         trainer(tmp_path / "failed", callbacks=[Stops("on_step_end")]).train()
-    ended = read_outcome(RunDir(tmp_path / "failed"))
+    ended = read_exit_record(RunDir(tmp_path / "failed"))
     assert ended is not None
     assert (ended.code, ended.step, "out of tea" in ended.reason) == (1, 1, True)
     with pytest.raises(SetupError):
@@ -160,7 +160,7 @@ def test_a_script_trains_the_same_under_every_strategy(tmp_path: Path, strategy:
         assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         for name, tensor in result["weights"].items():
             torch.testing.assert_close(tensor, alone["weights"][name], rtol=1e-5, atol=1e-5)
-    ended = read_outcome(RunDir(tmp_path / "two"))
+    ended = read_exit_record(RunDir(tmp_path / "two"))
     assert ended is not None
     assert (ended.code, ended.step) == (0, 3)
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import SetupError
-from forgather_cli.launch.outcome import newest_step
+from forgather_cli.launch.exit_status import newest_step
 from forgather_cli.run_dir import RunDir
 
 _HIDDEN = ".before-"
 _PACKAGES = ("forgather", "torch", "hydra-core", "omegaconf", "safetensors", "tokenizers", "torchdata", "numpy")
 
 
-class Claim:
-    """A run directory that this process may write, until it ends.
+class RunLock:
+    """A run directory that this process alone may write, inside ``with`` or until it ends.
 
     ``undo`` puts the directory back as it was found; files of others are never touched.
     """
@@ -120,9 +120,16 @@ class Claim:
             _remove_empty([directory])
         _settle_overwritten(self.run)
 
-    def release(self) -> None:
-        """Let another job have the directory."""
-        os.close(self._lock)
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Let another job have the directory. A SetupError before training takes back what was written."""
+        try:
+            if isinstance(error, SetupError) and not self.has_trained():
+                self.undo()
+        finally:
+            os.close(self._lock)
 
 
 def _make_directory(root: Path) -> list[Path]:
@@ -248,22 +255,8 @@ def _take_lock(run: RunDir) -> int:
     return lock
 
 
-@contextmanager
-def claim(root: Path) -> Iterator[Claim]:
-    """Hold a run directory; a SetupError raised inside before training takes back what was written."""
-    held = Claim(root)
-    try:
-        yield held
-    except SetupError:
-        if not held.has_trained():
-            held.undo()
-        raise
-    finally:
-        held.release()
-
-
 def prepare(
-    held: Claim, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool, ranks: int = 1
+    held: RunLock, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool, ranks: int = 1
 ) -> Path:
     """Refuse or empty a used directory and write what is started; returns the config file of this start.
 
@@ -291,7 +284,7 @@ def prepare(
         return path
 
 
-def _write_start(held: Claim, tree_text: str, origin: dict[str, Any], *, later: bool) -> Path:
+def _write_start(held: RunLock, tree_text: str, origin: dict[str, Any], *, later: bool) -> Path:
     run = held.run
     path = run.later_config(max([0, *run.later_starts()]) + 1) if later else run.config
     held.write(path, tree_text)

@@ -23,7 +23,7 @@ from forgather_cli.launch.signals import (
 )
 
 if TYPE_CHECKING:
-    from forgather_cli.rank import Rank
+    from forgather_cli.launch.rank import Rank
 
 WAITS, SAVES, COMPILES, DEBUGGED, READS, RUNS = (
     "waits for others", "saves", "compiles", "at a breakpoint", "reads data", "runs",

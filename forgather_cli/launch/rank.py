@@ -1,7 +1,8 @@
 """The process edge of one rank: its log, signals, process group and errors around ``worker.run``.
 
 ``trainer=single`` and ranks that others have started are trained from ``launch``, in its process; those that our
-launcher starts are ``python -m forgather_cli.rank [--config RUN/config.yaml]``, without it where another node has it.
+launcher starts are ``python -m forgather_cli.launch.rank [--config RUN/config.yaml]``, without it where another node
+has it.
 """
 
 from __future__ import annotations
@@ -22,17 +23,14 @@ from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.launch import failures, hang, outcome, process_group, signals, watch
-from forgather_cli.launch.claim import begin_training
-from forgather_cli.launch.ending import Ending, done
-from forgather_cli.launch.exits import leave, leave_now
-from forgather_cli.launch.finish import finish
+from forgather_cli.launch import failures, hang, process_group, signals, watch
+from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED, ExitStatus, done
 from forgather_cli.launch.job import Job
-from forgather_cli.launch.meeting import FAREWELL, Meeting
-from forgather_cli.launch.orphans import end_with_parent
 from forgather_cli.launch.place import Place, enter, launched
+from forgather_cli.launch.process import collect_less, end_with_parent, leave, leave_now
 from forgather_cli.launch.rank_log import lasting_output, rank_log
-from forgather_cli.launch.startup import collect_less
+from forgather_cli.launch.rendezvous import FAREWELL, Rendezvous
+from forgather_cli.launch.run_lock import begin_training
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -56,8 +54,8 @@ class Start:
 class Rank:
     """This process's part in a run: what it knows of the other ranks, and what they hear of it.
 
-    ``job``: the launcher's folder, where one of ours has started it. ``settle`` is called with the ending of the job if
-    this process ends without returning, and is to leave the run directory as that ending asks.
+    ``job``: the launcher's folder, where one of ours has started it. ``settle`` is called with the status of the job if
+    this process ends without returning, and is to leave the run directory as that status asks.
     """
 
     def __init__(
@@ -65,10 +63,10 @@ class Rank:
         place: Place,
         *,
         job: Job | None = None,
-        meeting: Meeting | None = None,
-        settle: Callable[[Ending], None] = lambda ending: None,
+        rendezvous: Rendezvous | None = None,
+        settle: Callable[[ExitStatus], None] = lambda status: None,
     ) -> None:
-        self.place, self.job, self.meeting = place, job, meeting
+        self.place, self.job, self.rendezvous = place, job, rendezvous
         self.settle = settle
         self.run: RunDir | None = None
         self.log: LogFile | None = None
@@ -79,8 +77,8 @@ class Rank:
         """Optimizer steps of the run so far, once one of this process is done."""
         self.hang: hang.HangWatch | None = None
 
-    def train(self, find: Callable[[Rank], Start]) -> Ending:
-        """Train what ``find`` says. Never raises: errors are told, shown, and returned as the ending."""
+    def train(self, find: Callable[[Rank], Start]) -> ExitStatus:
+        """Train what ``find`` says. Never raises: errors are told, shown, and returned as the status."""
         with ExitStack() as stack:
             try:
                 self.stop = stack.enter_context(signals.watching(watch.hooks(self)))
@@ -88,33 +86,35 @@ class Rank:
                 start = find(self)
                 self.run = start.run
                 self.log = self._open_log(stack, start.run)
-                ending = self._work(start)
+                status = self._work(start)
             except (Exception, SystemExit) as error:  # the edge of the process
-                ending = failures.ending_of(self, error)
+                status = failures.status_of(self, error)
             self.ended.set()
-            failures.tell(self, ending)
-            watch.leave(self, patience=_FAILED_FAREWELL if ending.failed else FAREWELL)
-            if self.place.rank == 0 and self.run is not None and not ending.failed:  # else a restart may ask for it
+            failures.tell(self, status)
+            watch.leave(self, patience=_FAILED_FAREWELL if status.failed else FAREWELL)
+            if self.place.rank == 0 and self.run is not None and not status.failed:  # else a restart may ask for it
                 self.run.secret.unlink(missing_ok=True)
-        return ending
+        return status
 
-    def exit_code(self, ending: Ending) -> int:
+    def exit_code(self, status: ExitStatus) -> int:
         """What this process returns: torchrun's agent of our launcher restarts what does not return 0.
 
         How a run ended is in the job's folder and in ``exit.json``.
         """
         if self.job is not None:
-            return outcome.FAILED if ending.worth_a_restart and not self.stop.name else outcome.DONE
+            return FAILED if status.worth_a_restart and not self.stop.name else DONE
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - self.place.attempt
-        if self.place.by and (ending.code == outcome.STOPPED or (ending.state == "aborted" and restarts > 0)):
-            return outcome.DONE
-        return ending.code
+        if self.place.by and (status.code == STOPPED or (status.state == "aborted" and restarts > 0)):
+            return DONE
+        return status.code
 
-    def meet(self) -> Meeting | None:
+    def meet(self) -> Rendezvous | None:
         """Connect to the other ranks, once; None alone. Raises SetupError."""
-        if self.meeting is None and self.place.size > 1:
-            self.meeting = Meeting(self.place, self.job.meeting_place(self.place.attempt) if self.job else None)
-        return self.meeting
+        if self.rendezvous is None and self.place.size > 1:
+            self.rendezvous = Rendezvous(
+                self.place, self.job.rendezvous_folder(self.place.attempt) if self.job else None
+            )
+        return self.rendezvous
 
     def _open_log(self, stack: ExitStack, run: RunDir) -> LogFile:
         try:
@@ -122,22 +122,23 @@ class Rank:
         except OSError as error:
             raise SetupError(f"output_dir: {error.filename} cannot be written: {error.strerror}") from error
 
-    def _work(self, start: Start) -> Ending:
+    def _work(self, start: Start) -> ExitStatus:
         config, place = start.config(), self.place
-        meeting = self.meet()
+        rendezvous = self.meet()
         going_on = place.attempt > 0 and _can_go_on(config, start.run) if start.going_on is None else start.going_on
-        if meeting is not None and place.rank == 0:
-            meeting.share(start.run, going_on=going_on)
+        if rendezvous is not None and place.rank == 0:
+            rendezvous.share(start.run, going_on=going_on)
         if going_on:
             config = replace(config, resume_from_checkpoint=True, resume_components="all")
         with (
-            process_group.initialised(config, place, meeting),
+            process_group.initialised(config, place, rendezvous),
             watch.progress(self, config.hang_timeout),
             hang.watched(self, config),
         ):
             if start.run.evaluation.exists():
                 return self._evaluate(config, start.run)
             from forgather_cli import worker
+            from forgather_cli.trainer.finish import finish
 
             trainer = worker.run(
                 config,
@@ -149,7 +150,7 @@ class Rank:
             )
             return finish(config, start.run, trainer)
 
-    def _evaluate(self, config: Config, run: RunDir) -> Ending:
+    def _evaluate(self, config: Config, run: RunDir) -> ExitStatus:
         """Of ``forgather eval``. Signals end it at once, since nobody asks ``stop`` for them."""
         from forgather_cli.evaluation import evaluate_source
 
@@ -192,11 +193,11 @@ def shared(rank: Rank) -> Start:
     """What rank 0 shares, once it does. Raises SetupError where this node does not see its run directory."""
     from forgather_cli.config.decode import load_saved
 
-    meeting = rank.meet()
-    assert meeting is not None
+    rendezvous = rank.meet()
+    assert rendezvous is not None
     begun = time.monotonic()
     told: float | None = None
-    while (answer := meeting.shared())[0] is None:
+    while (answer := rendezvous.shared())[0] is None:
         now, problem = time.monotonic(), answer[1]
         told = now if told is None and problem else told
         if told is not None and now > told + _SEES_DIRECTORY:
@@ -226,10 +227,10 @@ def main() -> int:
     try:
         job = Job.entered()
     except FileNotFoundError:  # the launcher was stopped and has taken its folder along
-        return outcome.FAILED
+        return FAILED
     if job is None:
-        print("forgather_cli.rank is started by forgather train", file=sys.stderr)
-        return outcome.MISTAKE
+        print("forgather_cli.launch.rank is started by forgather train", file=sys.stderr)
+        return MISTAKE
     end_with_parent(job.launcher)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a log to print stacks to
     place = launched(job.node)
@@ -238,9 +239,9 @@ def main() -> int:
     rank = Rank(place, job=job)
     path = Path(sys.argv[2]) if sys.argv[1:2] == ["--config"] else None
     find = shared if path is None else saved(path)
-    ending = rank.train(find if place.size == place.local_size * job.nodes else uneven)
-    code = rank.exit_code(ending)
-    if ending.failed:  # other ranks may be gone: nothing is worth waiting for that an exit might wait for
+    status = rank.train(find if place.size == place.local_size * job.nodes else uneven)
+    code = rank.exit_code(status)
+    if status.failed:  # other ranks may be gone: nothing is worth waiting for that an exit might wait for
         leave_now(code)
     return code
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import TrainingError
-from forgather_cli.launch import outcome
-from forgather_cli.launch.ending import Ending, done
+from forgather_cli.launch.exit_status import DONE, FAILED, STOPPED, ExitStatus, Kind, done, write_exit_record
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -18,53 +17,53 @@ if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
 
 
-def finish(config: RunSettings, run: RunDir, trainer: Trainer) -> Ending:
+def finish(config: RunSettings, run: RunDir, trainer: Trainer) -> ExitStatus:
     """How training has ended on this rank; rank 0 writes ``exit.json`` and prints the places.
 
     Raises TrainingError where its last checkpoint was asked for, or ``exit.json``, and could not be written.
     """
     step, rank = trainer.state.global_step, trainer.world.rank
-    ending = _ending(trainer)
+    status = _status(trainer)
     told = ", ".join(
         f"{count} of callback {each} in {event}" for (each, event), count in trainer.callbacks.lost.items()
     )
-    reason = f"{ending.message} at step {step}"
+    reason = f"{status.message} at step {step}"
     if told:
         told = f"the disk was full, and records were lost: {told}"
-        ending = replace(ending, message=f"{ending.message}; {told}")
+        status = replace(status, message=f"{status.message}; {told}")
     if rank != 0:
-        return ending
+        return status
     failed = any(unsaved == step for unsaved, _ in trainer.persistence.failures)
     wanted = trainer.stopped_by is not None or config.save_strategy != "no" or failed
-    if wanted and ending.state != "aborted" and step not in run.checkpoint_steps():
+    if wanted and status.state != "aborted" and step not in run.checkpoint_steps():
         raise TrainingError(_but(run, reason, "that step could not be saved (see above)", told))
-    if ending.state == "done" and 0 < step == trainer.state.resumed_step:
+    if status.state == "done" and 0 < step == trainer.state.resumed_step:
         setting = "max_steps" if config.max_steps > 0 else "num_train_epochs"
         print(f"\nnothing left to train: step {step} is the last; raise {setting} to go on")
     try:
-        outcome.write_outcome(run, ending.state, ending.code, ending.message, step)
+        write_exit_record(run, status.state, status.code, status.message, step)
     except OSError as error:
         what = f"{run.exit} cannot be written ({error.strerror}): make room, and go on with the run to have it written"
         raise TrainingError(_but(run, reason, what, told)) from error
     _print_places(run)
     if told:
         print(told, flush=True)
-    return ending
+    return status
 
 
-def _ending(trainer: Trainer) -> Ending:
+def _status(trainer: Trainer) -> ExitStatus:
     """What has ended training. A callback of the user's that stops it is a rule of the run, so the run is done."""
     rank, step, last = trainer.world.rank, trainer.state.global_step, trainer.state.max_steps
     told, callback = trainer.stopping.obeyed, trainer.callbacks.stopped
     if trainer.control.should_abort_without_save:
         by = " by a command" if told.aborts else f" by {callback}" if callback else ""
-        return Ending(rank, "aborted", outcome.FAILED, f"aborted{by} at step {step}; nothing was saved")
+        return ExitStatus(rank, Kind.ABORTED, FAILED, f"aborted{by} at step {step}; nothing was saved")
     if trainer.stopped_by is not None:
-        return Ending(rank, "stopped", outcome.STOPPED, f"stopped by {signal.Signals(trainer.stopped_by).name}")
+        return ExitStatus(rank, Kind.STOPPED, STOPPED, f"stopped by {signal.Signals(trainer.stopped_by).name}")
     if 0 < last <= step:
         return done(rank)
     if told.stops:
-        return Ending(rank, "stopped", outcome.DONE, f"stopped by a command at step {step}")
+        return ExitStatus(rank, Kind.STOPPED, DONE, f"stopped by a command at step {step}")
     return done(rank, f"stopped by {callback} at step {step}" if callback else "done")
 
 

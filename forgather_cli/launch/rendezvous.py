@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgather_cli.errors import SetupError
-from forgather_cli.launch.ending import LOST, Ending
-from forgather_cli.launch.job import is_running
-from forgather_cli.launch.outcome import FAILED
+from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 from forgather_cli.launch.place import Place
+from forgather_cli.launch.process import is_running
 from forgather_cli.launch.store import (
     SECRET,
     FolderStore,
@@ -60,7 +59,7 @@ class Shared:
     """After a restart: from the newest checkpoint, whatever the config says."""
 
 
-class Meeting:
+class Rendezvous:
     """This rank's connection to the others of its world. Safe to use from several threads; no call waits for others."""
 
     def __init__(self, place: Place, folder: Path | None = None) -> None:
@@ -140,20 +139,20 @@ class Meeting:
 
     # ---------------------------------------------------------------------------------------------- failures and stops
 
-    def fail(self, ending: Ending) -> bool:
+    def fail(self, status: ExitStatus) -> bool:
         """Tell the world; False if another rank has told before. What explains the others goes before what does not."""
         text = self._store.get("failed")
-        if text is not None and (Ending.from_json(text).is_cause or not ending.is_cause):
+        if text is not None and (ExitStatus.from_json(text).is_cause or not status.is_cause):
             return False
-        return self._store.swap("failed", text, ending.to_json())
+        return self._store.swap("failed", text, status.to_json())
 
-    def failure(self) -> Ending | None:
+    def failure(self) -> ExitStatus | None:
         """What some rank has told. A store that is gone is the failure of the rank that offered it."""
         try:
             text = self._store.get("failed")
         except Exception as error:  # whatever the store's library makes of a lost connection
             return _store_is_gone(self._place.rank, error)
-        return None if text is None else Ending.from_json(text)
+        return None if text is None else ExitStatus.from_json(text)
 
     def ask_to_stop(self, signum: int) -> None:
         self._store.set("stop", json.dumps([signum, self._place.rank]))
@@ -204,7 +203,7 @@ class Meeting:
         """What some rank has left."""
         return self._store.get(key)
 
-    def claim(self, key: str, name: str) -> bool:
+    def take(self, key: str, name: str) -> bool:
         """Leave a word where none lies, or an empty one; False if another rank was first."""
         there = self._store.get(key)
         return there == name or (not there and self._store.swap(key, there, name))
@@ -267,8 +266,11 @@ def _connect(place: Place, *, offer: bool = False) -> Any:
         raise SetupError(f"MASTER_ADDR: the ranks cannot meet at {where} ({reason}); give rank 0's address") from error
 
 
-def _store_is_gone(rank: int, error: Exception) -> Ending:
+def _store_is_gone(rank: int, error: Exception) -> ExitStatus:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return Ending(
-        rank, LOST, FAILED, f"rank {rank} has lost the store of the ranks, whose process or node is gone ({reason})"
+    return ExitStatus(
+        rank,
+        Kind.LOST,
+        FAILED,
+        f"rank {rank} has lost the store of the ranks, whose process or node is gone ({reason})",
     )

@@ -1,0 +1,231 @@
+"""Exit status: how one rank ended, which of several statuses is the cause of the others, and ``RUN/exit.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from forgather_cli.errors import ConfigError, ForgatherError, SetupError
+from forgather_cli.input_files import open_file, parse_json, read_json_object
+from forgather_cli.run_dir import RunDir
+
+DONE = 0
+FAILED = 1
+MISTAKE = 2
+STOPPED = 75
+"""Stopped by a signal with a complete checkpoint (EX_TEMPFAIL: try again later)."""
+
+State = Literal["done", "stopped", "aborted", "failed", "diverged", "cut"]
+"""How a job ended. ``stopped``: by a signal or a command, with what training left saved by ``save_strategy``; ``cut``:
+nothing was written at its end."""
+
+
+class Kind(StrEnum):
+    """How a rank ended. All but the first three are failures: causes, the earliest of which is told, and what a rank
+    notices of another one's trouble.
+    """
+
+    DONE = "done"
+    STOPPED = "stopped"  # by a signal or a command
+    ABORTED = "aborted"
+    MISTAKE = "mistake"  # an error made for users: its message is the whole story
+    ERROR = "error"  # any other exception
+    CUT = "cut"  # ended at once by a signal
+    UNHEEDED = "unheeded"  # a signal to stop was not acted on
+    KILLED = "killed"  # gone without a word
+    STUCK = "stuck"  # stood somewhere else while others waited for it
+    WAITED = "waited"  # waited for others until its patience ended
+    LOST = "lost"  # the connection to another rank broke
+    TOLD = "told"  # ended since another rank had failed
+
+
+_CAUSES = (Kind.MISTAKE, Kind.ERROR, Kind.CUT, Kind.UNHEEDED, Kind.KILLED)
+_DEPTH = {**dict.fromkeys(_CAUSES, 0), Kind.STUCK: 1, Kind.WAITED: 2, Kind.LOST: 3, Kind.TOLD: 4}
+"""Of failures: the higher, the more it needs another rank's failure to explain it."""
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a rank ended: ``done``, ``stopped`` by a signal or a command, ``aborted``, or one of the failures above."""
+
+    rank: int
+    kind: Kind
+    code: int
+    """Exit code of the job, if this is how it ends."""
+    message: str = ""
+    problems: tuple[str, ...] = ()
+    """Lines of a ConfigError."""
+    traceback: str = ""
+    diverged: bool = False
+    """Of a failure: from the same checkpoint a restart would come to the same end."""
+    batch: int | None = None
+    """Sequences at a time for which there was no memory, where that can be mended by itself."""
+    smaller_batch: int | None = None
+    """Sequences at a time with which the job is to start again (auto_find_batch_size)."""
+    origin: str = ""
+    """Of ``told``: the other rank's status, as JSON."""
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch, by the clock of the rank's node."""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in _DEPTH
+
+    @property
+    def state(self) -> State:
+        """What ``exit.json`` says of it."""
+        if self.kind == Kind.CUT:
+            return "stopped" if self.code == STOPPED else "cut"
+        names: dict[str, State] = {"done": "done", "stopped": "stopped", "aborted": "aborted"}
+        return names.get(self.kind, "diverged" if self.diverged else "failed")
+
+    @property
+    def is_cause(self) -> bool:
+        """True if it needs no other rank's failure to explain it."""
+        return _DEPTH.get(self.kind) == 0
+
+    @property
+    def cause(self) -> ExitStatus:
+        """The other rank's status that this rank was told of, else itself."""
+        return ExitStatus.from_json(self.origin) if self.origin else self
+
+    @property
+    def worth_a_restart(self) -> bool:
+        """True for failures that may not happen again; mistakes and signals are answered by status."""
+        cause = self.cause
+        otherwise = cause.diverged or cause.smaller_batch is not None
+        return cause.failed and cause.code == FAILED and cause.kind != Kind.UNHEEDED and not otherwise
+
+    def as_error(self) -> ForgatherError:
+        """The error that told the user's mistake, to be reported like it."""
+        return ConfigError(self.problems) if self.problems else ForgatherError(self.message)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ExitStatus:
+        """Raises ValueError for anything else."""
+        raw: dict[str, Any] = json.loads(text)
+        try:
+            known = {each.name: raw[each.name] for each in fields(cls)}
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not an status: {text!r}") from error
+        return cls(**{**known, "kind": Kind(known["kind"]), "problems": tuple(known["problems"])})
+
+
+def done(rank: int, reason: str = "done") -> ExitStatus:
+    """Training came to its end, which ``reason`` tells."""
+    return ExitStatus(rank, Kind.DONE, DONE, reason)
+
+
+def cut(rank: int, run: RunDir | None, signum: int, early: bool) -> ExitStatus:
+    """Ended at once, by a second signal or by one before the first step, when a run with a checkpoint can go on."""
+    if run is not None and run.evaluation.exists():
+        return ExitStatus(rank, Kind.CUT, 128 + signum, f"ended by {signal.Signals(signum).name}")
+    kept = run.checkpoint_steps() if run is not None else []
+    reason = f"ended at once by {signal.Signals(signum).name}{' before the first step' if early else ''}"
+    left = f"the newest checkpoint is step {kept[-1]}" if kept else "there is no checkpoint"
+    return ExitStatus(rank, Kind.CUT, STOPPED if early and kept else 128 + signum, f"{reason}; {left}")
+
+
+def told(rank: int, cause: ExitStatus) -> ExitStatus:
+    """Ended since another rank has failed."""
+    return ExitStatus(rank, Kind.TOLD, cause.code, f"ended, since {cause.message}", origin=cause.to_json())
+
+
+def killed(rank: int, code: int | None, log: object, noticed: float) -> ExitStatus:
+    """Of a rank that left no word; ``code`` is its exit code where it is known, negative for a signal."""
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        how = f"was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
+    else:
+        how = "ended without a word" + (f", exit code {code}" if code is not None else "")
+    # Connections to it break at once, and what breaks because of that is told before its end is noticed. An abort may
+    # itself come of a lost connection (NCCL's watchdog does that).
+    early = 1.0 if code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL) else 0.0
+    return ExitStatus(rank, Kind.KILLED, FAILED, f"rank {rank} {how}; its log is {log}", time=noticed - early)
+
+
+def first_cause(statuses: Iterable[ExitStatus]) -> ExitStatus | None:
+    """The failure that explains the others; None where nobody failed."""
+    causes = (status.cause for status in statuses)
+    return min((e for e in causes if e.failed), key=lambda e: (_DEPTH[e.kind], e.time), default=None)
+
+
+# -------------------------------------------------------------------------------------------------- exit.json
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """The end of one job in a run directory."""
+
+    state: State
+    code: int
+    reason: str
+    step: int
+    """Optimizer step of the newest checkpoint or record."""
+    time: str
+    """UTC, ISO 8601."""
+
+
+def write_exit_record(run: RunDir, state: State, code: int, reason: str, step: int | None = None) -> None:
+    """Publish ``RUN/exit.json``; without ``step`` the newest one that checkpoints and metrics tell. Raises OSError."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    outcome = ExitRecord(state, code, reason, newest_step(run) if step is None else step, now)
+    temporary = run.exit.with_name(f".{run.exit.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
+        temporary.replace(run.exit)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def resume_command(run: RunDir) -> str:
+    """The command that goes on with a run."""
+    return f"forgather resume {shlex.quote(str(run.root))}"
+
+
+def read_exit_record(run: RunDir) -> ExitRecord | None:
+    """How the last job ended; None if it runs, was killed, or never was."""
+    try:
+        raw = read_json_object(run.exit)
+        code = int(raw["code"])
+        state: Any = raw.get("state")
+        if state not in get_args(State):  # of version 0.1.0, which wrote the code alone
+            state = {DONE: "done", STOPPED: "stopped"}.get(code, "cut" if code > 128 else "failed")
+        return ExitRecord(state, code, str(raw["reason"]), int(raw["step"]), str(raw["time"]))
+    except (SetupError, ValueError, KeyError, TypeError):
+        return None
+
+
+def newest_step(run: RunDir) -> int:
+    """The last step that left a checkpoint or a record, 0 if none did."""
+    return max([0, *run.checkpoint_steps()[-1:], _last_recorded_step(run.metrics)])
+
+
+def _last_recorded_step(metrics: Path) -> int:
+    """Step of the last whole record of a metrics file; reads its last 64 KiB."""
+    try:
+        with open_file(metrics) as stream:
+            stream.seek(max(0, metrics.stat().st_size - 65536))
+            lines = stream.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            record = parse_json(line)
+            if not record.get("abandoned"):
+                return int(record["step"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return 0
