@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forgather_cli.errors import SetupError
-from forgather_cli.sharding import locals_of
+from forgather_cli.shards import locals_of
 
 
 def pick_device(name: str) -> torch.device:

@@ -16,7 +16,7 @@ FREE = {
     "input_files",
     "run_dir",
     "targets",
-    "sharding",
+    "shards",
     "",
 }  # anyone may import these; "" is __init__ with the version
 
@@ -28,7 +28,7 @@ ALLOWED = {
     "input_files": set(),
     "run_dir": set(),
     "targets": set(),
-    "sharding": set(),
+    "shards": set(),
     "finalize": {
         "checkpoint", "config.decode", "config.trust", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",

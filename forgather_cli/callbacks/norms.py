@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.distributed import all_sum
 from forgather_cli.models.parts import named_tensors
-from forgather_cli.sharding import locals_of
+from forgather_cli.shards import locals_of
 
 
 class FullParameters:

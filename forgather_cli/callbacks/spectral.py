@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.callbacks.norms import FullParameters
-from forgather_cli.sharding import local
+from forgather_cli.shards import local
 
 _NOTHING_LEFT = 1e-6  # of the largest value seen: what remains of a vector in fp32 when its directions are used up
 

@@ -21,6 +21,7 @@ from forgather_cli.checkpoint.verify import find_problems
 from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import read_json_object
 from forgather_cli.run_dir import RunDir
+from forgather_cli.shards import Box
 
 log = logging.getLogger(__name__)
 Kind = Literal["model", "optimizer"]
@@ -71,6 +72,12 @@ class Reader:
     def read(self, name: str, kind: Kind = "model", start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, in host memory of its own."""
         return self._file_of(name, kind).read(name, start, stop)
+
+    def read_box(self, name: str, kind: Kind, box: Box) -> Tensor:
+        """A box of a tensor, in host memory of its own; its rows are read whole."""
+        rows = self.read(name, kind, *box.rows)
+        part = rows[(..., *box.slices[1:])] if len(box.sizes) > 1 else rows
+        return part if part.shape == rows.shape else part.clone()
 
     def _file_of(self, name: str, kind: Kind) -> TensorReader:
         files = self._model if kind == "model" else self._optimizer

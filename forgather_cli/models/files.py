@@ -15,7 +15,7 @@ from torch import Tensor
 from forgather_cli.errors import ModelError
 from forgather_cli.input_files import open_file, read_weight_map
 from forgather_cli.models.resize import rows_like
-from forgather_cli.sharding import held_rows, local
+from forgather_cli.shards import box_of, local
 
 _log = logging.getLogger(__name__)
 
@@ -102,8 +102,7 @@ def read_rows(
                 if grown:
                     _read_grown(target, source, name=name, seed=seed)
                 else:
-                    start, stop = held_rows(target)
-                    local(target).copy_(source[start:stop])
+                    local(target).copy_(source[box_of(target).slices])
 
 
 def _portions(targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> Iterator[tuple[Path, list[str]]]:
@@ -138,14 +137,15 @@ def _read_grown(target: Tensor, source: Any, *, name: str, seed: int) -> None:
 
     A rank that holds new rows reads through the whole file's tensor, some thousand rows at a time, for their mean.
     """
-    rows, (start, stop) = local(target), held_rows(target)
+    held, box = local(target), box_of(target)
+    (start, stop), columns = box.rows, box.slices[1:]
     old = source.get_shape()[0]
     if start < old:
-        rows[: min(stop, old) - start].copy_(source[start : min(stop, old)])
+        held[: min(stop, old) - start].copy_(source[(slice(start, min(stop, old)), *columns)])
     if stop > old:
         blocks = (source[first : first + _BLOCK_ROWS] for first in range(0, old, _BLOCK_ROWS))
         # all of them, of which this rank takes its own: draws depend on how many there are
         new = rows_like(blocks, target.shape[0] - old, name=name, seed=seed)
         first = max(start, old)
-        rows[first - start :].copy_(new[first - old : stop - old])
+        held[first - start :].copy_(new[(slice(first - old, stop - old), *columns)])
         _log.info("resize_vocabulary: %s has %d new rows after %d", name, len(new), old)

@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from forgather_cli.errors import ModelError
-from forgather_cli.sharding import fill_local, is_sharded
+from forgather_cli.shards import fill_local, is_sharded
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
 from forgather_cli.optim.groups import Assignment, assign, empty_groups
 from forgather_cli.optim.state import ParameterOptimizer
-from forgather_cli.sharding import is_sharded
+from forgather_cli.shards import is_sharded
 from forgather_cli.targets import call, import_target
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from forgather_cli.errors import SetupError
 from forgather_cli.optim.build import NamedParameters, build_optimizer
 from forgather_cli.optim.eager import unguard_step
 from forgather_cli.optim.state import ParameterOptimizer
-from forgather_cli.sharding import local
+from forgather_cli.shards import local
 
 _HANDLE = "_optimizer_in_backward"  # attribute of a parameter: the hook that steps it
 

@@ -17,7 +17,7 @@ from torch import Tensor
 # private, but the same from torch 2.11 to 2.13: one device and many must compute the same
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from forgather_cli.sharding import local
+from forgather_cli.shards import local
 
 
 class Muon(torch.optim.Muon):

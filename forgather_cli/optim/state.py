@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from forgather_cli.errors import CheckpointError, SetupError
-from forgather_cli.sharding import local
+from forgather_cli.shards import local
 
 Winner = Literal["config", "checkpoint"]
 

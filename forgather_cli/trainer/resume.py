@@ -25,7 +25,7 @@ from forgather_cli.errors import CheckpointError
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import merge_group_states
-from forgather_cli.sharding import held_rows, local
+from forgather_cli.shards import box_of, local
 from forgather_cli.strategies.base import Stateful
 from forgather_cli.trainer.setup import rows_of
 
@@ -349,7 +349,7 @@ class Persistence:
         """
         moment = f"{name}.{key}"
         whole = reader.shape(moment, "optimizer") != tuple(parameter.shape) or not parameter.ndim
-        read = reader.read(moment, "optimizer", *(() if whole else held_rows(parameter)))
+        read = reader.read(moment, "optimizer") if whole else reader.read_box(moment, "optimizer", box_of(parameter))
         follows = key != "step" and reader.dtype(moment, "optimizer") == reader.dtype(name)
         return read.to(parameter.dtype) if follows else read
 
@@ -397,7 +397,7 @@ def load_model(reader: Reader, tensors: dict[str, Tensor], group: Any = None) ->
             elif dtype.is_floating_point != tensor.dtype.is_floating_point:
                 problems.append(f"{name}: the checkpoint has {dtype}, this model {tensor.dtype}")
             else:
-                local(tensor).copy_(reader.read(name, "model", *held_rows(tensor)))
+                local(tensor).copy_(reader.read_box(name, "model", box_of(tensor)))
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(

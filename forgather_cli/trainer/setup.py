@@ -25,7 +25,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.convert import Conversion, converted, converts
-from forgather_cli.sharding import held_rows, local
+from forgather_cli.shards import box_of, local
 from forgather_cli.strategies.base import Strategy, check_supported
 from forgather_cli.trainer.arguments import TrainingArguments
 
@@ -147,7 +147,7 @@ def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:
 
 def rows_of(tensors: dict[str, torch.Tensor]) -> dict[str, Rows]:
     """What this rank holds of each tensor."""
-    return {name: Rows(local(t.detach()), held_rows(t)[0], tuple(t.shape)) for name, t in tensors.items()}
+    return {name: Rows(local(t.detach()), box_of(t).rows[0], tuple(t.shape)) for name, t in tensors.items()}
 
 
 def train_loader(trainer: Trainer) -> TrainLoader:

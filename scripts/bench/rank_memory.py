@@ -30,7 +30,7 @@ LAYOUTS = (
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
-    from forgather_cli.sharding import local
+    from forgather_cli.shards import local
 
     storages = {local(t).untyped_storage().data_ptr(): local(t).untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -15,7 +15,7 @@ from forgather_cli.config.schema import AdamWSettings, GroupSettings, MuonSettin
 from forgather_cli.errors import CheckpointError
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.state import merge_group_states
-from forgather_cli.sharding import held_rows, local
+from forgather_cli.shards import box_of, local
 
 SHAPES = {
     "embed_tokens.weight": (7, 6),
@@ -71,7 +71,7 @@ class Model:
         read = {}
         for name, tensor in tensors.items():
             parameter = self.parameters[name.rpartition(".")[0]]
-            start, stop = held_rows(parameter)
+            start, stop = box_of(parameter).rows
             read[name] = tensor[start:stop] if tensor.shape == parameter.shape else tensor
         self.optimizer.load(read, groups)
 
@@ -105,7 +105,7 @@ def resumed(
     """Load on all ranks, give the state back as it was loaded, and go on."""
     model = Model(option, 1)
     for name, p in model.parameters.items():
-        local(p.detach()).copy_(weights[name][slice(*held_rows(p))])
+        local(p.detach()).copy_(weights[name][box_of(p).slices])
     model.load(tensors, groups)
     for name, tensor in model.optimizer.state_tensors().items():
         if tensor.ndim:

@@ -20,7 +20,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.plan import RunPlan, make_plan
 from forgather_cli.plan.pipeline import in_flight
 from forgather_cli.run_dir import RunDir
-from forgather_cli.sharding import local
+from forgather_cli.shards import local
 
 # embeddings whose rows 2 and 3 do not divide, so that shards differ and are padded
 SMALL = ("model.num_hidden_layers=4", "model.vocab_size=259", "max_steps=1", "eval_strategy=no", "save_strategy=no")

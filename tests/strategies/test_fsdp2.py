@@ -48,7 +48,7 @@ from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.optim.build import build_optimizer
 from forgather_cli.optim.in_backward import FusedBackward
-from forgather_cli.sharding import local
+from forgather_cli.shards import local
 from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.fsdp2 import FullyShard
 from forgather_cli.trainer import Trainer, TrainingArguments

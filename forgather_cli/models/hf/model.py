@@ -18,7 +18,7 @@ from forgather_cli.errors import ModelError
 from forgather_cli.models.cache import KVCache
 from forgather_cli.models.hf.documents import positions_in_documents, requires_isolation
 from forgather_cli.models.hf.init import InitialValues
-from forgather_cli.sharding import fill_local
+from forgather_cli.shards import fill_local
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")

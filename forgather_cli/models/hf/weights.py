@@ -17,7 +17,7 @@ from forgather_cli.models.files import read_rows, tensor_files
 from forgather_cli.models.hf.library import config_of, library
 from forgather_cli.models.hf.model import CausalLM
 from forgather_cli.models.resize import rows_like
-from forgather_cli.sharding import fill_local
+from forgather_cli.shards import fill_local
 
 log = logging.getLogger(__name__)
 
