@@ -76,7 +76,7 @@ class Reader:
     def read_box(self, name: str, kind: Kind, box: Box) -> Tensor:
         """A box of a tensor, in host memory of its own; its rows are read whole."""
         rows = self.read(name, kind, *box.rows)
-        part = rows[(..., *box.slices[1:])] if len(box.sizes) > 1 else rows
+        part = rows[(slice(None), *box.slices[1:])] if box.sizes else rows
         return part if part.shape == rows.shape else part.clone()
 
     def _file_of(self, name: str, kind: Kind) -> TensorReader:
