@@ -1,6 +1,6 @@
 """What a trainer costs per step, at start and in memory, beside a bare PyTorch loop of the same model.
 
-    python scripts/bench/loop_overhead.py [--steps 300] [--reps 7] [--only bare,forgather,...]
+    python scripts/bench/loop_overhead.py [--steps 300] [--reps 7] [--only bare,forgather,...] [--quick]
 
 Every runner is a process of its own with one thread and does the same work per step: a batch of dicts, forward,
 backward, clipping to 1.0, fused AdamW, a linear schedule, a loss logged every 10 steps; no evaluation, no checkpoint,
@@ -8,8 +8,10 @@ no progress display. ``bare``, ``forgather`` and ``forgather-cli`` train Forgath
 transformers' Llama of the same shape, so each trainer's overhead is against the bare loop of its own model.
 ``forgather-cli`` is the command ``forgather train`` on a recipe with its default callbacks except text generation.
 
-A step is the time between two forwards; its CPU time leaves out what the machine does for others meanwhile.
-Runs are interleaved and rotated; the table has medians over repetitions.
+A step is the time between two forwards: the median, and the mean, in which a log every tenth step counts. Its CPU time
+leaves out what the machine does for others meanwhile. Page faults are the minor ones of a step, in the mean: an
+allocator that gives memory back takes it again by these. Runs are interleaved and rotated; a line for each run as it
+ends, then the table of medians over repetitions.
 Lightning and accelerate take part where they are installed.
 """
 
@@ -52,6 +54,7 @@ class Clock:
     def __init__(self) -> None:
         self.times: list[float] = []
         self.cpu_times: list[float] = []
+        self.faults: list[int] = []
         self.first_age = 0.0
 
     def tick(self, *_: Any, **__: Any) -> None:
@@ -62,6 +65,7 @@ class Clock:
     def _note(self) -> None:
         self.times.append(time.perf_counter())
         self.cpu_times.append(time.process_time())
+        self.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
     def watch(self, model: Any) -> Any:
         model.register_forward_pre_hook(self.tick, with_kwargs=True)
@@ -72,7 +76,8 @@ class Clock:
         cpu = [(b - a) * 1e6 for a, b in zip(self.cpu_times[WARM_UP:], self.cpu_times[WARM_UP + 1 :], strict=False)]
         gaps = [(b - a) * 1e6 for a, b in zip(self.times[WARM_UP:], self.times[WARM_UP + 1 :], strict=False)]
         print("RESULT", json.dumps({
-            "step_us": statistics.median(gaps), "cpu_us": statistics.median(cpu), "first_step_s": self.first_age,
+            "step_us": statistics.median(gaps), "mean_us": statistics.mean(gaps), "cpu_us": statistics.median(cpu),
+            "faults": (self.faults[-1] - self.faults[WARM_UP]) / len(gaps), "first_step_s": self.first_age,
             "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }))  # fmt: skip
 
@@ -319,7 +324,9 @@ def measure(name: str, steps: int) -> dict[str, float] | None:
 
 COLUMNS = {
     "step_us": ("step, us", 0),
-    "cpu_us": ("its CPU time, us", 0),
+    "mean_us": ("mean, us", 0),
+    "cpu_us": ("CPU time, us", 0),
+    "faults": ("page faults", 1),
     "first_step_s": ("first step, s", 2),
     "rss_mb": ("peak RSS, MB", 0),
 }
@@ -344,11 +351,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--only", default=",".join(RUNNERS))
+    parser.add_argument("--quick", action="store_true", help="one run of 100 steps each: whether it works")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.run:
         run_one(a.run, a.steps)
         return
+    if a.quick:
+        a.steps, a.reps = 100, 1
     needs = {
         "accelerate": "accelerate",
         "lightning": "lightning",
@@ -363,6 +373,7 @@ def main() -> None:
             result = measure(name, a.steps)
             if result:
                 results[name].append(result)
+                print(f"{rep + 1}/{a.reps} {name}: {result['step_us']:.0f} us", file=sys.stderr, flush=True)
     table({name: runs for name, runs in results.items() if runs})
 
 

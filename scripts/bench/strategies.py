@@ -1,11 +1,11 @@
 """What a step of the Trainer costs under ddp, fsdp2 and pipeline on gloo ranks, beside plain PyTorch loops.
 
-    python scripts/bench/strategies.py [--only ddp,fsdp2,pipeline] [--blocks 20] [--reps 3] [--ranks 2]
+    python scripts/bench/strategies.py [--only ddp,fsdp2,pipeline] [--blocks 20] [--reps 3] [--ranks 2] [--quick]
 
 All train the same decoder on the same global batch: forward, backward, clipping to 1.0 by the global norm, fused AdamW,
 a linear schedule, a loss read every 10 steps; no evaluation, no checkpoint, no progress display. The peers are loops of
 a page each: DDP, ``fully_shard`` per layer, ``PipelineStage`` with ``Schedule1F1B``; for ddp also accelerate and
-transformers' Trainer, where they are installed. "without ticket" is Forgather with the ranks' agreement left out.
+transformers' Trainer, where they are installed.
 
 Machines slow down for seconds and minutes, so all runners of a strategy live in the same rank processes, as threads
 that take turns, ten steps each. A step is the time between two steps of an optimizer on rank 0, one thread per process;
@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 from turns import BLOCK, Turns, in_turns, ratio
@@ -36,9 +35,9 @@ MICRO_BATCHES = 4  # of a pipeline's step
 WARM_UP = 2  # rounds left out
 LOG_EVERY = 10
 RUNNERS = {
-    "ddp": ("plain", "forgather", "without ticket", "accelerate", "hf-trainer"),
-    "fsdp2": ("plain", "forgather", "without ticket"),
-    "pipeline": ("plain", "forgather", "without ticket"),
+    "ddp": ("plain", "forgather", "accelerate", "hf-trainer"),
+    "fsdp2": ("plain", "forgather"),
+    "pipeline": ("plain", "forgather"),
 }
 NEEDS = {"accelerate": "accelerate", "hf-trainer": "transformers"}
 
@@ -248,7 +247,7 @@ def run_hf_trainer_ddp(steps: int) -> None:
 # ------------------------------------------------------------------------------------------------------------- ours
 
 
-def run_forgather(strategy: str, steps: int, ranks: int, *, ticket: bool = True) -> None:
+def run_forgather(strategy: str, steps: int, ranks: int) -> None:
     from forgather_cli import Trainer
     from forgather_cli.config.load import load_config
     from forgather_cli.models.init import init_parameters
@@ -267,22 +266,7 @@ def run_forgather(strategy: str, steps: int, ranks: int, *, ticket: bool = True)
         args=load_config(None, overrides).config,
         train_dataset=Samples(steps * SHAPE["batch"]),
     )
-    if not ticket:
-        trainer.stopping.ticket = _foreseen(1 if strategy == "pipeline" else ranks)
     trainer.train()
-
-
-def _foreseen(copies: int) -> Callable[[Any], Any]:
-    """Tickets of equal shares, which need no collective: every rank knows what the others hold."""
-    from forgather_cli.trainer.step_sync import Ticket
-
-    def ticket(step: Any) -> Any:
-        found = Ticket(step, asked=[0] * 8, saved=True, world=1, copies=1, group=None)
-        numbers = found._sum._numbers
-        numbers[:4] = [number * copies for number in numbers[:4]]
-        return found
-
-    return ticket
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
@@ -299,8 +283,8 @@ def run_all(strategy: str, names: tuple[str, ...], blocks: int) -> None:
 
     def run(name: str) -> None:
         torch.set_num_threads(1)  # the setting is each thread's own
-        if name in ("forgather", "without ticket"):
-            run_forgather(strategy, steps, dist.get_world_size(), ticket=name == "forgather")
+        if name == "forgather":
+            run_forgather(strategy, steps, dist.get_world_size())
         else:
             globals()[f"run_{name.replace('-', '_')}_{strategy}"](steps)
 
@@ -342,47 +326,44 @@ def measure(strategy: str, names: tuple[str, ...], blocks: int, ranks: int) -> d
     return result
 
 
-def table(results: dict[str, dict[str, list[list[float]]]]) -> None:
-    print("| strategy | runner | step, ms | over plain (quartiles) | CPU time of rank 0, ms | over plain (quartiles) |")
-    print("|---|---|---|---|---|---|")
-    for strategy, runners in results.items():
-        for runner, rounds in runners.items():
-            cells = [strategy, runner]
-            for column in (0, 1):
-                mine, plain = ([each[column] for each in found] for found in (rounds, runners["plain"]))
-                cells += [f"{statistics.median(mine) * 1e3:.2f}", "" if runner == "plain" else ratio(mine, plain)]
-            print("| " + " | ".join(cells) + " |")
-
-
-def is_installed(runner: str) -> bool:
-    return runner not in NEEDS or importlib.util.find_spec(NEEDS[runner]) is not None
+def print_rows(strategy: str, runners: dict[str, list[list[float]]]) -> None:
+    for runner, rounds in runners.items():
+        cells = [strategy, runner]
+        for column in (0, 1):
+            mine, plain = ([each[column] for each in found] for found in (rounds, runners["plain"]))
+            cells += [f"{statistics.median(mine) * 1e3:.2f}", "" if runner == "plain" else ratio(mine, plain)]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(RUNNERS))
-    parser.add_argument("--runners", default="plain,forgather,without ticket,accelerate,hf-trainer")
+    parser.add_argument("--runners", default="plain,forgather,accelerate,hf-trainer")
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="two blocks of each: whether it works")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     a = parser.parse_args()
     wanted = tuple(a.runners.split(","))
     if a.run:
         run_all(a.run, wanted, a.blocks)
         return
-    results: dict[str, dict[str, list[list[float]]]] = {}
+    if a.quick:
+        a.blocks, a.reps = 2, 1
+    print("| strategy | runner | step, ms | over plain (quartiles) | CPU time of rank 0, ms | over plain (quartiles) |")
+    print("|---|---|---|---|---|---|", flush=True)
     for strategy in a.only.split(","):
         names = tuple(
             n for n in RUNNERS[strategy] if n in wanted and (n not in NEEDS or importlib.util.find_spec(NEEDS[n]))
         )
-        runs = {name: [] for name in names}
+        runs: dict[str, list[list[float]]] = {name: [] for name in names}
         for rep in range(a.reps):
             order = names[rep % len(names) :] + names[: rep % len(names)]
             for name, rounds in measure(strategy, order, a.blocks, a.ranks).items():
                 runs[name] += rounds
-        results[strategy] = runs
-    table(results)
+            print(f"{strategy}: {rep + 1} of {a.reps} done", file=sys.stderr, flush=True)
+        print_rows(strategy, {name: runs[name] for name in RUNNERS[strategy] if name in runs})
 
 
 if __name__ == "__main__":
