@@ -41,8 +41,7 @@ ALLOWED = {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.exit_status", "launch.layout",
         "models", "optim.groups", "precision", "trainer.metrics",
     },
-    "plots": {"config.options", "runs"},
-    "runs": {"config.options", "launch.exit_status", "launch.process"},
+    "report": {"config.options", "launch.exit_status", "launch.process"},
     "worker": {"*"},
     "evaluation": {"*"},
     "generation": {"data", "loss", "models.generate", "source"},
@@ -76,7 +75,7 @@ ALLOWED = {
 
 # third-party package -> the only layer that may import it
 ONLY_IN = {
-    "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "plots",
+    "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "report",
     "h11": "control",
 }  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = (
@@ -88,8 +87,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "launch",
     "plan",
     "targets",
-    "runs",
-    "plots",
+    "report",
     "",
 )
 MAY_IMPORT_TORCH = {"launch.agent"}

@@ -19,8 +19,8 @@ from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
 from forgather_cli.launch.exit_status import read_exit_record, resume_command
 from forgather_cli.launch.stacks import Standing, table
+from forgather_cli.report.summary import holder_of, state_of
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.summary import holder_of, state_of
 
 _LOOK_PATIENCE = 2.0  # seconds that a listed job gets to say what it is at
 _REDRAW = 1.0  # seconds

@@ -11,8 +11,8 @@ import typer
 from forgather_cli.cli.common import AsJson, Col, human, human_seconds, print_json, print_table
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.errors import ConfigError
-from forgather_cli.runs.find import find_runs
-from forgather_cli.runs.summary import Summary, ordered, summarize_all
+from forgather_cli.report.runs import find_runs
+from forgather_cli.report.summary import Summary, ordered, summarize_all
 
 app = typer.Typer(cls=Group, help="Tables and pictures of what runs have measured.", no_args_is_help=True)
 
@@ -94,7 +94,7 @@ def plot(
     Several runs are compared in one picture, named by the settings that differ. Needs
     matplotlib: pip install 'forgather\\[plot]'.
     """
-    from forgather_cli.plots import picture
+    from forgather_cli.report import picture
 
     asked = picture.Asked(x, tuple(metric or ()), smooth, log_y, heatmap)
     typer.echo(picture.draw(find_runs(run_dirs), asked, out))

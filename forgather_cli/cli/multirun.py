@@ -25,8 +25,8 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.process import end_with_parent
 from forgather_cli.launch.signals import STOP_SIGNALS
+from forgather_cli.report.summary import state_of, summarize
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.summary import state_of, summarize
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

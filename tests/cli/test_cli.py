@@ -21,8 +21,8 @@ from forgather_cli.config.load import load_config
 from forgather_cli.launch.exit_status import State, write_exit_record
 from forgather_cli.launch.start import launch
 from forgather_cli.plan import make_plan
+from forgather_cli.report.summary import summarize
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.summary import summarize
 
 SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip

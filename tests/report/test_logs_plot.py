@@ -18,10 +18,9 @@ from matplotlib.figure import Figure
 from program import forgather
 from test_logs_summary import make_run
 
-from forgather_cli.plots import style
-from forgather_cli.plots.curves import draw_curves
-from forgather_cli.plots.heatmap import draw_heatmap
-from forgather_cli.plots.panel import Look
+from forgather_cli.report import style
+from forgather_cli.report.curves import Look, draw_curves
+from forgather_cli.report.heatmap import draw_heatmap
 from forgather_cli.run_dir import RunDir
 
 

@@ -14,11 +14,10 @@ import pytest
 import yaml
 from program import forgather
 
+from forgather_cli.report.records import positions
+from forgather_cli.report.runs import differing, find_runs, labels
+from forgather_cli.report.summary import summarize
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.differences import differing, labels
-from forgather_cli.runs.find import find_runs
-from forgather_cli.runs.records import positions
-from forgather_cli.runs.summary import summarize
 
 
 def make_run(root: Path, losses: list[float], overrides: tuple[str, ...] = (), **settings: Any) -> Path:

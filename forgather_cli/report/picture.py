@@ -9,12 +9,11 @@ from typing import cast, get_args
 
 from forgather_cli.config.options import did_you_mean
 from forgather_cli.errors import ConfigError
-from forgather_cli.plots import style
-from forgather_cli.plots.curves import draw_curves
-from forgather_cli.plots.heatmap import Kind, draw_heatmap
-from forgather_cli.plots.panel import Look
+from forgather_cli.report import style
+from forgather_cli.report.curves import Look, draw_curves
+from forgather_cli.report.heatmap import Kind, draw_heatmap
+from forgather_cli.report.records import Axis
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.records import Axis
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from forgather_cli.errors import SetupError
-from forgather_cli.plots import style
+from forgather_cli.report import style
+from forgather_cli.report.records import is_number, read_records
+from forgather_cli.report.runs import labels
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.differences import labels
-from forgather_cli.runs.records import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,17 +52,16 @@ def norms_of(run: RunDir, kind: Kind, name: str) -> Norms:
         raise SetupError(f"{path}: holds no {key} yet; they are written at evaluations, or as the callback is set")
     names = list(dict.fromkeys(each for norms in records.values() for each in norms))
     steps = sorted(records)
-    rows = [[_number(records[step].get(each)) for step in steps] for each in names]
+    rows = [
+        [float(value) if is_number(value := records[step].get(each)) else math.nan for step in steps] for each in names
+    ]
     return Norms(name, names, steps, rows)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
     """The figure: runs beside each other with one scale. Call inside ``style.drawing``. Raises SetupError."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     if len(runs) > _MAX_RUNS:
         raise SetupError(f"--heatmap: shows up to {_MAX_RUNS} runs beside each other, got {len(runs)}; name fewer")
@@ -81,7 +80,10 @@ def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
             axes.tick_params(labelleft=False)
     bar = figure.colorbar(mesh, ax=list(places), location="top", fraction=0.05, aspect=50, pad=0.01)
     bar.outline.set_visible(False)
-    _set_ticks(bar.ax, scale)
+    short = scale.vmax < 1000 * scale.vmin  # than powers of ten alone would tell much of
+    bar.ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if short else (1,)))
+    bar.ax.xaxis.set_minor_locator(NullLocator())
+    bar.ax.xaxis.set_major_formatter(FuncFormatter(style.plain))
     where = f"{runs[0].root}   " if len(runs) == 1 else ""
     figure.suptitle(f"{where}{_TITLES[kind]}", x=0.01, ha="left")
     return figure
@@ -99,23 +101,16 @@ def _scale(values: Sequence[float]) -> Any:
     return LogNorm(bottom, top if top > bottom else bottom * 1.1)
 
 
-def _set_ticks(axes: Axes, scale: Any) -> None:
-    """Powers of ten, and of a short scale numbers in between."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    short = scale.vmax < 1000 * scale.vmin
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if short else (1,)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(style.plain))
-
-
 def _draw(axes: Axes, norms: Norms, scale: Any) -> Any:
     import numpy as np
     from matplotlib import colormaps
 
     colours = colormaps["viridis"].with_extremes(bad="#DDDDDD")  # nothing measured, or 0
     values = np.ma.masked_invalid(np.where(np.array(norms.values) > 0, norms.values, np.nan))
-    mesh = axes.pcolormesh(_edges(norms.steps), range(len(norms.names) + 1), values, norm=scale, cmap=colours,
+    steps = norms.steps
+    first, last = (steps[1] - steps[0], steps[-1] - steps[-2]) if len(steps) > 1 else (1, 1)
+    edges = [(a + b) / 2 for a, b in pairwise([steps[0] - first, *steps, steps[-1] + last])]
+    mesh = axes.pcolormesh(edges, range(len(norms.names) + 1), values, norm=scale, cmap=colours,
                            rasterized=values.size > 5000)  # fmt: skip
     axes.grid(visible=False)
     axes.invert_yaxis()
@@ -125,21 +120,15 @@ def _draw(axes: Axes, norms: Norms, scale: Any) -> Any:
     return mesh
 
 
-def _edges(steps: Sequence[int]) -> list[float]:
-    """Borders of the columns: half way to the neighbours."""
-    if len(steps) == 1:
-        return [steps[0] - 0.5, steps[0] + 0.5]
-    inner = [(a + b) / 2 for a, b in pairwise(steps)]
-    return [steps[0] - (inner[0] - steps[0]), *inner, steps[-1] + (steps[-1] - inner[-1])]
-
-
 def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     """The parameters' names; of very many only the layers'. Lines between layers."""
     layers = [(_LAYER.match(name) or [name, ""])[1] for name in names]
     borders = [n for n in range(1, len(names)) if layers[n] != layers[n - 1]]
     for border in borders:
         axes.axhline(border, color="white", linewidth=0.9)
-    short = _shortened(names)
+    short = [re.sub(r"^model\.", "", name) for name in names]
+    if all(name.endswith(".weight") for name in short):
+        short = [name.removesuffix(".weight") for name in short]
     if len(names) <= _ALL_NAMED:
         axes.set_yticks([n + 0.5 for n in range(len(names))], short)
         axes.tick_params(axis="y", length=0, labelsize=7.5)
@@ -149,11 +138,3 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     told = [(_LAYER.match(f"{short[a]}.") or [short[a], short[a]])[1] if layers[a] else short[a] for a in starts]
     axes.set_yticks([(a + b) / 2 for a, b in zip(starts, ends, strict=True)], told)
     axes.tick_params(axis="y", length=0, labelsize=8)
-
-
-def _shortened(names: Sequence[str]) -> list[str]:
-    """Without what all share at the end (``.weight``) and the ``model.`` at the beginning."""
-    bare = [re.sub(r"^model\.", "", name) for name in names]
-    if all(name.endswith(".weight") for name in bare):
-        bare = [name.removesuffix(".weight") for name in bare]
-    return bare

@@ -48,11 +48,9 @@ def positions(records: Sequence[Record], axis: Axis) -> list[float]:
     """Where each record stands: its step, the tokens that were trained on, or seconds of running time."""
     if axis == "step":
         return [float(record.get("step", 0)) for record in records]
-    return _tokens(records) if axis == "tokens" else _running_seconds(records)
-
-
-def _tokens(records: Sequence[Record]) -> list[float]:
-    """``total_tokens``; of records without, such as evaluations, between those of the steps around them."""
+    if axis == "time":
+        return _running_seconds(records)
+    # records without total_tokens, such as evaluations, stand between those of the steps around them
     known = sorted({(int(r["step"]), float(r["total_tokens"])) for r in records if is_number(r.get("total_tokens"))})
     return [
         float(record["total_tokens"]) if is_number(record.get("total_tokens")) else _between(record, known)

@@ -14,10 +14,9 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.input_files import read_text
 from forgather_cli.launch.exit_status import newest_step, read_exit_record
 from forgather_cli.launch.process import is_running
+from forgather_cli.report.records import Record, is_number, read_records, running_time
+from forgather_cli.report.runs import differing, settings_of
 from forgather_cli.run_dir import RunDir
-from forgather_cli.runs.differences import differing
-from forgather_cli.runs.find import settings_of
-from forgather_cli.runs.records import Record, is_number, read_records, running_time
 
 _HOLDER = re.compile(r"pid (\d+) on (\S+)")  # as ``launch.run_lock`` writes it
 
@@ -44,6 +43,7 @@ class Summary:
     tokens_per_second: float | None = None
     """Median over the log records."""
     seconds: float | None = None
+    """From the first record to the last, without the pauses between a stop and a resume."""
     settings: dict[str, str] = field(default_factory=dict)
     """Those that differ among the runs looked at together."""
 
@@ -75,6 +75,11 @@ def summarize(run: RunDir) -> Summary:
             raise SetupError(note)
         raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
     records = [record for record in read_records(run.metrics) if not record.get("abandoned")]
+    train = [float(r["loss"]) for r in records if is_number(r.get("loss"))]
+    evals = [(float(r["eval_loss"]), int(r.get("step", 0))) for r in records if is_number(r.get("eval_loss"))]
+    best, best_step = min(evals, default=(None, None))
+    speeds = sorted(float(r["tok_per_sec"]) for r in records if is_number(r.get("tok_per_sec")))
+    told = _last(records, "train_runtime")  # by the run itself, at its end
     state, reason = state_of(run)
     return Summary(
         run=str(run.root),
@@ -82,10 +87,17 @@ def summarize(run: RunDir) -> Summary:
         reason=reason,
         step=max((int(record.get("step", 0)) for record in records), default=0),
         max_steps=_max_steps(run),
-        **_losses(records),
+        first_loss=train[0] if train else None,
+        last_loss=train[-1] if train else None,
+        best_loss=min(train, default=None),
+        first_eval_loss=evals[0][0] if evals else None,
+        last_eval_loss=evals[-1][0] if evals else None,
+        best_eval_loss=best,
+        best_eval_step=best_step,
+        num_evaluations=len(evals),
         tokens=_last(records, "total_tokens"),
-        tokens_per_second=_median([float(r["tok_per_sec"]) for r in records if is_number(r.get("tok_per_sec"))]),
-        seconds=_seconds(records),
+        tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
+        seconds=float(told) if told is not None else running_time(records),
     )
 
 
@@ -158,33 +170,8 @@ def _key(value: Any) -> tuple[int, float, str]:
         return 1, 0.0, str(value)
 
 
-def _losses(records: list[Record]) -> dict[str, Any]:
-    train = [float(r["loss"]) for r in records if is_number(r.get("loss"))]
-    evals = [(float(r["eval_loss"]), int(r.get("step", 0))) for r in records if is_number(r.get("eval_loss"))]
-    return {
-        "first_loss": train[0] if train else None,
-        "last_loss": train[-1] if train else None,
-        "best_loss": min(train, default=None),
-        "first_eval_loss": evals[0][0] if evals else None,
-        "last_eval_loss": evals[-1][0] if evals else None,
-        "best_eval_loss": min(evals)[0] if evals else None,
-        "best_eval_step": min(evals)[1] if evals else None,
-        "num_evaluations": len(evals),
-    }
-
-
 def _last(records: list[Record], key: str) -> Any:
     return next((record[key] for record in reversed(records) if key in record), None)
-
-
-def _median(values: list[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
-
-
-def _seconds(records: list[Record]) -> float | None:
-    """Time from the first record to the last, without the pauses between a stop and a resume; or what the run says."""
-    told = _last(records, "train_runtime")
-    return float(told) if told is not None else running_time(records)
 
 
 def _max_steps(run: RunDir) -> int | None:

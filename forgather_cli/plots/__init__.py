@@ -1,1 +1,0 @@
-"""Pictures of runs. The only importer of matplotlib, which is an optional package (``forgather[plot]``)."""
