@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.data.chat.template import ChatTemplate
-from forgather_cli.data.text.file_tokenizer import FileTokenizer
-from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.options import read_given
 from forgather_cli.input_files import parse_json, read_json_object

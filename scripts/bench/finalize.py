@@ -43,7 +43,7 @@ def make_model(directory: Path, shape: str, seed: int = 0) -> int:
 
     from forgather_cli.checkpoint.tensors import spec_of, write_weights
     from forgather_cli.config.load import load_config
-    from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
+    from forgather_cli.data.text.tokenizer import ByteTokenizer
     from forgather_cli.models.build import build_model
     from forgather_cli.models.pretrained import write_model_files
 

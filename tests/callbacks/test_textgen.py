@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
 from forgather_cli.callbacks.textgen import TextgenCallback
 from forgather_cli.config.schema import RunSettings, TextgenSettings
-from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
+from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.models.generate import left_padded
 from forgather_cli.run_dir import RunDir

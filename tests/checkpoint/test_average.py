@@ -21,7 +21,7 @@ from tiny import decoder, metrics
 from forgather_cli.checkpoint.average import average_models
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import write_model_directory
-from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
+from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import CheckpointError
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir

@@ -17,8 +17,7 @@ from ranks import run_ranks
 from tiny import decoder
 
 from forgather_cli.cli.source import config_to_evaluate
-from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
-from forgather_cli.data.text.file_tokenizer import FileTokenizer, train_bpe
+from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.evaluation import evaluate_source
 from forgather_cli.launch.process import is_running
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, UserFusedLoss, UserLoss

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from terminal import Terminal
 from tiny import decoder
 
-from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
 from forgather_cli.data.text.detokenize import Detokenizer
-from forgather_cli.data.text.file_tokenizer import FileTokenizer, train_bpe
+from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.errors import ModelError
 from forgather_cli.generation import Generator, Sampling
 from forgather_cli.models.pretrained import write_model_files

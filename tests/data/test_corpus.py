@@ -21,8 +21,8 @@ from forgather_cli.config.schema import TextSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.text import read as reading
 from forgather_cli.data.text.corpus import Corpus, find_corpus, split_documents
-from forgather_cli.data.text.file_tokenizer import train_bpe
 from forgather_cli.data.text.read import Damage, Part, SourceFile, parts_of, read_documents
+from forgather_cli.data.text.tokenizer import train_bpe
 from forgather_cli.errors import DataError
 
 PIECE = 1000  # bytes, in place of 16 MiB

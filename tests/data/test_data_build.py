@@ -24,7 +24,7 @@ from forgather_cli.data.cache import build_once, find
 from forgather_cli.data.counts import cached_token_counts
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.splits import DataSplits
-from forgather_cli.data.text.file_tokenizer import train_bpe
+from forgather_cli.data.text.tokenizer import train_bpe
 from forgather_cli.errors import ConfigError, DataError
 
 

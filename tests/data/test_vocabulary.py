@@ -15,7 +15,7 @@ from forgather_cli.config.decode import dump_tree
 from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.schema import DataTarget
 from forgather_cli.data.build import load_data
-from forgather_cli.data.text.file_tokenizer import train_bpe
+from forgather_cli.data.text.tokenizer import train_bpe
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.plan import make_plan
 from forgather_cli.run_dir import RunDir

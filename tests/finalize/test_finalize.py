@@ -21,7 +21,7 @@ from tiny import decoder
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.config.schema import Target
-from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
+from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ModelError, ProofError
 from forgather_cli.finalize import prove
 from forgather_cli.finalize.options import FinalizeOptions

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forgather_cli.config.schema import QuantizeRecipe
-from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
+from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.finalize.quantize import check_recipe, load_quantized, quantize_directory
 from forgather_cli.models.decoder import Decoder

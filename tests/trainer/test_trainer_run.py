@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from forgather_cli import FSDP2Settings, PipelineSettings, Trainer, TrainerCallback, TrainingArguments
 from forgather_cli.config.decode import load_saved
-from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
+from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import CallbackError, DataError, SetupError
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir

@@ -15,8 +15,7 @@ from forgather_cli.data.chat.tokens_of_chats import SPLITS, Chats
 from forgather_cli.data.packing import PackingTable, packed_tables, packing_key
 from forgather_cli.data.text.corpus import find_files
 from forgather_cli.data.text.read import SourceFile, damage_of, kind_of
-from forgather_cli.data.text.tokenizer import load_tokenizer
-from forgather_cli.data.text.tokenizer_files import END
+from forgather_cli.data.text.tokenizer import END, load_tokenizer
 from forgather_cli.data.tokens import Tokenized, TokenSplit
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text

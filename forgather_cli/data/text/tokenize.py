@@ -9,9 +9,8 @@ from pathlib import Path
 from forgather_cli.data.cache import Meta, build_once, digest, find
 from forgather_cli.data.text.corpus import Documents, Piece, Split, available_cores, cut_last, split_documents
 from forgather_cli.data.text.encode import SPLITS, Encoded, Encoder, TokenFiles
-from forgather_cli.data.text.file_tokenizer import FileTokenizer, train_bpe
 from forgather_cli.data.text.read import Damage, Document
-from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, train_bpe
 from forgather_cli.data.text.tokenizer_workers import Crew
 from forgather_cli.data.tokens import ArrayFile, Tokenized, Tokens, TokenSplit
 from forgather_cli.errors import DataError

@@ -1,23 +1,41 @@
-"""What a tokenizer is here, and the one of a name: bytes, or a directory with ``tokenizer.json``.
+"""Tokenizers: text as its UTF-8 bytes, a Hugging Face directory, or a byte-level BPE trained into one.
 
 ``import tokenizers`` happens where it is used: training on bytes with a warm cache never needs it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import read_bytes, read_json_object
+
+if TYPE_CHECKING:
+    import tokenizers
 
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 Marked = tuple[NDArray[Any], NDArray[np.bool_]]
 """Token ids, and of each whether it stands in a span."""
+END = "<|endoftext|>"
+_NUM_BYTES = 256
+_PIECE = 1_000_000  # characters
+_AT_ONCE = 4_000_000  # characters; the library keeps some 100 bytes per token in memory
+# what a Hugging Face tokenizer directory may hold (transformers 5.23, tokenization_utils_base.py)
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
 
 
 class Tokenizer(Protocol):
@@ -47,10 +65,8 @@ class Tokenizer(Protocol):
         ``add_special_tokens`` adds those that the tokenizer puts around a text (Llama's ``<s>``).
         """
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """``encode_batch`` as integer arrays: the fast way for a corpus."""
+        """Ids of texts as arrays of unsigned integers: the fast way for a corpus."""
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
         """Ids of texts, and which of them stand in the spans of characters given for each text, in order.
@@ -70,11 +86,243 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Tokenizer:
 
     ``chat_template``: the source that ``save`` writes in place of the directory's own.
     """
-    from forgather_cli.data.text.byte_tokenizer import ByteTokenizer
-    from forgather_cli.data.text.file_tokenizer import FileTokenizer
-
     if name == "bytes":
         return ByteTokenizer(chat_template)
     if name == "bpe":
         raise DataError("data.tokenizer: bpe is trained on text; use it with data=python_stdlib or data=text")
     return FileTokenizer(Path(name).expanduser(), chat_template)
+
+
+def end_of(tokenizer: Tokenizer) -> int:
+    """The token that follows each document. Raises DataError where a tokenizer names none."""
+    if tokenizer.eos_token_id is None:
+        raise DataError("data.tokenizer: names no end token; add eos_token to its tokenizer_config.json")
+    return tokenizer.eos_token_id
+
+
+class ByteTokenizer:
+    """Ids 0-255 are UTF-8 bytes, 256 is ``<|endoftext|>``, which is also the begin and pad token."""
+
+    vocab_size = _NUM_BYTES + 1
+    eos_token_id = bos_token_id = pad_token_id = _NUM_BYTES
+    fingerprint = hashlib.sha256(b"forgather bytes 1").hexdigest()[:32]
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self._chat_template = chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self._encode(text).tolist()
+        return ids
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [self._encode(text) for text in texts]
+
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
+        marked: list[Marked] = []
+        for text, marks in zip(texts, spans, strict=True):
+            borders = [0, *(border for span in marks for border in span), len(text)]  # outside and inside by turns
+            pieces = [self._encode(text[start:stop]) for start, stop in itertools.pairwise(borders)]
+            inside = np.repeat(np.arange(len(pieces)) % 2 == 1, list(map(len, pieces)))
+            marked.append((np.concatenate(pieces), inside))
+        return marked
+
+    def _encode(self, text: str) -> NDArray[Any]:
+        if END not in text:
+            return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+        pieces: list[NDArray[Any]] = []
+        for piece in text.split(END):
+            pieces += [self._encode(piece).astype(np.uint16), np.array([_NUM_BYTES], np.uint16)]
+        return np.concatenate(pieces[:-1])
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        end = b"" if skip_special_tokens else END.encode()
+        known = (int(i) for i in ids)
+        parts = (bytes((i,)) if i < _NUM_BYTES else end for i in known if 0 <= i <= _NUM_BYTES)
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def bytes_of_tokens(self) -> NDArray[np.int64]:
+        """Bytes of text that each id stands for; none for the end token."""
+        return np.array([1] * _NUM_BYTES + [0], np.int64)
+
+    def save(self, directory: Path) -> None:
+        import tokenizers
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+        # the printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)
+        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
+        vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(_NUM_BYTES)}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+        _write(tokenizer, directory)
+        _write_chat_template(self._chat_template, directory)
+
+
+class FileTokenizer:
+    """A directory with ``tokenizer.json``, as Hugging Face writes it. Raises DataError if it cannot be read."""
+
+    def __init__(self, directory: Path, chat_template: str | None = None) -> None:
+        import tokenizers
+
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            raise DataError(
+                f"data.tokenizer: no tokenizer.json in {str(directory)!r}; give bytes, bpe or a directory that "
+                f"AutoTokenizer.from_pretrained(...).save_pretrained(directory) wrote"
+            )
+        try:
+            content = read_bytes(path)  # first: the library waits at a pipe
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"data.tokenizer: cannot read {path} ({error})") from error
+        self._tokenizer.no_truncation()  # a corpus is not cut to the length the file was saved with
+        self._tokenizer.no_padding()
+        self._directory = directory
+        self._chat_template = chat_template
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        special = _special_tokens(directory)
+        self.eos_token_id, self.bos_token_id, pad = (
+            self._tokenizer.token_to_id(token) if isinstance(token, str) else token for token in special.values()
+        )
+        self.pad_token_id = pad if pad is not None else self.eos_token_id or 0
+        parts = [hashlib.sha256(content).hexdigest(), special]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Texts above a million characters are encoded in pieces cut at line borders."""
+        pieces = [_pieces(text) for text in texts]
+        flat, arrays = [piece for group in pieces for piece in group], []
+        start = size = 0
+        for stop, piece in enumerate(flat, 1):
+            size += len(piece)
+            if size >= _AT_ONCE or stop == len(flat):
+                # "fast" leaves out the offsets (tokenizers 0.20)
+                encodings = self._tokenizer.encode_batch_fast(flat[start:stop], add_special_tokens=False)
+                arrays += [np.array(each.ids, np.uint32) for each in encodings]
+                start, size = stop, 0
+        in_turn = iter(arrays)
+        return [np.concatenate([next(in_turn) for _ in group]) for group in pieces]
+
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
+        marked: list[Marked] = []
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        for encoding, marks in zip(encodings, spans, strict=True):
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            starts, stops = offsets[:, 0], offsets[:, 1]
+            inside = np.zeros(len(offsets), np.bool_)
+            for start, stop in marks:
+                # from the first to the last token with characters of the span: byte-level tokenizers may take the
+                # white space out of offsets, so that a token between them has none
+                inside[stops.searchsorted(start, "right") : starts.searchsorted(stop, "left")] = True
+            marked.append((np.array(encoding.ids, np.uint32), inside))
+        return marked
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def bytes_of_tokens(self) -> NDArray[np.int64] | None:
+        """Bytes of text that each id stands for, none for special tokens.
+
+        Exact where tokens are strings of bytes (GPT-2's byte-level BPE, as in Llama 3 and Qwen); None for others, whose
+        tokens stand for more or less text depending on where they are (SentencePiece, WordPiece).
+        """
+        from tokenizers import decoders
+
+        if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            return None
+        counts = np.zeros(self.vocab_size, np.int64)
+        for token, number in self._tokenizer.get_vocab().items():
+            counts[number] = len(token)  # one character for each byte
+        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+            counts[number] = 0 if added.special else len(added.content.encode())
+        return counts
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in _FILES:
+            source = self._directory / name
+            if source.is_file() and source.resolve() != (directory / name).resolve():
+                shutil.copyfile(source, directory / name)
+        templates = self._directory / "additional_chat_templates"
+        if templates.is_dir() and self._directory.resolve() != directory.resolve():
+            shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)
+        if not (directory / "tokenizer_config.json").exists():
+            names = {"eos_token": self.eos_token_id, "bos_token": self.bos_token_id, "pad_token": self.pad_token_id}
+            _write_config({k: self._tokenizer.id_to_token(v) for k, v in names.items() if v is not None}, directory)
+        _write_chat_template(self._chat_template, directory)
+
+
+def _special_tokens(directory: Path) -> dict[str, str | int | None]:
+    """Tokens (text or id) for eos, bos and pad, in this order, from the tokenizer's files, else the model's."""
+
+    def read(name: str) -> dict[str, Any]:
+        path = directory / name
+        return read_json_object(path, lambda why: DataError(f"data.tokenizer: {why}")) if path.exists() else {}
+
+    named = [read("tokenizer_config.json"), read("special_tokens_map.json")]
+    by_id = [read("config.json"), read("generation_config.json")]
+    found: dict[str, str | int | None] = {}
+    for kind in ("eos", "bos", "pad"):
+        values = [settings.get(f"{kind}_token") for settings in named]
+        texts = [value.get("content") if isinstance(value, dict) else value for value in values]
+        values = [settings.get(f"{kind}_token_id") for settings in by_id]
+        ids = [value[0] if isinstance(value, list) and value else value for value in values]
+        tokens = [text for text in texts if isinstance(text, str)] + [id_ for id_ in ids if isinstance(id_, int)]
+        found[kind] = tokens[0] if tokens else None
+    return found
+
+
+def _pieces(text: str) -> list[str]:
+    """A text cut at line borders into pieces of a million characters and some."""
+    if len(text) <= _PIECE:
+        return [text]
+    pieces, start = [], 0
+    while start < len(text):
+        stop = text.find("\n", start + _PIECE) + 1 or len(text)
+        pieces.append(text[start:stop])
+        start = stop
+    return pieces
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
+    """Train a byte-level BPE with GPT-2's word splitting and write it as a Hugging Face directory.
+
+    The vocabulary is smaller than ``vocab_size`` where the texts hold too few pairs. Every text can be encoded.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    _write(tokenizer, directory)
+
+
+def _write(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
+    """``tokenizer.json`` and ``tokenizer_config.json`` of a tokenizer whose only special token is the end."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_config({"eos_token": END, "bos_token": END, "pad_token": END}, directory)
+
+
+def _write_config(special: dict[str, Any], directory: Path) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_chat_template(source: str | None, directory: Path) -> None:
+    if source is not None:
+        (directory / "chat_template.jinja").write_text(source, encoding="utf-8")
