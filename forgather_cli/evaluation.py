@@ -23,7 +23,7 @@ from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
 from forgather_cli.data.build import load_data
-from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import World, all_sum, cpu_group, pick_device, world
@@ -163,8 +163,8 @@ def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:
 def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits, group: Any) -> dict[str, Any]:
     """Collective. One pass over the split."""
     here = world()
-    peers = None if here.size == 1 else Peers(cpu_group(), here.rank, strategy.data_rank)
-    loader = eval_loader(config, strategy, data.eval, peers)
+    data_ranks = None if here.size == 1 else DataRanks(cpu_group(), here.rank, strategy.data_rank)
+    loader = eval_loader(config, strategy, data.eval, data_ranks)
     rounds = in_rounds(loader, group, Uninterrupted())
     explained = evaluation_explained("the evaluation", rounds, config, strategy)
     with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar, explained as watched:

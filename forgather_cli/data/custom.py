@@ -58,7 +58,7 @@ def _splits(option: Target, made: Any, model_path: str | None) -> DataSplits:
 
 def _check_dispatch(option: DataTarget, made: DataSplits) -> None:
     """Raise DataError for settings that only data without numbers has, given for data with numbers."""
-    from forgather_cli.data.loaders.stream import is_map_style
+    from forgather_cli.data.loaders.map_style import is_map_style
 
     splits = {"train": made.train, "eval": made.eval}
     streams = {name: data is not None and not is_map_style(data) for name, data in splits.items()}

@@ -18,7 +18,7 @@ from forgather_cli.checkpoint.components import Rows
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.schema import Config, RunSettings
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
-from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
@@ -164,7 +164,7 @@ def train_loader(trainer: Trainer) -> TrainLoader:
         shuffle=args.train_sampling_strategy != "sequential",
         group_by_length=args.length_column_name if args.train_sampling_strategy == "group_by_length" else None,
         collate_fn=trainer.collate_fn,
-        peers=trainer.peers,
+        data_ranks=trainer.data_ranks,
         dispatch=args.dispatch_batches,
         vocab_size=known_vocab_size(strategy.parts),
         **_loader_settings(args, strategy.device),
@@ -182,7 +182,11 @@ def known_vocab_size(parts: list[nn.Module]) -> int | None:
 
 
 def eval_loader(
-    args: Config | TrainingArguments, strategy: Strategy, dataset: Any, peers: Peers | None, collate_fn: Any = None
+    args: Config | TrainingArguments,
+    strategy: Strategy,
+    dataset: Any,
+    data_ranks: DataRanks | None,
+    collate_fn: Any = None,
 ) -> EvalLoader:
     return EvalLoader(
         dataset,
@@ -192,7 +196,7 @@ def eval_loader(
         max_samples=args.max_eval_samples,
         max_steps=args.max_eval_steps,
         collate_fn=collate_fn,
-        peers=peers,
+        data_ranks=data_ranks,
         dispatch=args.dispatch_batches if args.dispatch_eval_batches is None else args.dispatch_eval_batches,
         **_loader_settings(args, strategy.device),
     )

@@ -23,7 +23,7 @@ from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
-from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, Microbatched, TrainLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, world
 from forgather_cli.errors import ConfigError, DataError
@@ -318,11 +318,11 @@ class Trainer:
     # --------------------------------------------------------------------------------------------------- preparation
 
     @cached_property
-    def peers(self) -> Peers | None:
+    def data_ranks(self) -> DataRanks | None:
         """Collective. The ranks as data sees them, with a group that rank 0 may send batches over; None alone."""
         if self.world.size == 1:
             return None
-        return Peers(cpu_group(), self.world.rank, self.strategy.data_rank)
+        return DataRanks(cpu_group(), self.world.rank, self.strategy.data_rank)
 
     def _agreed_seed(self) -> int:
         """Collective. The setting's, or a random one of rank 0."""
@@ -383,7 +383,7 @@ class Trainer:
         if dataset is None:
             raise DataError("eval_dataset: missing; evaluation needs one (or set eval_strategy=no)")
         if self.eval_loader is None or self.eval_loader.dataset is not dataset:
-            self.eval_loader = setup.eval_loader(self.args, self.strategy, dataset, self.peers, self.collate_fn)
+            self.eval_loader = setup.eval_loader(self.args, self.strategy, dataset, self.data_ranks, self.collate_fn)
         return self.eval_loader
 
     # ------------------------------------------------------------------------------------------------------ the loop

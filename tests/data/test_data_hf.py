@@ -20,7 +20,7 @@ from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import HfSettings, TextSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.counts import cached_token_counts
-from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import ConfigError, DataError
@@ -269,9 +269,9 @@ def trained(chosen: HfSettings, kwargs: dict[str, Any], state: Any = None) -> li
     if dist.is_initialized():  # the pool's processes are daemons, which may have no children, and would spawn them
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         multiprocessing.set_start_method("fork", force=True)
-    peers = Peers(dist.new_group(backend="gloo"), rank, rank) if size > 1 else None
+    data_ranks = DataRanks(dist.new_group(backend="gloo"), rank, rank) if size > 1 else None
     options = {"global_batch_size": 4, "micro_batch_size": 2, "seed": 1, **kwargs}
-    loader = TrainLoader(load(chosen).train, rank=rank, size=size, peers=peers, **options)
+    loader = TrainLoader(load(chosen).train, rank=rank, size=size, data_ranks=data_ranks, **options)
     if state is not None:
         loader.load_state_dict(state[rank] if isinstance(state, list) else state)
     return [([b["input_ids"].tolist() for b in step.microbatches], loader.state_dict()) for step in islice(loader, 99)]

@@ -22,7 +22,7 @@ from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import DataTarget
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.collate import Step, default_collate
-from forgather_cli.data.loaders.data_ranks import Peers
+from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.errors import ConfigError, DataError, TrainingError
 from forgather_cli.trainer.evaluate import Uninterrupted, in_rounds
@@ -35,11 +35,11 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def new_peers(data_rank: int | None = None) -> Peers | None:
+def new_data_ranks(data_rank: int | None = None) -> DataRanks | None:
     rank, size = rank_and_size()
     if size == 1:
         return None
-    return Peers(dist.new_group(backend="gloo"), rank, rank if data_rank is None else data_rank)
+    return DataRanks(dist.new_group(backend="gloo"), rank, rank if data_rank is None else data_rank)
 
 
 class Sharded(StatefulCount):
@@ -118,7 +118,7 @@ def train_loader(dataset: Any, size: int | None = None, data_rank: int | None = 
     size = world if size is None else size
     data_rank = rank % size if data_rank is None else data_rank
     options = {"global_batch_size": 6, "micro_batch_size": 2, "seed": 1, "drop_last": False} | kwargs
-    return TrainLoader(dataset, rank=data_rank, size=size, peers=new_peers(data_rank), **options)
+    return TrainLoader(dataset, rank=data_rank, size=size, data_ranks=new_data_ranks(data_rank), **options)
 
 
 def numbers(step: Step) -> list[list[int]]:
@@ -407,7 +407,7 @@ def test_shards_that_cannot_be_trained_on_are_told_on_all_ranks() -> None:
 
 def eval_loader(dataset: Any, **kwargs: Any) -> EvalLoader:
     rank, size = rank_and_size()
-    return EvalLoader(dataset, **{"batch_size": 2, "rank": rank, "size": size, "peers": new_peers()} | kwargs)
+    return EvalLoader(dataset, **{"batch_size": 2, "rank": rank, "size": size, "data_ranks": new_data_ranks()} | kwargs)
 
 
 def evaluated(loader: EvalLoader) -> list[list[int]]:

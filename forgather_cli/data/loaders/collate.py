@@ -1,8 +1,8 @@
-"""Samples to batches, and what a batch must be."""
+"""Samples to batches, what a batch must be, and which samples of a global batch are a rank's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,16 @@ from forgather_cli.errors import DataError
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, labels aligned with them, -100 = no target, and what else there is."""
 CollateFn = Callable[[list[Any]], Any]
+Position = dict[str, Any]
+"""``epoch``, ``sample`` (samples consumed in it by all ranks); for iterable data ``stream``, which is None on ranks
+that rank 0 reads for, and ``shards``, how many there are, where ranks read shards of their own."""
 IGNORED = -100
+_MAPPING = (dict, Mapping)  # dict first: to ask the abstract class costs a Python call
+
+
+def start_of(epoch: int) -> Position:
+    """The position at the start of an epoch."""
+    return {"epoch": epoch, "sample": 0}
 
 
 @dataclass(frozen=True)
@@ -31,35 +40,40 @@ def default_collate(samples: list[Any]) -> Batch:
     """Stack a list of dicts key by key. Text and None are left out, ``label`` is renamed to ``labels``, as in
     Hugging Face's ``default_data_collator`` (transformers 5.23). Raises DataError for lengths that differ."""
     first = samples[0]
-    if not isinstance(first, Mapping):
+    if not isinstance(first, _MAPPING):
         raise DataError(
             f"train_dataset: a sample is a {type(first).__name__}, expected a dict with input_ids and labels"
         )
-    names = {"label": "labels", "label_ids": "labels"}
-    kept = (key for key, value in first.items() if value is not None and not isinstance(value, str))
-    return {names.get(key, key): _stack(key, [sample[key] for sample in samples]) for key in kept}
+    batch: Batch = {}
+    for key, value in first.items():
+        if value is not None and not isinstance(value, str):
+            name = "labels" if key in ("label", "label_ids") else key
+            batch[name] = _stack(key, [sample[key] for sample in samples])
+    return batch
 
 
 def _stack(key: str, values: list[Any]) -> Tensor:
     try:
-        tensors = [torch.as_tensor(value) for value in values]
+        tensors = [value if isinstance(value, Tensor) else torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"train_dataset: cannot make a tensor of {key!r} ({error}); remove it or give a data_collator"
         ) from error
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(shapes) > 1:
+    try:
+        return torch.stack(tensors)
+    except RuntimeError as error:
         lengths = sorted({len(tensor) if tensor.ndim else 1 for tensor in tensors})
+        if len({tensor.shape for tensor in tensors}) == 1:
+            raise
         raise DataError(
             f"train_dataset: {key!r} has different lengths in one batch ({', '.join(map(str, lengths))}); "
             f"give a data_collator that pads, or use data.packing"
-        )
-    return torch.stack(tensors)
+        ) from error
 
 
 def as_batch(value: Any) -> Batch:
     """A batch from what a collate function or dataloader returned. Raises DataError for anything but named tensors."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, _MAPPING):
         raise DataError(f"batches must be dicts with input_ids and labels, got a {type(value).__name__}")
     for key, tensor in value.items():
         if not isinstance(tensor, Tensor):
@@ -81,31 +95,53 @@ def num_samples(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def num_targets(batch: Batch) -> int:
-    """Counted targets of a CPU batch. Raises DataError for a batch without usable labels."""
-    labels = batch.get("labels")
-    if labels is None:
-        raise DataError(
-            f"a training batch has no 'labels' (its keys: {', '.join(batch)}); add them to the data, or in the "
-            "data_collator"
-        )
-    if labels.ndim != 2:
-        raise DataError(f"labels have shape {tuple(labels.shape)}, expected (batch, tokens)")
-    if labels.device.type != "cpu":
-        return int((labels[:, 1:] != IGNORED).sum())
-    return _count(labels)
-
-
-def _count(labels: Tensor) -> int:
-    array = labels.numpy()[:, 1:]  # numpy: a third of the time of the same two torch calls on a few thousand labels
-    return int((array != IGNORED).sum())
-
-
-def step_of(microbatches: Sequence[Batch]) -> Step:
-    batches = list(microbatches)
-    return Step(batches, sum(map(num_targets, batches)), sum(map(num_samples, batches)))
+def step_of(microbatches: list[Batch]) -> Step:
+    """A step of CPU batches. Raises DataError for a batch without usable labels."""
+    num_targets = num_rows = 0
+    for batch in microbatches:
+        labels = batch.get("labels")
+        if labels is None:
+            raise DataError(
+                f"a training batch has no 'labels' (its keys: {', '.join(batch)}); add them to the data, or in the "
+                "data_collator"
+            )
+        if labels.ndim != 2:
+            raise DataError(f"labels have shape {tuple(labels.shape)}, expected (batch, tokens)")
+        # numpy: a third of the time of the same two torch calls on a few thousand labels
+        counted = labels.numpy() if labels.device.type == "cpu" else labels.cpu().numpy()
+        num_targets += int((counted[:, 1:] != IGNORED).sum())
+        num_rows += counted.shape[0]
+    return Step(microbatches, num_targets, num_rows)
 
 
 def rank_slice(length: int, rank: int, size: int) -> tuple[int, int]:
     """The part [start, stop) of a global batch of ``length`` that a rank trains; it may be empty."""
     return rank * length // size, (rank + 1) * length // size
+
+
+def microbatches(items: list[Any], size: int) -> list[list[Any]]:
+    """Lists of at most ``size`` items."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the samples of a ``global_batch`` are divided among ``size`` data ranks."""
+
+    global_batch: int
+    micro_batch: int
+    rank: int
+    size: int
+    drop_last: bool
+
+    def of(self, length: int) -> tuple[int, int]:
+        """This rank's part [start, stop) of ``length`` samples."""
+        return rank_slice(length, self.rank, self.size)
+
+    def num_steps(self, length: int, per_step: int) -> int:
+        """Steps that ``length`` samples or batches make."""
+        return length // per_step if self.drop_last else -(-length // per_step)
+
+    def batches_per_step(self) -> int:
+        """Of a ready dataloader, over all ranks: one for each micro-step."""
+        return max(1, self.global_batch // (self.micro_batch * self.size)) * self.size

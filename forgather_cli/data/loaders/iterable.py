@@ -1,12 +1,13 @@
-"""Data that comes in order, by rounds: what all ranks take together for one training step, or for one batch of
-evaluation each.
+"""Iterable data: steps of what can only be read in order, and rounds of its evaluation.
 
-On several ranks rank 0 reads and sends (*dispatched*), or each rank reads by itself (*sharded*): its own shard, if the
-ranks turn out to see different data, else everything, of which it keeps its part of each round.
+A *round* is what all ranks take together: a global batch for training, a batch for each rank in evaluation. On several
+ranks rank 0 reads and sends (*dispatched*), or each rank reads by itself (*sharded*): its own shard, if the ranks turn
+out to see different data, else everything, of which it keeps its part of each round.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,48 +15,24 @@ from typing import Any
 from forgather_cli.data.loaders.collate import (
     Batch,
     CollateFn,
+    Position,
+    Share,
+    Step,
     as_batch,
     default_collate,
     is_batch,
+    microbatches,
     num_samples,
     rank_slice,
+    step_of,
 )
-from forgather_cli.data.loaders.data_ranks import Failure, Peers
-from forgather_cli.data.loaders.shards import own_shard, reads_own_shard, samples_by_rank
-from forgather_cli.data.loaders.stream import Stream, batches_of, has_batches, tell_epoch
+from forgather_cli.data.loaders.data_ranks import DataRanks, Failure, own_shard, reads_own_shard, samples_by_rank
+from forgather_cli.data.loaders.map_style import has_batches, set_epoch
+from forgather_cli.data.loaders.stream import Stream
 from forgather_cli.data.loaders.workers import Workers
 from forgather_cli.errors import DataError
 
-Position = dict[str, Any]
-"""``epoch``, ``sample`` (samples consumed in it by all ranks); for data without numbers ``stream``, which is None on
-ranks that rank 0 reads for, and ``shards``, how many there are, where ranks read shards of their own."""
-
-
-def start_of(epoch: int) -> Position:
-    """The position at the start of an epoch."""
-    return {"epoch": epoch, "sample": 0}
-
-
-@dataclass(frozen=True)
-class Share:
-    """How the samples of a round, ``global_batch``, are divided among ``size`` data ranks."""
-
-    global_batch: int
-    micro_batch: int
-    rank: int
-    size: int
-    drop_last: bool
-
-    def of(self, length: int) -> tuple[int, int]:
-        """This rank's part [start, stop) of a round."""
-        return rank_slice(length, self.rank, self.size)
-
-    def num_rounds(self, length: int, per_round: int) -> int:
-        return length // per_round if self.drop_last else -(-length // per_round)
-
-    def batches_per_round(self) -> int:
-        """Ready batches over all ranks: one for each micro-step."""
-        return max(1, self.global_batch // (self.micro_batch * self.size)) * self.size
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,8 +71,8 @@ class _Round:
     is_last: bool
 
 
-class Rounds:
-    """Iterable data in rounds; making one is collective where there are ``peers``.
+class IterableRounds:
+    """Iterable data in rounds; making one is collective where there are several ``ranks``.
 
     ``name`` is that of the dataset in messages; ``check`` raises DataError for a first round that will not do;
     ``chunk`` samples are what a worker reads at once, the same number in every layout; ``limit`` keeps the first so
@@ -113,17 +90,17 @@ class Rounds:
         *,
         chunk: int,
         check: Callable[[FirstRound], None],
-        set_epoch: bool = False,
+        tell_epoch: bool = False,
         limit: int | None = None,
-        peers: Peers | None = None,
+        ranks: DataRanks | None = None,
         dispatch: bool = True,
     ) -> None:
         self._name, self._share, self._workers, self._seed = name, share, workers, seed
         self._collate, self._check = collate_fn or default_collate, check
-        self._chunk, self._set_epoch, self._limit = chunk, set_epoch, limit
-        self._peers = peers
-        self._dispatched = peers is not None and dispatch
-        self.is_sharded = peers is not None and not dispatch
+        self._chunk, self._tell_epoch, self._limit = chunk, tell_epoch, limit
+        self._ranks = ranks
+        self._dispatched = ranks is not None and dispatch
+        self.is_sharded = ranks is not None and not dispatch
         own = own_shard(dataset, share.rank, share.size) if self.is_sharded and limit is None else None
         self._dataset, self._declared = (dataset, False) if own is None else (own, True)
         if self._dispatched and samples_by_rank(dataset):
@@ -131,9 +108,7 @@ class Rounds:
                 f"{name}: its sampler picks the samples of one rank, but rank 0 reads for all; "
                 "set dispatch_batches=false, or leave the sampler out"
             )
-        self._length = self._count() if peers is None else self._agreed_length(peers)
-
-    # ---------------------------------------------------------------------------------------------------------- length
+        self._length = self._num_rounds()
 
     def __len__(self) -> int:
         """Raises TypeError for data without a length."""
@@ -141,28 +116,27 @@ class Rounds:
             raise TypeError(f"{self._name} has no length")
         return self._length
 
-    def _agreed_length(self, peers: Peers) -> int | None:
-        """Collective. Rank 0's where it reads for all, else the shortest, where it is known whose length it is."""
-        lengths: list[int | None] = peers.gather(self._count())
-        if self._dispatched:
-            return lengths[0]
-        whose = self._share.size == 1 or samples_by_rank(self._dataset)
-        known = [length for length in lengths if length is not None]
-        return min(known) if whose and len(known) == len(lengths) else None
-
-    def _count(self) -> int | None:
-        """Rounds of a pass by the dataset's length."""
+    def _num_rounds(self) -> int | None:
+        """Collective. Rounds of a pass by the dataset's length: rank 0's where it reads for all, else the shortest, if
+        it is known whose length it is; None without a length."""
+        share, by_rank = self._share, samples_by_rank(self._dataset)
+        count: int | None = None
         try:
-            length = len(self._dataset)
+            length, ready = len(self._dataset), has_batches(self._dataset)
         except TypeError:
-            return None
-        share, ready = self._share, has_batches(self._dataset)
-        per_round = share.batches_per_round() if ready else share.global_batch
-        if samples_by_rank(self._dataset):
-            per_round //= share.size
-        return share.num_rounds(length if self._limit is None or ready else min(length, self._limit), per_round)
-
-    # --------------------------------------------------------------------------------------------------------- reading
+            pass
+        else:
+            if self._limit is not None and not ready:
+                length = min(length, self._limit)
+            per_round = share.batches_per_step() if ready else share.global_batch
+            count = share.num_steps(length, per_round // share.size if by_rank else per_round)
+        if self._ranks is None:
+            return count
+        counts: list[int | None] = self._ranks.gather(count)
+        if self._dispatched:
+            return counts[0]
+        known = [each for each in counts if each is not None]
+        return min(known) if (share.size == 1 or by_rank) and len(known) == len(counts) else None
 
     def check(self, state: Position) -> None:
         """Raise DataError for a position that this data cannot go on from."""
@@ -179,13 +153,15 @@ class Rounds:
                 "from the start can go on with another number of ranks"
             )
 
-    def read(self, position: Position) -> Iterator[Portion]:
-        """Collective where there are peers. This rank's portions from a position to the end of the pass."""
-        if self._peers is None or not self._dispatched:
-            return (self._portion(each, self._share.rank) for each in self._rounds(position))
-        return self._send(self._peers, position) if self._peers.rank == 0 else self._receive(self._peers)
+    # --------------------------------------------------------------------------------------------------------- reading
 
-    def _send(self, peers: Peers, position: Position) -> Iterator[Portion]:
+    def read(self, position: Position) -> Iterator[Portion]:
+        """Collective where there are several ranks. This rank's portions from a position to the end of the pass."""
+        if self._ranks is None or not self._dispatched:
+            return (self._portion(each, self._share.rank) for each in self._rounds(position))
+        return self._send(self._ranks, position) if self._ranks.rank == 0 else self._receive(self._ranks)
+
+    def _send(self, ranks: DataRanks, position: Position) -> Iterator[Portion]:
         """On rank 0: read every round and send each data rank its portion; an error is told to all."""
         rounds = self._rounds(position)
         while True:
@@ -193,20 +169,20 @@ class Rounds:
                 found = next(rounds, None)
                 portions = [] if found is None else [self._portion(found, rank) for rank in range(self._share.size)]
             except Exception as error:
-                peers.send({"failure": asdict(Failure.of(error, self._name))})
+                ranks.send({"failure": asdict(Failure.of(error, self._name))})
                 raise
             if found is None:
-                peers.send(None)
+                ranks.send(None)
                 return
             there = {**found.position, "stream": None}
-            peers.send({"position": there, "is_last": found.is_last}, [portion.batches for portion in portions])
+            ranks.send({"position": there, "is_last": found.is_last}, [portion.batches for portion in portions])
             yield portions[self._share.rank]
             if found.is_last:
                 return
 
-    def _receive(self, peers: Peers) -> Iterator[Portion]:
+    def _receive(self, ranks: DataRanks) -> Iterator[Portion]:
         while True:
-            note, batches = peers.receive()
+            note, batches = ranks.receive()
             if note is None:
                 return
             if "failure" in note:
@@ -216,20 +192,27 @@ class Rounds:
                 return
 
     def _rounds(self, position: Position) -> Iterator[_Round]:
+        """What this process reads: of all ranks, or where ``own`` of this one."""
         share, epoch, sample, left = self._share, position["epoch"], position["sample"], self._limit
-        if self._set_epoch:
-            tell_epoch(self._dataset, epoch)
-        state = position.get("stream")
-        stream = Stream(self._dataset, self._workers, self._seed + epoch, self._chunk, state)
+        if self._tell_epoch:  # the dataset, and what a dataloader reads from
+            parts = [getattr(self._dataset, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+            for part in (self._dataset, *parts):
+                set_epoch(part, epoch)
+        stream = Stream(self._dataset, self._workers, self._seed + epoch, self._chunk, position.get("stream"))
         ready = is_batch(next(iter(stream.peek(1)), None))
-        whole = share.batches_per_round() if ready else share.global_batch
+        whole = share.batches_per_step() if ready else share.global_batch
         own = self._begin(stream, whole, position, ready=ready)
         per_round = _length(share.of(whole)) if own else whole
-        while items := self._take(stream, per_round, left, ready=ready):
+        while left is None or left > 0:
+            if ready:
+                items = _first_samples(stream.take(per_round), left)
+                taken = sum(map(num_samples, items))
+            else:
+                items = stream.take(per_round if left is None else min(per_round, left))
+                taken = len(items)
             is_last = len(items) < per_round
-            if is_last and share.drop_last:
+            if not items or (is_last and share.drop_last):
                 return
-            taken = sum(map(num_samples, items)) if ready else len(items)
             left = None if left is None else left - taken
             sample += share.global_batch if own else taken  # the same number on all ranks
             after = {"epoch": epoch, "sample": sample, "stream": stream.state()}
@@ -239,43 +222,30 @@ class Rounds:
         """Collective where sharded. True if this rank reads a shard of its own. Checks the first round of a pass."""
         items, share, fresh = stream.peek(whole), self._share, position.get("stream") is None
         own = False
-        if self.is_sharded and self._peers is not None:
-            own = reads_own_shard(items, self._peers, self._name) or self._declared
-            own = self._agreed(own, position)
+        if self.is_sharded and self._ranks is not None:
+            own = reads_own_shard(items, self._ranks, self._name) or self._declared
+            if own and self._limit is not None:
+                raise DataError(
+                    f"max_eval_samples: {self._limit} are the first of the whole split, but each rank reads a shard of "
+                    "its own; set max_eval_steps instead, or dispatch_eval_batches=true"
+                )
+            if own and not fresh and "shards" not in position:
+                raise DataError(
+                    f"{self._name}: the data position counts the samples of all ranks, but now each rank reads a shard "
+                    "of its own; set dispatch_batches=true or ignore_data_skip=true"
+                )
+            own = own if fresh else "shards" in position
         if not fresh:
             return own
         wanted = [_length(rank_slice(whole, rank, share.size)) for rank in range(share.size)]
-        if own and self._peers is not None:
-            counts = dict(zip(self._peers.data_ranks, self._peers.gather(len(items)), strict=True))
+        if own and self._ranks is not None:
+            counts = dict(zip(self._ranks.of_rank, self._ranks.gather(len(items)), strict=True))
             have = [min(counts[rank], count) for rank, count in enumerate(wanted)]
         else:
             found = len(_first_samples(items, self._limit) if ready else items[: self._limit])
             have = [_length(rank_slice(found, rank, share.size)) for rank in range(share.size)]
         self._check(FirstRound(have, wanted, "batches" if ready else "samples", own))
         return own
-
-    def _agreed(self, own: bool, position: Position) -> bool:
-        """Whether ranks read shards of their own, seen now and by a position. Raises DataError where that fails."""
-        if own and self._limit is not None:
-            raise DataError(
-                f"max_eval_samples: {self._limit} are the first of the whole split, but each rank reads a shard of its "
-                "own; set max_eval_steps instead, or dispatch_eval_batches=true"
-            )
-        if position.get("stream") is None:
-            return own
-        if own and "shards" not in position:
-            raise DataError(
-                f"{self._name}: the data position counts the samples of all ranks, but now each rank reads a shard of "
-                "its own; set dispatch_batches=true or ignore_data_skip=true"
-            )
-        return "shards" in position
-
-    def _take(self, stream: Stream, count: int, left: int | None, *, ready: bool) -> list[Any]:
-        if left is not None and left <= 0:
-            return []
-        if ready:
-            return _first_samples(stream.take(count), left)
-        return stream.take(count if left is None else min(count, left))
 
     def _portion(self, found: _Round, rank: int) -> Portion:
         share, items = self._share, found.items
@@ -285,8 +255,62 @@ class Rounds:
         if items and is_batch(items[0]):
             batches = [as_batch(item) for item in items]
         else:
-            batches = [as_batch(self._collate(part)) for part in batches_of(items, share.micro_batch)]
+            batches = [as_batch(self._collate(part)) for part in microbatches(items, share.micro_batch)]
         return Portion(batches, found.position, found.is_last)
+
+
+class IterableSteps:
+    """Training steps of iterable data: a round is a step. The arguments are those of ``IterableRounds``."""
+
+    def __init__(
+        self, dataset: Any, share: Share, collate_fn: CollateFn | None, workers: Workers, seed: int, **kwargs: Any
+    ) -> None:
+        self._share = share
+        self.rounds = IterableRounds(
+            "train_dataset",
+            dataset,
+            share,
+            collate_fn,
+            workers,
+            seed,
+            chunk=share.global_batch,
+            check=self._check_first,
+            **kwargs,
+        )
+
+    def _check_first(self, first: FirstRound) -> None:
+        """Raise DataError for data that has not one step."""
+        if first.own_shards:
+            _log.info("train_dataset: each rank reads a shard of its own")
+        if self._share.drop_last:
+            pairs = enumerate(zip(first.have, first.wanted, strict=True))
+            lacking = [rank for rank, (have, wanted) in pairs if have < wanted]
+        else:
+            lacking = first.lacking() if first.own_shards or not any(first.have) else []
+        if lacking:
+            where = f" on ranks {lacking}" if first.own_shards else ""
+            raise DataError(
+                f"train_dataset: ended before the first step of {sum(first.wanted)} {first.unit}{where}; "
+                "lower global_batch_size or set dataloader_drop_last=false"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    def num_microbatches(self) -> int:
+        """This rank's, of a whole epoch."""
+        return len(self.rounds) * (self._share.batches_per_step() // self._share.size)
+
+    def check(self, state: Position) -> None:
+        """Raise DataError for a position that this data cannot go on from."""
+        self.rounds.check(state)
+
+    def read(self, position: Position) -> Iterator[tuple[Step, Position]]:
+        """This rank's steps from a position to the end of the epoch, each with the position behind it."""
+        return ((step_of(portion.batches), portion.position) for portion in self.rounds.read(position))
+
+    def close(self) -> None:
+        """Workers of a stream end with its pass."""
 
 
 def _length(span: tuple[int, int]) -> int:

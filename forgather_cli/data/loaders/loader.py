@@ -7,23 +7,28 @@ size goes on with exactly the next samples.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
-from forgather_cli.data.loaders.collate import Batch, CollateFn, Step, rank_slice, step_of
-from forgather_cli.data.loaders.data_ranks import Peers
-from forgather_cli.data.loaders.iterable import FirstRound, Position, Rounds, Share, start_of
-from forgather_cli.data.loaders.map_style import MapBatches, MapSteps, lengths_of
+from forgather_cli.data.loaders.collate import (
+    Batch,
+    CollateFn,
+    Position,
+    Share,
+    Step,
+    rank_slice,
+    start_of,
+)
+from forgather_cli.data.loaders.data_ranks import DataRanks
+from forgather_cli.data.loaders.iterable import FirstRound, IterableRounds, IterableSteps
+from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, is_map_style, lengths_of
 from forgather_cli.data.loaders.prefetch import to_device
-from forgather_cli.data.loaders.stream import is_map_style
-from forgather_cli.data.loaders.workers import Fetcher, Workers
+from forgather_cli.data.loaders.workers import Workers
 from forgather_cli.errors import DataError
 
-log = logging.getLogger(__name__)
 _CHECKED_STEPS = 2
 
 
@@ -34,9 +39,9 @@ class TrainLoader:
     micro-batches. A slice is cut into micro-batches of ``micro_batch_size``; it may be empty. After the last step the
     position is the start of the next epoch. Raises DataError for data that cannot fill a step.
 
-    ``rank`` and ``size``: of the slices. With ``peers`` data without numbers is read by rank 0 for all ranks, or with
-    ``dispatch=False`` by each for itself, which may end at different steps (``Rounds``); making a loader and every step
-    are then collective. With ``vocab_size`` the ids of the first steps are compared with it. With
+    ``rank`` and ``size``: of the slices. With ``data_ranks`` iterable data is read by rank 0 for all ranks, or with
+    ``dispatch=False`` by each for itself, which may end at different steps (``IterableRounds``); making a loader and
+    every step are then collective. With ``vocab_size`` the ids of the first steps are compared with it. With
     ``group_by_length`` samples of about one length come together; it names the column of lengths (``lengths_of``).
     """
 
@@ -59,7 +64,7 @@ class TrainLoader:
         set_dataset_epoch: bool = True,
         collate_fn: CollateFn | None = None,
         device: torch.device | str = "cpu",
-        peers: Peers | None = None,
+        data_ranks: DataRanks | None = None,
         dispatch: bool | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -68,31 +73,19 @@ class TrainLoader:
         self._device, self._pin_memory = torch.device(device), pin_memory
         workers = Workers(num_workers, prefetch_factor, persistent_workers and num_workers > 0)
         share = Share(global_batch_size, micro_batch_size, rank, size, drop_last)
-        self._steps: MapSteps | _StreamSteps
+        self._steps: MapStyleSteps | IterableSteps
         if is_map_style(dataset):
-            fetcher = Fetcher(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
+            batches = Batches(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
             lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
-            self._steps = MapSteps(len(dataset), share, fetcher, seed, shuffle=shuffle, lengths=lengths)
+            self._steps = MapStyleSteps(len(dataset), share, batches, seed, shuffle=shuffle, lengths=lengths)
         elif group_by_length is not None:
             raise DataError(
                 "train_sampling_strategy: group_by_length needs data with __getitem__ and __len__, got a "
                 f"{type(dataset).__name__}; choose random, which leaves such data in their own order"
             )
         else:
-            rounds = Rounds(
-                "train_dataset",
-                dataset,
-                share,
-                collate_fn,
-                workers,
-                seed,
-                chunk=global_batch_size,
-                check=lambda first: _check_training(first, drop_last=drop_last),
-                set_epoch=set_dataset_epoch,
-                peers=peers,
-                dispatch=dispatch is not False,
-            )
-            self._steps = _StreamSteps(rounds, share)
+            how = {"tell_epoch": set_dataset_epoch, "ranks": data_ranks, "dispatch": dispatch is not False}
+            self._steps = IterableSteps(dataset, share, collate_fn, workers, seed, **how)
         self._position = start_of(0)
 
     @property
@@ -103,7 +96,7 @@ class TrainLoader:
     @property
     def state_is_per_rank(self) -> bool:
         """True if each rank's position is its own, and can be gone on from by as many ranks only."""
-        return isinstance(self._steps, _StreamSteps) and self._steps.rounds.is_sharded
+        return isinstance(self._steps, IterableSteps) and self._steps.rounds.is_sharded
 
     def __len__(self) -> int:
         """Steps of a whole epoch. Raises TypeError for data without a length."""
@@ -117,7 +110,7 @@ class TrainLoader:
         epoch = self.epoch
         steps = self._steps.read(self._position)
         if self._vocab_size is not None:
-            steps = _checked(steps, self._vocab_size)
+            steps = chain(_checked(islice(steps, _CHECKED_STEPS), self._vocab_size), steps)
         for step, position in to_device(steps, self._device, self._pin_memory):
             self._position = position
             yield step
@@ -138,7 +131,7 @@ class TrainLoader:
 
     def samples_between(self, start: Position, stop: Position) -> list[int] | None:
         """Numbers of the samples from one position to a later one, in order; None for data without numbers."""
-        return self._steps.between(start, stop) if isinstance(self._steps, MapSteps) else None
+        return self._steps.between(start, stop) if isinstance(self._steps, MapStyleSteps) else None
 
     def close(self) -> None:
         """End persistent workers."""
@@ -146,12 +139,12 @@ class TrainLoader:
 
 
 def _checked(steps: Iterator[tuple[Step, Position]], vocab_size: int) -> Iterator[tuple[Step, Position]]:
-    """The steps, the first of which hold ids that the model knows.
+    """The steps, which hold ids that the model knows.
 
     Raises DataError: an embedding would end the process, on a GPU without a word of why.
     """
-    for number, (step, position) in enumerate(steps):
-        for batch in step.microbatches if number < _CHECKED_STEPS else []:
+    for step, position in steps:
+        for batch in step.microbatches:
             ids = batch.get("input_ids")
             if ids is None or not ids.numel():
                 continue
@@ -180,50 +173,12 @@ class Microbatched:
         return (batch for step in self.loader for batch in step.microbatches)
 
 
-class _StreamSteps:
-    """Steps of data that comes in order."""
-
-    def __init__(self, rounds: Rounds, share: Share) -> None:
-        self.rounds, self._share = rounds, share
-
-    def __len__(self) -> int:
-        return len(self.rounds)
-
-    def num_microbatches(self) -> int:
-        return len(self.rounds) * (self._share.batches_per_round() // self._share.size)
-
-    def check(self, state: Position) -> None:
-        self.rounds.check(state)
-
-    def read(self, position: Position) -> Iterator[tuple[Step, Position]]:
-        return ((step_of(portion.batches), portion.position) for portion in self.rounds.read(position))
-
-    def close(self) -> None:
-        """Workers of a stream end with its pass."""
-
-
-def _check_training(first: FirstRound, *, drop_last: bool) -> None:
-    """Raise DataError for data that has not one step."""
-    if first.own_shards:
-        log.info("train_dataset: each rank reads a shard of its own")
-    lacking = first.lacking() if first.own_shards or not any(first.have) else []
-    if drop_last:
-        pairs = enumerate(zip(first.have, first.wanted, strict=True))
-        lacking = [rank for rank, (have, wanted) in pairs if have < wanted]
-    if lacking:
-        where = f" on ranks {lacking}" if first.own_shards else ""
-        raise DataError(
-            f"train_dataset: ended before the first step of {sum(first.wanted)} {first.unit}{where}; "
-            "lower global_batch_size or set dataloader_drop_last=false"
-        )
-
-
 class EvalLoader:
     """Iterating yields this rank's batches of a whole split in order; the ranks together yield every sample once.
 
     ``max_samples`` keeps the first so many of the global order, ``max_steps`` (-1: all) so many batches of each rank.
-    ``dataset``, ``peers`` and ``dispatch`` are what TrainLoader takes. Raises DataError, on every rank, for a split
-    without a sample for each of them.
+    ``dataset``, ``data_ranks`` and ``dispatch`` are what TrainLoader takes. Raises DataError, on every rank, for a
+    split without a sample for each of them.
     """
 
     def __init__(
@@ -241,7 +196,7 @@ class EvalLoader:
         persistent_workers: bool = False,
         collate_fn: CollateFn | None = None,
         device: torch.device | str = "cpu",
-        peers: Peers | None = None,
+        data_ranks: DataRanks | None = None,
         dispatch: bool | None = None,
     ) -> None:
         self.dataset, self.batch_size = dataset, batch_size
@@ -250,41 +205,37 @@ class EvalLoader:
         self._device, self._pin_memory = torch.device(device), pin_memory
         self._settings = {"per_device_eval_batch_size": batch_size, "max_eval_samples": max_samples}
         workers = Workers(num_workers, prefetch_factor, persistent_workers and num_workers > 0)
-        self._source: MapBatches | Rounds
+        self._rounds: IterableRounds | None = None
         if is_map_style(dataset):
-            span = rank_slice(self._num_samples(len(dataset), size), rank, size)
-            self._source = MapBatches(Fetcher(dataset, collate_fn, workers, 0, tell_epoch=False), span, batch_size)
+            used = len(dataset) if max_samples is None else min(len(dataset), max_samples)
+            parts = [rank_slice(used, rank, size) for rank in range(size)]
+            have = [stop - start for start, stop in parts]
+            self._check(FirstRound(have, [batch_size] * size, "samples", own_shards=False))
+            self._batches = Batches(dataset, collate_fn, workers, 0, tell_epoch=False)
+            self._numbers = range(*parts[rank])
         else:
-            self._settings |= {} if peers is None else {"dispatch_eval_batches": dispatch is not False}
-            share = Share(batch_size * size, batch_size, rank, size, drop_last=False)
-            self._source = Rounds(
+            self._settings |= {} if data_ranks is None else {"dispatch_eval_batches": dispatch is not False}
+            self._rounds = IterableRounds(
                 "eval_dataset",
                 dataset,
-                share,
+                Share(batch_size * size, batch_size, rank, size, drop_last=False),
                 collate_fn,
                 workers,
                 0,
                 chunk=batch_size,
                 check=self._check,
                 limit=max_samples,
-                peers=peers,
+                ranks=data_ranks,
                 dispatch=dispatch is not False,
             )
-
-    def _num_samples(self, length: int, size: int) -> int:
-        """Of a map-style split."""
-        used = length if self._max_samples is None else min(length, self._max_samples)
-        parts = [rank_slice(used, rank, size) for rank in range(size)]
-        have = [stop - start for start, stop in parts]
-        self._check(FirstRound(have, [self.batch_size] * size, "samples", own_shards=False))
-        return used
 
     def _check(self, first: FirstRound) -> None:
         """Raise DataError if a rank has nothing."""
         size, total, lacking = len(first.have), sum(first.have), first.lacking()
         if not lacking:
             return
-        given = ", ".join(f"{name}={_typed(value)}" for name, value in self._settings.items())
+        typed = {name: "null" if value is None else str(value).lower() for name, value in self._settings.items()}
+        given = ", ".join(f"{name}={value}" for name, value in typed.items())
         if size == 1:
             raise DataError(f"eval_dataset: has no samples ({given}); give it some, or set eval_strategy=no")
         if self._max_samples is not None and self._max_samples < size:
@@ -303,25 +254,21 @@ class EvalLoader:
 
     def __len__(self) -> int:
         """Batches of this rank. Raises TypeError for data without a length."""
-        count = len(self._source)
+        count = -(-len(self._numbers) // self.batch_size) if self._rounds is None else len(self._rounds)
         return count if self._max_steps is None else min(count, self._max_steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        if isinstance(self._source, Rounds):
-            portions = self._source.read(start_of(0))
-            batches: Iterator[Batch] = (batch for portion in portions for batch in portion.batches)
+        if self._rounds is None:
+            numbers, size = self._numbers, self.batch_size
+            starts = range(0, len(numbers), size)
+            batches = self._batches.read((0, list(numbers[start : start + size])) for start in starts)
         else:
-            batches = self._source.read()
+            batches = (batch for portion in self._rounds.read(start_of(0)) for batch in portion.batches)
         pairs = ((batch, None) for batch in islice(batches, self._max_steps))
         for batch, _ in to_device(pairs, self._device, self._pin_memory):
             yield batch
 
     def close(self) -> None:
         """End persistent workers."""
-        if isinstance(self._source, MapBatches):
-            self._source.fetcher.close()
-
-
-def _typed(value: Any) -> str:
-    """A setting's value as it is typed."""
-    return "null" if value is None else str(value).lower()
+        if self._rounds is None:
+            self._batches.close()

@@ -1,24 +1,208 @@
-"""Data whose samples have numbers: each rank reads its slice of every global batch."""
+"""Map-style data, whose samples have numbers: each rank reads its slice of every global batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import islice
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import tee
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset
 
-from forgather_cli.data.loaders.collate import Batch, Step, step_of
-from forgather_cli.data.loaders.iterable import Position, Share
-from forgather_cli.data.loaders.stream import batches_of
-from forgather_cli.data.loaders.workers import Fetcher
+from forgather_cli.data.loaders.collate import (
+    Batch,
+    CollateFn,
+    Position,
+    Share,
+    Step,
+    as_batch,
+    default_collate,
+    is_batch,
+    microbatches,
+    step_of,
+)
+from forgather_cli.data.loaders.workers import Workers, start_workers, worker_loader
 from forgather_cli.data.order import LengthGroupedOrder, Order
 from forgather_cli.errors import DataError
 
+Request = tuple[int, list[int]]
+"""(epoch, numbers of the samples of a batch)."""
+
+
+def is_map_style(dataset: Any) -> bool:
+    """True if samples can be asked for by number."""
+    if isinstance(dataset, DataLoader | IterableDataset) or has_batches(dataset):
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def has_batches(dataset: Any) -> bool:
+    """True if it is known without reading that the items are batches, not samples."""
+    return isinstance(dataset, DataLoader) or (
+        isinstance(dataset, list | tuple) and bool(dataset) and is_batch(dataset[0])
+    )
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Tell a dataset that wants to know which epoch begins."""
+    method = getattr(dataset, "set_epoch", None)
+    if callable(method):
+        method(epoch)
+
+
+class _Reader:
+    """A dataset that answers a request with a batch.
+
+    The epoch travels with the numbers, so that workers that outlive an epoch hear of the next one.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: CollateFn | None, *, tell_epoch: bool) -> None:
+        self._dataset, self._collate, self._tell_epoch = dataset, collate_fn or default_collate, tell_epoch
+        self._many = getattr(dataset, "__getitems__", None)
+        self._epoch: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, request: Request) -> Batch:
+        epoch, numbers = request
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if self._tell_epoch:
+                set_epoch(self._dataset, epoch)
+        samples = self._many(numbers) if self._many else [self._dataset[number] for number in numbers]
+        return as_batch(self._collate(samples) if isinstance(samples, list) else samples)
+
+
+class Batches:
+    """Batches of a map-style dataset by the numbers of their samples, read in this process or in workers.
+
+    A dataset's ``__getitems__(numbers)`` may return a batch, or samples to collate.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: CollateFn | None, workers: Workers, seed: int, *, tell_epoch: bool = True
+    ) -> None:
+        self._reader = _Reader(dataset, collate_fn, tell_epoch=tell_epoch)
+        self._workers, self._seed = workers, seed
+        self._sampler = _Requests()
+        self._loader: Any = None
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """One batch for each request, in order."""
+        if self._workers.num == 0:
+            return map(self._reader.__getitems__, requests)
+        return self._from_workers(requests)
+
+    def _from_workers(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        self._sampler.requests = requests
+        loader = self._loader
+        if loader is None:
+            options = {"batch_sampler": self._sampler, "snapshot_every_n_steps": sys.maxsize}  # the position is ours
+            loader = worker_loader(self._reader, self._workers, self._seed, **options)
+        if self._workers.persistent:
+            self._loader = loader
+        yield from start_workers(loader)
+
+    def close(self) -> None:
+        """End persistent workers."""
+        self._loader = None
+
+
+class _Requests:
+    """The batch sampler of a loader that lives longer than one pass."""
+
+    requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+
+class MapStyleSteps:
+    """Training steps of map-style data. ``lengths`` (samples,) groups samples of like length."""
+
+    def __init__(
+        self,
+        length: int,
+        share: Share,
+        batches: Batches,
+        seed: int,
+        *,
+        shuffle: bool,
+        lengths: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._length, self._share, self._batches, self._seed, self._shuffle = length, share, batches, seed, shuffle
+        self._lengths = lengths
+        if length == 0:
+            raise DataError("train_dataset: has no samples")
+        if length < share.global_batch and share.drop_last:
+            raise DataError(
+                f"global_batch_size: {share.global_batch} sequences per step, but the training data has {length}; "
+                f"lower it, or set dataloader_drop_last=false"
+            )
+
+    def __len__(self) -> int:
+        return self._share.num_steps(self._length, self._share.global_batch)
+
+    def num_microbatches(self) -> int:
+        """This rank's, of a whole epoch."""
+        shares = (self._share.of(stop - start) for start, stop in self._global_batches(0))
+        return sum(-(-(last - first) // self._share.micro_batch) for first, last in shares)
+
+    def check(self, state: Position) -> None:
+        """Raise DataError for a position that this data cannot go on from."""
+        if state["sample"] > self._length:
+            raise DataError(
+                f"resume_from_checkpoint: the data position is sample {state['sample']}, but the training data has "
+                f"{self._length}; resume on the same data or with ignore_data_skip=true"
+            )
+
+    def read(self, position: Position) -> Iterator[tuple[Step, Position]]:
+        """This rank's steps from a position to the end of the epoch, each with the position behind it."""
+        epoch = position["epoch"]
+        steps, ahead = tee(self._requests(epoch, position["sample"]))  # workers ask for batches of later steps
+        batches = self._batches.read(request for requests, _ in ahead for request in requests)
+        for requests, stop in steps:
+            yield step_of([next(batches) for _ in requests]), {"epoch": epoch, "sample": stop}
+
+    def _requests(self, epoch: int, start: int) -> Iterator[tuple[list[Request], int]]:
+        """Of each step the requests for this rank's micro-batches, and the position of the sample behind the step."""
+        order, share = self._order(epoch), self._share
+        for begin, stop in self._global_batches(start):
+            first, last = share.of(stop - begin)
+            numbers = microbatches(order[begin + first : begin + last], share.micro_batch)
+            yield [(epoch, each) for each in numbers], stop
+
+    def _global_batches(self, start: int) -> Iterator[tuple[int, int]]:
+        size = self._share.global_batch
+        while start < self._length and (start + size <= self._length or not self._share.drop_last):
+            yield start, min(start + size, self._length)
+            start += size
+
+    def _order(self, epoch: int) -> Order | LengthGroupedOrder:
+        if self._lengths is not None:
+            return LengthGroupedOrder(self._lengths, self._seed, epoch)
+        return Order(self._length, self._seed, epoch, shuffle=self._shuffle)
+
+    def between(self, start: Position, stop: Position) -> list[int]:
+        """Samples that steps from one position to a later one are made of, in order; epochs between as whole ones."""
+        found: list[int] = []
+        for epoch in range(start["epoch"], stop["epoch"] + 1):
+            begin = start["sample"] if epoch == start["epoch"] else 0
+            left = self._length - begin
+            unused = left % self._share.global_batch if self._share.drop_last else 0  # too few for a step
+            end = stop["sample"] if epoch == stop["epoch"] else begin + left - unused
+            found += self._order(epoch)[begin:end]
+        return found
+
+    def close(self) -> None:
+        self._batches.close()
+
 
 def lengths_of(dataset: Any, column: str) -> NDArray[np.int64]:
-    """Each sample's length: that column's value where the dataset has such a column, else the number of its
+    """(samples,): each sample's length: that column's value where the dataset has such a column, else the number of its
     ``input_ids``, for which every sample is read once. Raises DataError.
     """
     if column in (getattr(dataset, "column_names", None) or ()):
@@ -30,7 +214,7 @@ def lengths_of(dataset: Any, column: str) -> NDArray[np.int64]:
             ) from error
     lengths = np.empty(len(dataset), dtype=np.int64)
     many = getattr(dataset, "__getitems__", None)
-    for numbers in batches_of(list(range(len(dataset))), 1024):
+    for numbers in microbatches(list(range(len(dataset))), 1024):
         samples = many(numbers) if many else None  # a quarter of the time with Hugging Face's datasets
         if not isinstance(samples, list):
             samples = [dataset[number] for number in numbers]
@@ -42,95 +226,3 @@ def lengths_of(dataset: Any, column: str) -> NDArray[np.int64]:
                 )
             lengths[number] = len(sample["input_ids"])
     return lengths
-
-
-class MapSteps:
-    """Steps of map-style data; ``lengths`` (samples,) group it."""
-
-    def __init__(
-        self,
-        length: int,
-        share: Share,
-        fetcher: Fetcher,
-        seed: int,
-        *,
-        shuffle: bool,
-        lengths: NDArray[np.int64] | None = None,
-    ) -> None:
-        self._length, self._share, self._fetcher, self._seed, self._shuffle = length, share, fetcher, seed, shuffle
-        self._lengths = lengths
-        if length == 0:
-            raise DataError("train_dataset: has no samples")
-        if length < share.global_batch and share.drop_last:
-            raise DataError(
-                f"global_batch_size: {share.global_batch} sequences per step, but the training data has {length}; "
-                f"lower it, or set dataloader_drop_last=false"
-            )
-
-    def __len__(self) -> int:
-        return self._share.num_rounds(self._length, self._share.global_batch)
-
-    def num_microbatches(self) -> int:
-        shares = (self._share.of(stop - start) for start, stop in self._global_batches(0))
-        return sum(-(-(last - first) // self._share.micro_batch) for first, last in shares)
-
-    def check(self, state: Position) -> None:
-        if state["sample"] > self._length:
-            raise DataError(
-                f"resume_from_checkpoint: the data position is sample {state['sample']}, but the training data has "
-                f"{self._length}; resume on the same data or with ignore_data_skip=true"
-            )
-
-    def read(self, position: Position) -> Iterator[tuple[Step, Position]]:
-        epoch, start = position["epoch"], position["sample"]
-        order = self._order(epoch)
-        plan = (indices for span in self._global_batches(start) for indices in self._microbatches(order, *span))
-        batches = self._fetcher.fetch(epoch, plan)
-        for begin, stop in self._global_batches(start):
-            first, last = self._share.of(stop - begin)
-            count = -(-(last - first) // self._share.micro_batch)
-            yield step_of(list(islice(batches, count))), {"epoch": epoch, "sample": stop}
-
-    def between(self, start: Position, stop: Position) -> list[int]:
-        """Samples that steps from one position to a later one are made of, in order; epochs between as whole ones."""
-        found: list[int] = []
-        for epoch in range(start["epoch"], stop["epoch"] + 1):
-            begin = start["sample"] if epoch == start["epoch"] else 0
-            end = stop["sample"] if epoch == stop["epoch"] else begin + self._used_of(self._length - begin)
-            found += self._order(epoch)[begin:end]
-        return found
-
-    def _order(self, epoch: int) -> Order | LengthGroupedOrder:
-        if self._lengths is not None:
-            return LengthGroupedOrder(self._lengths, self._seed, epoch)
-        return Order(self._length, self._seed, epoch, shuffle=self._shuffle)
-
-    def _used_of(self, left: int) -> int:
-        """Samples that still fill steps, of those left of an epoch."""
-        return left - left % self._share.global_batch if self._share.drop_last else left
-
-    def _global_batches(self, start: int) -> Iterator[tuple[int, int]]:
-        size = self._share.global_batch
-        while start < self._length and (start + size <= self._length or not self._share.drop_last):
-            yield start, min(start + size, self._length)
-            start += size
-
-    def _microbatches(self, order: Order | LengthGroupedOrder, start: int, stop: int) -> list[list[int]]:
-        first, last = self._share.of(stop - start)
-        return batches_of(order[start + first : start + last], self._share.micro_batch)
-
-    def close(self) -> None:
-        self._fetcher.close()
-
-
-class MapBatches:
-    """Batches of the samples [start, stop) of a map-style dataset."""
-
-    def __init__(self, fetcher: Fetcher, span: tuple[int, int], batch_size: int) -> None:
-        self.fetcher, self._span, self._batch_size = fetcher, span, batch_size
-
-    def __len__(self) -> int:
-        return -(-(self._span[1] - self._span[0]) // self._batch_size)
-
-    def read(self) -> Iterator[Batch]:
-        return self.fetcher.fetch(0, batches_of(list(range(*self._span)), self._batch_size))

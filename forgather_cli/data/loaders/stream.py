@@ -7,33 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
-from forgather_cli.data.loaders.collate import is_batch
-from forgather_cli.data.loaders.workers import Workers, set_epoch, start_workers, worker_loader
+from forgather_cli.data.loaders.workers import Workers, start_workers, worker_loader
 from forgather_cli.errors import DataError
 
 State = dict[str, Any]
-
-
-def is_map_style(dataset: Any) -> bool:
-    """True if samples can be asked for by number."""
-    if isinstance(dataset, DataLoader | IterableDataset) or has_batches(dataset):
-        return False
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
-def has_batches(dataset: Any) -> bool:
-    """True if it is known without reading that the items are batches, not samples."""
-    return isinstance(dataset, DataLoader) or (
-        isinstance(dataset, list | tuple) and bool(dataset) and is_batch(dataset[0])
-    )
-
-
-def tell_epoch(dataset: Any, epoch: int) -> None:
-    """``set_epoch`` on the dataset, and on what a dataloader reads from."""
-    for part in (dataset, *(getattr(dataset, name, None) for name in ("dataset", "sampler", "batch_sampler"))):
-        set_epoch(part, epoch)
 
 
 class Stream:
@@ -123,8 +102,3 @@ class _Chunk:
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def batches_of(items: list[Any], size: int) -> list[list[Any]]:
-    """Lists of at most ``size`` items."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
