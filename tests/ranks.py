@@ -1,4 +1,4 @@
-"""Run a function on N gloo ranks. One pool of rank processes serves a whole test session: a spawn costs 5 s.
+"""Run a function on N gloo ranks. One pool of rank processes serves all tests of a pytest process.
 
     results = run_ranks(2, trained_weights, config)   # a module's function; arguments and results are pickled
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -20,14 +19,13 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from forgather_cli.launch.process import collect_less
+from forks import fork
 
 _SETTLE = 2.0  # seconds that the other ranks get to fail too, once one has
-_COLLECT = 8  # functions after which a rank looks for garbage: a look at the libraries' 300,000 objects takes 0.15 s
-_IDLE = 0.5  # seconds without work after which it looks too
 
 
 class RankError(AssertionError):
@@ -48,14 +46,9 @@ class _Pool:
         self.ranks: list[tuple[Any, Connection]] = []
 
     def grow(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
         while len(self.ranks) < count:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            old = os.environ.get("OMP_NUM_THREADS")
-            os.environ["OMP_NUM_THREADS"] = "1"
-            process.start()
-            os.environ.pop("OMP_NUM_THREADS") if old is None else os.environ.update(OMP_NUM_THREADS=old)
+            ours, theirs = Pipe()
+            process = fork(_serve, theirs, daemon=True)
             theirs.close()
             self.ranks.append((process, ours))
 
@@ -110,21 +103,16 @@ def _collect(count: int, deadline: float) -> tuple[dict[int, Any], dict[int, Bas
 
 def _serve(connection: Connection) -> None:
     """A rank process: run what comes until the connection closes."""
-    collect_less()
     import torch
 
     torch.set_num_threads(1)
-    garbage = 0  # functions since the last look for it
     with contextlib.suppress(EOFError):
         while True:
-            if garbage >= _COLLECT or (garbage and not connection.poll(_IDLE)):
-                gc.collect()  # trainers are cycles, and hold groups whose threads add up
-                garbage = 0
             function, args, rank, count, store, timeout = pickle.loads(connection.recv())
             answer = _run(function, args, rank, count, store, timeout)
             connection.send_bytes(pickle.dumps(answer))
-            garbage += 1 if answer[0] is None else _COLLECT
             del answer
+            gc.collect()  # trainers are cycles, and hold groups whose threads add up
 
 
 def _run(function: Callable[..., Any], args: Any, rank: int, count: int, store: str, timeout: float) -> Any:
@@ -137,6 +125,7 @@ def _run(function: Callable[..., Any], args: Any, rank: int, count: int, store: 
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
         )
+        dist.barrier()  # a function may be done on one rank while another one still connects
         return None, function(*args), ""
     except BaseException as error:
         return time.monotonic(), _picklable(error), traceback.format_exc()

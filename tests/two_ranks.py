@@ -62,7 +62,6 @@ def _slurm_task(folder: str, port: int, recipe: str, words: list[str]) -> tuple[
     from forgather_cli.launch import start
 
     rank = str(dist.get_rank())
-    dist.barrier()  # the other one may still be connecting
     dist.destroy_process_group()
     task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     place = joined([], {**task, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})

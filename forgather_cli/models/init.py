@@ -104,12 +104,19 @@ def allocate(module: nn.Module, device: torch.device | str) -> bool:
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    module.to_empty(device=device)
+    module._apply(lambda tensor: _empty(tensor, device))
     for first, *others in names_of.values():
         for other in others:
             _set_parameter(module, other, module.get_parameter(first))
     reset_buffers(module)
     return True
+
+
+def _empty(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Memory for a tensor. ``empty_like`` of one on meta imports sympy, half a second (torch 2.13, ``_refs``)."""
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)
 
 
 def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -1,0 +1,18 @@
+"""What the process that ``forks`` forks from has imported. Only that process imports this."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pkgutil
+
+import forgather_cli
+from forgather_cli.launch.process import collect_less
+
+collect_less()
+for _name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "hydra", "rich.console"):
+    importlib.import_module(_name)
+for _module in pkgutil.walk_packages(forgather_cli.__path__, "forgather_cli."):
+    if not _module.name.endswith("__main__"):
+        importlib.import_module(_module.name)
+gc.freeze()  # forked processes need not look for garbage among 300,000 objects that stay
