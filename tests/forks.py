@@ -4,10 +4,20 @@ instead of 3 to 5 s. There is one such server for each process of pytest; ``warm
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import io
 import multiprocessing
 import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
 from collections.abc import Callable
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 import pytest
 
@@ -15,8 +25,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["warm"])
 
 
-def fork(function: Callable[..., Any], *args: Any, daemon: bool) -> Any:
-    """A started process that calls a module's function. On one thread, with the environment of this process.
+def fork(function: Callable[..., Any], *args: Any, daemon: bool = True) -> Any:
+    """A started process, on one thread and with the environment of this one, that calls a module's function.
 
     ``daemon``: it ends with this process, and cannot start processes by multiprocessing.
     """
@@ -31,3 +41,125 @@ def _call(environment: dict[str, str], function: Callable[..., Any], *args: Any)
     os.environ.clear()
     os.environ.update(environment)
     function(*args)
+
+
+class Program:
+    """``python -m MODULE WORDS`` in a forked process, and its ranks too if it starts ranks by torch's elastic agent.
+
+    What tests use of ``subprocess.Popen``.
+    """
+
+    def __init__(self, module: str, words: tuple[str, ...], directory: str, environment: dict[str, str]) -> None:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        self._process = fork(_program, theirs, module, words, directory, environment, daemon=False)
+        theirs.close()
+        self.stdout = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
+        ours.close()
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("forgather", timeout or 0)
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def _program(
+    output: Connection, module: str, words: tuple[str, ...], directory: str, environment: dict[str, str]
+) -> None:
+    os.chdir(directory)
+    for number in (1, 2):
+        os.dup2(output.fileno(), number)
+    output.close()
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding="utf-8", write_through=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), encoding="utf-8", errors="backslashreplace", write_through=True)
+    _start_ranks_by_forks()
+    _become(module, words, environment)
+
+
+def _become(module: str, words: tuple[str, ...], environment: dict[str, str], flags: tuple[str, ...] = ()) -> None:
+    """Do what a new interpreter does by ``FLAGS -m MODULE WORDS``."""
+    os.environ.clear()
+    os.environ.update(environment)
+    here = [] if "-P" in flags else [os.getcwd()]
+    added = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = dict.fromkeys([*here, *added, *sys.path])
+    sys.argv = [module, *words]
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+# ------------------------------------------------------------------------------------------------- ranks of a launcher
+
+
+def _start_ranks_by_forks() -> None:
+    """Have torch's elastic agent in this process, a launcher, start ranks by forks of what this process is now.
+
+    A child that does nothing else forks them and lets go of them: they become children of this process (Linux).
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    ours, theirs = multiprocessing.Pipe()
+    launcher = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        _serve(theirs, launcher)
+    theirs.close()
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, args: tuple[str, ...], env: dict[str, str], **kwargs: Any) -> None:
+            ours.send((args, env))
+            super().__init__(args, env=env, **kwargs)
+
+        def _execute_child(self, *args: Any) -> None:
+            self.pid = ours.recv()
+            self._child_created = True
+
+    subprocess_handler.Popen = Popen
+
+
+def _serve(requests: Connection, launcher: int) -> NoReturn:
+    with contextlib.suppress(EOFError):
+        while True:
+            command, environment = requests.recv()
+            if (between := os.fork()) == 0:
+                if os.fork() == 0:
+                    _rank(requests, launcher, command, environment)
+                os._exit(0)
+            os.waitpid(between, 0)
+    os._exit(0)
+
+
+def _rank(requests: Connection, launcher: int, command: tuple[str, ...], environment: dict[str, str]) -> NoReturn:
+    while os.getppid() != launcher:
+        time.sleep(0.001)
+    os.setsid()
+    requests.send(os.getpid())
+    requests.close()
+    module = command.index("-m") + 1
+    code = 1
+    try:
+        _become(command[module], command[module + 1 :], environment, flags=command[1 : module - 1])
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else end.code is not None
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)

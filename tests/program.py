@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
-from forks import fork
+from forks import Program
 
 from forgather_cli.cli import app
 
@@ -33,8 +27,8 @@ def forgather(*words: str) -> int:
 class Process:
     """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module, or code.
 
-    The program is forked from a process that has imported torch; ``cold`` starts an interpreter for it, as modules and
-    code always do: where the start itself is what a test is about.
+    The program and its ranks are forked from a process that has imported torch; ``cold`` starts interpreters, as
+    modules and code always do: where the start itself is what a test is about.
     """
 
     def __init__(
@@ -47,7 +41,7 @@ class Process:
         cold: bool = False,
     ) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
-        self.process: subprocess.Popen[str] | _Forked
+        self.process: subprocess.Popen[str] | Program
         if code or module or cold:
             command = ["-c", code] if code else ["-m", module or "forgather_cli", *words]
             self.process = subprocess.Popen(
@@ -59,7 +53,7 @@ class Process:
                 cwd=cwd,
             )
         else:
-            self.process = _Forked(words, str(cwd or Path.cwd()), environment)
+            self.process = Program("forgather_cli", words, str(cwd or Path.cwd()), environment)
         self.lines: list[str] = []
 
     def read_until(self, pattern: str) -> str:
@@ -89,54 +83,3 @@ class Process:
         if self.process.poll() is None:
             self.process.kill()
             self.finish()
-
-
-class _Forked:
-    """What tests use of ``subprocess.Popen``, of a forked process."""
-
-    def __init__(self, words: tuple[str, ...], directory: str, environment: dict[str, str]) -> None:
-        ours, theirs = Pipe(duplex=False)
-        self._process = fork(_program, theirs, words, directory, environment, daemon=False)
-        theirs.close()
-        self.stdout = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
-        ours.close()
-        self.pid: int = self._process.pid
-
-    def poll(self) -> int | None:
-        code: int | None = self._process.exitcode
-        return code
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired("forgather", timeout or 0)
-        return code
-
-    def send_signal(self, signum: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-
-def _program(output: Connection, words: tuple[str, ...], directory: str, environment: dict[str, str]) -> NoReturn:
-    """Become what ``python -m forgather_cli WORDS`` is."""
-    os.chdir(directory)
-    os.environ.clear()
-    os.environ.update(environment)
-    added = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [directory, *dict.fromkeys([*filter(None, added), *sys.path])]
-    sys.argv = ["forgather", *words]
-    for number in (1, 2):
-        os.dup2(output.fileno(), number)
-    output.close()
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding="utf-8", write_through=True)
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), encoding="utf-8", errors="backslashreplace", write_through=True)
-    from forgather_cli.__main__ import run
-
-    run()

@@ -48,7 +48,7 @@ class _Pool:
     def grow(self, count: int) -> None:
         while len(self.ranks) < count:
             ours, theirs = Pipe()
-            process = fork(_serve, theirs, daemon=True)
+            process = fork(_serve, theirs)
             theirs.close()
             self.ranks.append((process, ours))
 

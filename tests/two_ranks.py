@@ -43,10 +43,10 @@ def acted(job: Process, number: int = 0) -> None:
         time.sleep(0.02)
 
 
-def start(*words: str, strategy: str = "ddp") -> Process:
-    """A run on two ranks."""
+def start(*words: str, strategy: str = "ddp", cold: bool = False) -> Process:
+    """A run on two ranks. ``cold`` as for a Process."""
     layout = ["n_microbatches=2"] if strategy == "pipeline" else []
-    return Process("train", *SMALL, f"trainer={strategy}", "nproc_per_node=2", *layout, *words)
+    return Process("train", *SMALL, f"trainer={strategy}", "nproc_per_node=2", *layout, *words, cold=cold)
 
 
 def train(*words: str, strategy: str = "ddp") -> tuple[int, str]:

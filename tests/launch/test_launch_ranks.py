@@ -398,7 +398,7 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
 
 
 def test_a_signal_before_ranks_have_begun_ends_them_with_the_launcher() -> None:
-    with start("max_steps=10") as job:
+    with start("max_steps=10", cold=True) as job:
         until = time.monotonic() + 60
         while len(ranks := children(job.process.pid)) < 2 and time.monotonic() < until:
             time.sleep(0.005)
