@@ -104,7 +104,7 @@ def allocate(module: nn.Module, device: torch.device | str) -> bool:
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    module._apply(lambda tensor: _empty(tensor, device))
+    module._apply(lambda tensor: _empty(tensor, device))  # type: ignore[no-untyped-call]
     for first, *others in names_of.values():
         for other in others:
             _set_parameter(module, other, module.get_parameter(first))
