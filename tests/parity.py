@@ -29,7 +29,7 @@ from forgather_cli.config.schema import Config
 from forgather_cli.models.generate import generate
 from forgather_cli.models.parts import evaluation_mode, named_tensors
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer.setup import rows_of
+from forgather_cli.shards import box_of, local
 
 SEQ_LEN = 16
 
@@ -106,8 +106,8 @@ class Probe(TrainerCallback):
         trainer = kwargs["trainer"]
         strategy, share = trainer.strategy, self.share
         share.data_rank = strategy.data_rank
-        rows = rows_of({**named_tensors(strategy.parts), **trainer.optimizer.state_tensors()})
-        share.begin = {name: (row.start, row.tensor.clone()) for name, row in rows.items()}
+        held = {**named_tensors(strategy.parts), **trainer.optimizer.state_tensors()}
+        share.begin = {name: (box_of(t).rows[0], local(t.detach()).clone()) for name, t in held.items()}
         strategy.forward_backward = self._noting(strategy.forward_backward)
 
     def _noting(self, forward_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather_cli.checkpoint.components import Component, Rows, Sharing
+from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.config.schema import RunSettings
@@ -64,8 +64,8 @@ def write_model_files(directory: Path) -> None:
     (directory / "empty.txt").write_text("")
 
 
-def rows(named: dict[str, Tensor]) -> dict[str, Rows]:
-    return {name: Rows(tensor, 0, tuple(tensor.shape)) for name, tensor in named.items()}
+def rows(named: dict[str, Tensor]) -> dict[str, LocalShard]:
+    return {name: LocalShard(tensor, 0, tuple(tensor.shape)) for name, tensor in named.items()}
 
 
 def settings_of(**changes: Any) -> RunSettings:

@@ -14,6 +14,7 @@ from forgather_cli.checkpoint.encoding import Encoded
 from forgather_cli.checkpoint.layout import Piece
 from forgather_cli.checkpoint.tensors import spec_of
 from forgather_cli.errors import SetupError
+from forgather_cli.shards import box_of, is_sharded, local, needs_exchange, rows_of
 
 
 class Sharing(Enum):
@@ -75,10 +76,9 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows [start, start + len(tensor)) of a full tensor of ``shape``, as this rank holds them, on any device.
-
-    ``shape`` None: the tensor is the full one. A 0-dim tensor counts as one row.
+class LocalShard:
+    """What this rank holds of a tensor, on any device. A DTensor says so itself; any other is rows [start, start +
+    len(tensor)) of a full tensor of ``shape`` (None: it is the full one). A 0-dim tensor counts as one row.
     """
 
     tensor: Tensor
@@ -86,24 +86,34 @@ class Rows:
     shape: tuple[int, ...] | None = None
     must_be_finite: bool = True
 
+    @property
+    def memory(self) -> Tensor:
+        return local(self.tensor).detach()
+
+    @property
+    def needs_exchange(self) -> bool:
+        """Whether ranks must send each other columns before any of them has whole rows to write."""
+        return needs_exchange(self.tensor)
+
     def piece(self, name: str) -> Piece:
-        """Where these rows belong. Raises CheckpointError for a dtype that cannot be stored."""
-        local = tuple(self.tensor.shape)
-        full = local if self.shape is None else tuple(self.shape)
-        rows = local[0] if local else 1
-        assert (len(local), local[1:]) == (len(full), full[1:]), f"{name}: rows {local} of {full}"
+        """Which rows of the tensor are for this rank to write. Raises CheckpointError for a dtype that cannot be
+        stored, SetupError for a DTensor that is not one box on each rank.
+        """
+        if is_sharded(self.tensor):
+            (start, stop), box = rows_of(self.tensor), box_of(self.tensor)
+            held = (box.offsets, box.sizes) if self.needs_exchange else None
+            return Piece(spec_of(name, self.tensor.dtype, tuple(self.tensor.shape)), start, stop - start, held)
+        here = tuple(self.tensor.shape)
+        full = here if self.shape is None else tuple(self.shape)
+        rows = here[0] if here else 1
+        assert (len(here), here[1:]) == (len(full), full[1:]), f"{name}: rows {here} of {full}"
         assert self.start + rows <= (full[0] if full else 1), f"{name}: {rows} rows from {self.start} of {full}"
         return Piece(spec_of(name, self.tensor.dtype, full), self.start, rows)
 
-    def part(self, piece: Piece) -> Tensor:
-        """The rows of a piece of these rows, shared memory."""
-        tensor = self.tensor.detach()
-        return tensor[piece.start - self.start :][: piece.rows] if tensor.ndim else tensor
 
-
-def total_bytes(rows: Mapping[str, Rows]) -> int:
+def total_bytes(shards: Mapping[str, LocalShard]) -> int:
     """Bytes of the full tensors, over all ranks."""
-    return sum(row.piece(name).spec.num_bytes for name, row in rows.items())
+    return sum(shard.piece(name).spec.num_bytes for name, shard in shards.items())
 
 
 def shared_file() -> str:

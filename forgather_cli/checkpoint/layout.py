@@ -110,6 +110,8 @@ class Piece:
     spec: TensorSpec
     start: int
     rows: int
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Offsets and sizes of what the rank holds until ranks exchange columns for these rows; None: the rows."""
 
     @property
     def begin(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from forgather_cli.checkpoint.components import Rows
+from forgather_cli.checkpoint.components import LocalShard
 from forgather_cli.checkpoint.encoding import TAG, Encoded
 from forgather_cli.checkpoint.gather import ranks_named
 from forgather_cli.checkpoint.layout import Piece
@@ -33,17 +33,18 @@ K = TypeVar("K", bound=Hashable)
 
 
 class ReplicationCheck:
-    """Compares the rows that several ranks hold, save after save. What no other rank holds is not looked at again."""
+    """Compares what several ranks hold, save after save. What no other rank holds is not looked at again."""
 
     def __init__(self, level: Check) -> None:
         self.level = level
         self._alone: set[Piece] = set()
 
-    def sums(self, rows: Mapping[str, Rows], pieces: Iterable[Piece]) -> Sums:
-        """Checksums of this rank's rows, of those that some other rank may hold too. Waits for the device."""
+    def sums(self, shards: Mapping[str, LocalShard], pieces: Iterable[Piece]) -> Sums:
+        """Checksums of what this rank holds, where some other rank may hold it too. Waits for the device."""
         if self.level not in ("tensor", "full"):
             return {}
-        tensors = {p.spec.name: rows[p.spec.name].tensor for p in pieces if p not in self._alone and p.num_bytes}
+        held = {p.spec.name: shards[p.spec.name].memory for p in pieces if p not in self._alone}
+        tensors = {name: memory for name, memory in held.items() if memory.numel()}
         return checksums(tensors) if self.level == "tensor" else {n: sha256_of(t) for n, t in tensors.items()}
 
     def differences(self, rank: int, held: Sequence[Sequence[Piece]], sums: Sequence[Sums]) -> list[str]:
@@ -96,6 +97,9 @@ def _told(found: Mapping[str, Mapping[Any, Sequence[int]]]) -> list[str]:
 
 
 def _described(piece: Piece) -> str:
+    if piece.box is not None:
+        offsets, sizes = piece.box
+        return f"{piece.spec.name} {list(sizes)} from {list(offsets)}"
     whole = piece.rows == piece.spec.num_rows
     return piece.spec.name if whole else f"{piece.spec.name} rows {piece.start} to {piece.start + piece.rows}"
 

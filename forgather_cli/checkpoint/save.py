@@ -21,7 +21,7 @@ import torch
 
 import forgather_cli
 from forgather_cli.checkpoint import retention
-from forgather_cli.checkpoint.components import Component, Rows
+from forgather_cli.checkpoint.components import Component, LocalShard
 from forgather_cli.checkpoint.gather import gather, joined, new_group_like
 from forgather_cli.checkpoint.layout import MAX_SHARD_BYTES
 from forgather_cli.checkpoint.manifest import BestBy, Manifest, manifest_of
@@ -99,7 +99,7 @@ class Checkpointer:
             retention.clean(self.run)
 
     def trial(
-        self, components: Iterable[Component], *, rows: Mapping[str, Rows] | None = None, num_bytes: int = 0
+        self, components: Iterable[Component], *, rows: Mapping[str, LocalShard] | None = None, num_bytes: int = 0
     ) -> None:
         """Collective. Try what a save does, before the first step: encode every state, write, look at free space.
 
@@ -126,8 +126,8 @@ class Checkpointer:
         self,
         step: int,
         *,
-        model: Mapping[str, Rows],
-        optimizer: Mapping[str, Rows],
+        model: Mapping[str, LocalShard],
+        optimizer: Mapping[str, LocalShard],
         components: Iterable[Component],
         write_model_files: Callable[[Path], None],
         info: Mapping[str, Any],

@@ -5,7 +5,7 @@ All that training waits for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from forgather_cli.checkpoint.components import (
     Component,
     Holders,
-    Rows,
+    LocalShard,
     Sharing,
     encode_components,
     holders_of,
@@ -35,8 +35,9 @@ from forgather_cli.checkpoint.replication import (
 )
 from forgather_cli.checkpoint.tensors import host_copy
 from forgather_cli.errors import NotFiniteError, SetupError
+from forgather_cli.shards import RowExchange
 
-Kinds = Mapping[str, Mapping[str, Rows]]
+Kinds = Mapping[str, Mapping[str, LocalShard]]
 """What a rank holds of each kind of tensors, by the stem of the kind's files and by tensor name."""
 
 
@@ -89,6 +90,7 @@ class Snapshots:
         self._checks: dict[str, ReplicationCheck] = {}
         self._max_shard_bytes = max_shard_bytes
         self._buffers = HostBuffers()
+        self._exchange = RowExchange([])
 
     def take(
         self, step: int, kinds: Kinds, components: Sequence[Component], *, failure: str | None, share: bool
@@ -127,10 +129,12 @@ class Snapshots:
             if failure is not None:
                 raise SetupError(failure)
             encoded = encode_components(components, self._rank, compared=self._level != "none")
-            pieces = [[row.piece(name) for name, row in rows.items()] for rows in kinds.values()]
+            pieces = [[shard.piece(name) for name, shard in shards.items()] for shards in kinds.values()]
             checks = [self._checks.setdefault(stem, ReplicationCheck(self._level)) for stem in kinds]
-            sums = [c.sums(rows, p) for c, rows, p in zip(checks, kinds.values(), pieces, strict=True)]
-            void = [name for rows in kinds.values() for name in not_finite(rows)]
+            sums = [c.sums(shards, p) for c, shards, p in zip(checks, kinds.values(), pieces, strict=True)]
+            void = [name for shards in kinds.values() for name in not_finite(shards)]
+            # takes its memory now, while a failure can still be told: a rank that raises later leaves others waiting
+            self._exchange = exchange_of([shard for shards in kinds.values() for shard in shards.values()])
         except SetupError as error:
             return {}, _Share(failure=str(error))
         except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
@@ -151,24 +155,44 @@ class Snapshots:
         refuse([*found, *component_differences([share.digests for share in shares])], step)
 
     def _copy(self, snapshot: Snapshot, kinds: Kinds, share: bool) -> None:
-        """A failure is told when the others ask for what was written."""
-        try:
-            for files in snapshot.plans:
-                snapshot.rows.append(self._buffers.copy(files, self._rank, kinds[files.stem], share=share))
-            snapshot.copies = copy_events(list(kinds.values()))
-        except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
-            snapshot.failure = f"the copy to host memory failed ({type(error).__name__}: {error})"
+        """Collective. A failure is told when the others ask for what was written; until then this rank takes part."""
+        for files in snapshot.plans:
+            shards = kinds[files.stem]
+            snapshot.rows.append({})
+            for name, rows in parts_to_write(files, self._rank, shards, self._exchange):
+                share_this = share and not shards[name].needs_exchange
+                try:
+                    if snapshot.failure is None:
+                        snapshot.rows[-1][name] = self._buffers.copy((files.stem, name), rows, share=share_this)
+                except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
+                    snapshot.failure = f"the copy to host memory failed ({type(error).__name__}: {error})"
+        snapshot.copies = copy_events([shard for shards in kinds.values() for shard in shards.values()])
+        self._exchange = RowExchange([])
+
+
+def parts_to_write(
+    plan: Plan, rank: int, shards: Mapping[str, LocalShard], exchange: RowExchange
+) -> Iterator[tuple[str, Tensor]]:
+    """Collective where ``shards`` need an exchange, as is each step of it. By name the rows that ``rank`` writes, where
+    they are; those that came by an exchange last until the next step.
+    """
+    written = {piece.spec.name: piece for piece in plan.writes[rank]}
+    for name, shard in sorted(shards.items()):  # in one order on all ranks
+        rows = exchange.rows(shard.tensor) if shard.needs_exchange else shard.memory
+        if name in written:
+            begin = written[name].start - shard.piece(name).start
+            yield name, rows[begin : begin + written[name].rows] if rows.ndim else rows
 
 
 @torch.no_grad()
-def not_finite(rows: Mapping[str, Rows]) -> list[str]:
+def not_finite(shards: Mapping[str, LocalShard]) -> list[str]:
     """Names of the tensors that hold an infinity or NaN, which the last update may have made after its gradient norm.
 
     One pass where they are, as long as the copy to host memory takes or less (``aminmax`` keeps NaN, and is 10 to 20
     times as fast as ``isfinite().all()`` on a CPU with torch 2.13); waits for each device once.
     """
     found: list[str] = []
-    tensors = {n: r.tensor for n, r in rows.items() if r.must_be_finite and r.tensor.is_floating_point()}
+    tensors = {n: s.memory for n, s in shards.items() if s.must_be_finite and s.tensor.is_floating_point()}
     for device in {tensor.device for tensor in tensors.values()}:
         there = {n: t for n, t in tensors.items() if t.device == device and t.numel()}
         ends = [torch.stack(torch.aminmax(t if t.element_size() > 1 else t.float())) for t in there.values()]
@@ -186,14 +210,10 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
-    def copy(self, plan: Plan, rank: int, rows: Mapping[str, Rows], *, share: bool) -> dict[str, Tensor]:
-        """The rows that ``rank`` writes, in host memory. ``share``: host tensors are not copied where they can be
-        written as they are; the caller leaves them alone until they are on disk.
+    def copy(self, key: tuple[str, str], tensor: Tensor, *, share: bool) -> Tensor:
+        """A copy of ``tensor`` in host memory that is ``key``'s. ``share``: a host tensor is not copied where it can be
+        written as it is; the caller leaves it alone until it is on disk.
         """
-        written = {piece.spec.name: rows[piece.spec.name].part(piece) for piece in plan.writes[rank]}
-        return {name: self._one((plan.stem, name), tensor, share) for name, tensor in written.items()}
-
-    def _one(self, key: tuple[str, str], tensor: Tensor, share: bool) -> Tensor:
         if share and tensor.device.type == "cpu" and tensor.is_contiguous():
             return tensor
         buffer = self._buffers.get(key)
@@ -206,9 +226,14 @@ class HostBuffers:
         self._buffers = {}
 
 
-def copy_events(rows: list[Mapping[str, Rows]]) -> list[Any]:
-    """Events that come after everything the devices of ``rows`` have been given to do so far."""
-    devices = {row.tensor.device for kind in rows for row in kind.values() if row.tensor.is_cuda}
+def exchange_of(shards: Iterable[LocalShard]) -> RowExchange:
+    """What ``parts_to_write`` needs for these."""
+    return RowExchange([shard.tensor for shard in shards if shard.needs_exchange])
+
+
+def copy_events(shards: Iterable[LocalShard]) -> list[Any]:
+    """Events that come after everything the devices of ``shards`` have been given to do so far."""
+    devices = {shard.memory.device for shard in shards if shard.memory.is_cuda}
     events = []
     for device in devices:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

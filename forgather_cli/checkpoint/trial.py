@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forgather_cli.checkpoint.components import Component, Rows, encode_components, total_bytes
+from forgather_cli.checkpoint.components import Component, LocalShard, encode_components, total_bytes
 from forgather_cli.checkpoint.files import remove, write_file
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.checkpoint.layout import Piece, plan
@@ -25,7 +25,7 @@ T = TypeVar("T")
 def try_save(
     run: RunDir,
     components: Iterable[Component],
-    rows: Mapping[str, Rows],
+    rows: Mapping[str, LocalShard],
     num_bytes: int,
     *,
     group: Any,
@@ -96,7 +96,7 @@ def _agree(action: Callable[..., T], *args: Any, group: Any) -> list[T]:
 
 
 def _share(
-    components: Iterable[Component], rows: Mapping[str, Rows], num_bytes: int, rank: int
+    components: Iterable[Component], rows: Mapping[str, LocalShard], num_bytes: int, rank: int
 ) -> tuple[list[Piece], float]:
     """What this rank holds, and how many times as much it will be."""
     encode_components(components, rank)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.compare import compare_configs
-from forgather_cli.checkpoint.components import Component, Rows, Sharing, total_bytes
+from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.checkpoint.load import Reader, best_valid, named, newest_valid
 from forgather_cli.checkpoint.restore import restore_components
@@ -27,7 +26,6 @@ from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import merge_group_states
 from forgather_cli.shards import box_of, local
 from forgather_cli.strategies.base import Stateful
-from forgather_cli.trainer.setup import rows_of
 
 if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
@@ -218,20 +216,20 @@ class Persistence:
             healthy=t.state.healthy,
         )
 
-    def _model_rows(self) -> dict[str, Rows]:
+    def _model_rows(self) -> dict[str, LocalShard]:
         """Buffers, which may differ between ranks (batch statistics), are those of the first data rank."""
         strategy = self._trainer.strategy
         kept = {n: t for n, t in named_tensors(strategy.parts).items() if _is_parameter(t) or strategy.data_rank == 0}
         # a buffer may be a mask of infinities
-        return {n: replace(row, must_be_finite=_is_parameter(kept[n])) for n, row in rows_of(kept).items()}
+        return {n: LocalShard(t, must_be_finite=_is_parameter(t)) for n, t in kept.items()}
 
-    def _optimizer_rows(self) -> dict[str, Rows]:
+    def _optimizer_rows(self) -> dict[str, LocalShard]:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
         t = self._trainer
         tensors = {} if t.args.save_only_model else t.optimizer.state_tensors()
         if t.strategy.averaging is not None:
             tensors = {n: all_sum(v.detach().clone(), t.world.group).div_(t.world.size) for n, v in tensors.items()}
-        return rows_of(tensors)
+        return {name: LocalShard(tensor) for name, tensor in tensors.items()}
 
     @property
     def is_done(self) -> bool:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from forgather_cli.checkpoint.components import Rows
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.schema import Config, RunSettings
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
@@ -25,7 +24,6 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.convert import Conversion, converted, converts
-from forgather_cli.shards import box_of, local
 from forgather_cli.strategies.base import Strategy, check_supported
 from forgather_cli.trainer.arguments import TrainingArguments
 
@@ -145,11 +143,6 @@ def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:
     return sum(n for n, _ in sizes.values()), sum(n for n, trained in sizes.values() if trained)
 
 
-def rows_of(tensors: dict[str, torch.Tensor]) -> dict[str, Rows]:
-    """What this rank holds of each tensor."""
-    return {name: Rows(local(t.detach()), box_of(t).rows[0], tuple(t.shape)) for name, t in tensors.items()}
-
-
 def train_loader(trainer: Trainer) -> TrainLoader:
     args, strategy, plan = trainer.args, trainer.strategy, trainer.batch_plan
     return TrainLoader(
@@ -215,14 +208,18 @@ def _loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
 
 def save_model(trainer: Trainer, directory: Path) -> None:
     """Collective. Write a Hugging Face directory: weights, and config and tokenizer where they are known."""
+    from forgather_cli.checkpoint.components import LocalShard
     from forgather_cli.checkpoint.layout import plan
-    from forgather_cli.checkpoint.tensors import write_index, write_share
+    from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
+    from forgather_cli.checkpoint.tensors import host_copy, write_index, write_share
     from forgather_cli.models.pretrained import write_model_files
 
     directory.mkdir(parents=True, exist_ok=True)
-    rows, rank, group = rows_of(named_tensors(trainer.strategy.parts)), trainer.world.rank, trainer.cpu_group
-    files = plan(gather([row.piece(name) for name, row in rows.items()], group), "model")
-    write_share(directory, files, rank, {name: row.tensor.cpu().contiguous() for name, row in rows.items()})
+    rank, group = trainer.world.rank, trainer.cpu_group
+    shards = {name: LocalShard(tensor) for name, tensor in named_tensors(trainer.strategy.parts).items()}
+    files = plan(gather([shard.piece(name) for name, shard in shards.items()], group), "model")
+    parts = parts_to_write(files, rank, shards, exchange_of(shards.values()))
+    write_share(directory, files, rank, {name: host_copy(rows) for name, rows in parts})
     if rank == 0:
         write_index(directory, files)
         write_model_files(trainer.model, trainer.processing_class, directory)

@@ -27,7 +27,7 @@ from saving import Box
 from torch import Tensor
 
 from forgather_cli.checkpoint import publish
-from forgather_cli.checkpoint.components import Component, Rows, Sharing
+from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
 from forgather_cli.checkpoint.layout import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader, named, newest_valid
 from forgather_cli.checkpoint.restore import restore_components
@@ -80,11 +80,11 @@ def layouts(seed: int, num_ranks: int, full: dict[str, Tensor]) -> list[Layout]:
     return result
 
 
-def rows_in(layout: Layout, full: dict[str, Tensor]) -> dict[str, Rows]:
+def rows_in(layout: Layout, full: dict[str, Tensor]) -> dict[str, LocalShard]:
     held = {}
     for name, (start, stop) in layout.items():
         tensor = full[name]
-        held[name] = Rows(tensor[start:stop].clone() if tensor.ndim else tensor, start, tuple(tensor.shape))
+        held[name] = LocalShard(tensor[start:stop].clone() if tensor.ndim else tensor, start, tuple(tensor.shape))
     return held
 
 
@@ -241,7 +241,7 @@ def refused(root: str, level: str) -> list[str]:
     attempt(optimizer=saving.rows({"a.exp_avg": on_rank(2, exchange, torch.arange(5.0).bfloat16())}))
     start, count = HOLES[rank]
     part = on_rank(3, flip, torch.arange(8.0)[start : start + count].clone())
-    attempt(model={"w": Rows(part, start, (8,))}, optimizer={})
+    attempt(model={"w": LocalShard(part, start, (8,))}, optimizer={})
     attempt(model=saving.rows({"w": torch.ones(2 + (rank == 2))}), optimizer={})
     attempt(components=[Component("scheduler", Box({"lr": [0.1 if rank else 0.2]}), Sharing.REPLICATED)])
     attempt(components=[Component("scheduler", Box({"lr": torch.ones(1 + rank)}), Sharing.REPLICATED)])
@@ -400,11 +400,11 @@ def non_finite_on_one_rank(root: str) -> list[Any]:
     saver = saving.checkpointer(Path(root))
     metrics = {"loss": float("nan") if dist.get_rank() == 1 else 1.0}
     unstorable = Component("data", Box({"seen": {1} if dist.get_rank() == 1 else 1}), Sharing.PER_RANK)
-    own = Rows(torch.zeros(2), dist.get_rank(), (4,))
+    own = LocalShard(torch.zeros(2), dist.get_rank(), (4,))
     assert not saving.save(saver, 1, metrics=metrics)
     assert not saving.save(saver, 2, components=[unstorable])
     assert not saving.save(saver, 3, model={"w": own})
-    assert not saving.save(saver, 4, model={"w": Rows(torch.zeros(1), 3 * dist.get_rank(), (4,))})
+    assert not saving.save(saver, 4, model={"w": LocalShard(torch.zeros(1), 3 * dist.get_rank(), (4,))})
     assert saving.save(saver, 5)
     return saver.failures
 
@@ -622,9 +622,9 @@ def tried(root: str, what: str) -> str:
         os.chdir(Path(root) / str(rank))
         saver = saving.checkpointer(Path("run"))
     state: Any = {"seen": {1}} if what == "state" and rank == 1 else {}
-    rows = {"w": Rows(torch.empty(2, 3, device="meta"), (2 * rank) if what != "overlap" else rank, (4, 3))}
+    rows = {"w": LocalShard(torch.empty(2, 3, device="meta"), (2 * rank) if what != "overlap" else rank, (4, 3))}
     if what == "large":
-        rows = {f"w{rank}": Rows(torch.empty(1 << 20, 1 << 28, device="meta"))}
+        rows = {f"w{rank}": LocalShard(torch.empty(1 << 20, 1 << 28, device="meta"))}
     later = 3 << 50 if what == "large" and rank == 0 else 0  # three times as much as rank 0 has
     try:
         saver.trial([Component("data", Box(state), Sharing.PER_RANK)], rows=rows, num_bytes=later)
@@ -653,7 +653,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import saving
-from forgather_cli.checkpoint.components import Rows
+from forgather_cli.checkpoint.components import LocalShard
 from forgather_cli.checkpoint.load import newest_valid
 from forgather_cli.distributed import cpu_group
 from forgather_cli.run_dir import RunDir
@@ -663,9 +663,9 @@ run, draw = RunDir(Path(sys.argv[1])), random.Random(int(sys.argv[2]))
 def held(tensors, rank, size):  # large ones cut in two, the others on all ranks
     def rows(tensor):
         if len(tensor.shape) < 2 or not len(tensor):
-            return Rows(tensor)
+            return LocalShard(tensor)
         start, stop = (len(tensor) * n // size for n in (rank, rank + 1))
-        return Rows(tensor[start:stop], start, tuple(tensor.shape))
+        return LocalShard(tensor[start:stop], start, tuple(tensor.shape))
     return {name: rows(tensor) for name, tensor in tensors.items()}
 
 def train(rank, size, store):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint import replication
-from forgather_cli.checkpoint.components import Rows
+from forgather_cli.checkpoint.components import LocalShard
 from forgather_cli.checkpoint.encoding import Encoded
 from forgather_cli.checkpoint.layout import Piece, TensorSpec
 from forgather_cli.checkpoint.replication import ReplicationCheck, checksums, digest_of, refuse, sha256_of
@@ -114,7 +114,7 @@ def test_who_differs_in_what_is_told() -> None:
 
 def test_what_no_other_rank_holds_is_looked_at_once(tmp_path: Path) -> None:
     mine, shared = torch.randn(4, 2), torch.randn(3)
-    rows = {"mine": Rows(mine, 0, (8, 2)), "shared": Rows(shared)}
+    rows = {"mine": LocalShard(mine, 0, (8, 2)), "shared": LocalShard(shared)}
     pieces = [row.piece(name) for name, row in rows.items()]
     check = ReplicationCheck("tensor")
     assert check.sums(rows, pieces).keys() == {"mine", "shared"}

@@ -20,13 +20,15 @@ import torch
 from safetensors.torch import load_file
 from saving import Box
 
-from forgather_cli.checkpoint.components import Component, Rows, Sharing
+from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
 from forgather_cli.checkpoint.layout import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader, newest_valid
 from forgather_cli.checkpoint.manifest import merge_entries, read_manifest
+from forgather_cli.checkpoint.snapshot import parts_to_write
 from forgather_cli.checkpoint.tensors import write_model_directory, write_share
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.run_dir import RunDir
+from forgather_cli.shards import RowExchange
 
 # -------------------------------------------------------------------------------------------------------------- bytes
 
@@ -106,7 +108,7 @@ def test_a_run_without_optimizer_tensors_has_no_optimizer_file(tmp_path: Path) -
 
 def test_a_dtype_that_safetensors_lacks_fails_the_save_by_name(tmp_path: Path) -> None:
     saver = saving.checkpointer(tmp_path)
-    assert not saving.save(saver, 1, model={"w": Rows(torch.zeros(2, dtype=torch.complex128))})
+    assert not saving.save(saver, 1, model={"w": LocalShard(torch.zeros(2, dtype=torch.complex128))})
     assert saver.failures[0][1].startswith("w: cannot store torch.complex128")
 
 
@@ -127,14 +129,12 @@ def test_ranks_write_byte_ranges_of_one_file(tmp_path: Path) -> None:
     local = [{"a": full["a"][:3], "b": full["b"]}, {"a": full["a"][3:], "b": full["b"], "c": full["c"]}]
     starts = [{"a": 0, "b": 0}, {"a": 3, "b": 0, "c": 0}]
     rows = [
-        {name: Rows(t, starts[rank][name], tuple(full[name].shape)) for name, t in local[rank].items()}
+        {name: LocalShard(t, starts[rank][name], tuple(full[name].shape)) for name, t in local[rank].items()}
         for rank in (0, 1)
     ]
     held = [[row.piece(name) for name, row in mine.items()] for mine in rows]
     files = plan(held, "model/model")
-    mine = [
-        {piece.spec.name: rows[rank][piece.spec.name].part(piece) for piece in files.writes[rank]} for rank in (0, 1)
-    ]
+    mine = [dict(parts_to_write(files, rank, rows[rank], RowExchange([]))) for rank in (0, 1)]
     reports = [write_share(tmp_path, files, rank, mine[rank]) for rank in (1, 0)]
     loaded = load_file(tmp_path / "model" / "model.safetensors")
     for name, tensor in full.items():
@@ -390,7 +390,7 @@ def test_trial_leaves_nothing_and_the_run_directory_unused(tmp_path: Path) -> No
 
 def test_trial_checks_that_a_checkpoint_fits(tmp_path: Path) -> None:
     saver = saving.checkpointer(tmp_path)
-    huge = {"w": Rows(torch.empty(1 << 20, 1 << 30, device="meta"))}
+    huge = {"w": LocalShard(torch.empty(1 << 20, 1 << 30, device="meta"))}
     with pytest.raises(SetupError) as caught:
         saver.trial([], rows=huge, num_bytes=1 << 52)
     message = str(caught.value)
@@ -403,7 +403,7 @@ def test_without_planned_saves_a_trial_warns_of_a_lack_of_room_and_leaves_no_dir
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = saving.checkpointer(tmp_path / "new", save_strategy="no")
-    saver.trial(saving.components(0), rows={"w": Rows(torch.empty(1 << 20, 1 << 30, device="meta"))})
+    saver.trial(saving.components(0), rows={"w": LocalShard(torch.empty(1 << 20, 1 << 30, device="meta"))})
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert re.fullmatch(
