@@ -39,7 +39,11 @@ class CorpusBar:
 
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None and sys.stderr.isatty():
-            self._bar = _corpus_bar()
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=total)
             open_bar(self._bar)
         if self._bar is not None:
@@ -48,11 +52,3 @@ class CorpusBar:
     def close(self) -> None:
         if self._bar is not None:
             close_bar(self._bar)
-
-
-def _corpus_bar() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)

@@ -62,7 +62,10 @@ class TrainerControlCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer = trainer = kwargs["trainer"]
-        job_id = _free_job_id(args.job_id)
+        job_id = args.job_id or registry.new_job_id(os.getpid())
+        if registry.is_taken(job_id):
+            log.warning("job_id: %s is the id of a job that runs; this one adds its process id", job_id)
+            job_id = f"{job_id}_{os.getpid()}"
         self._evaluating, self._pace, self._targets, self._published = False, None, {}, {}
         self._queue = CommandQueue(trainer.run_dir, job_id, step=lambda: state.global_step)
         trainer.stopping.commands = self._queue
@@ -167,7 +170,14 @@ class TrainerControlCallback(TrainerCallback):
         try:
             token = None if settings.disable_auth else given_token(settings) or secrets.token_hex(32)
             self._server = ControlServer(job_id, self._commands, reports, host=settings.host, ports=ports, token=token)
-            entry = self._new_entry(self._server.port)
+            run = self._run or self._trainer.run_dir
+            entry = Entry(
+                **self._about,
+                host=settings.host,
+                port=self._server.port,
+                process_start_time=registry.start_of(os.getpid()) or "",
+                logging_dir=str((run.logging_dir or run.root).resolve()),
+            )
             registry.register(entry, token)
             self._entry = entry
         except Exception as error:  # whatever it is: training is worth more than being steered
@@ -176,16 +186,6 @@ class TrainerControlCallback(TrainerCallback):
             return
         log.info("control: this is %s", job_id)
         self._warn()
-
-    def _new_entry(self, port: int) -> Entry:
-        run = self._run or self._trainer.run_dir
-        return Entry(
-            **self._about,
-            host=self.settings.host,
-            port=port,
-            process_start_time=registry.start_of(os.getpid()) or "",
-            logging_dir=str((run.logging_dir or run.root).resolve()),
-        )
 
     def _warn(self) -> None:
         reach = "any process of this machine"
@@ -250,15 +250,6 @@ class TrainerControlCallback(TrainerCallback):
             return None
         since, first = self._pace
         return max(0, max_steps - step) * (time.monotonic() - since) / (step - first)
-
-
-def _free_job_id(wanted: str | None) -> str:
-    if wanted is not None and not registry.is_taken(wanted):
-        return wanted
-    if wanted is not None:
-        log.warning("job_id: %s is the id of a job that runs; this one adds its process id", wanted)
-        return f"{wanted}_{os.getpid()}"
-    return registry.new_job_id(os.getpid())
 
 
 def _newest_metrics(history: list[dict[str, Any]]) -> dict[str, Any]:

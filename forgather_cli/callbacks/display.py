@@ -148,7 +148,7 @@ class TerminalDisplay(Display):
         self._train = self._open().add_task(
             "train", total=max_steps if max_steps > 0 else None, completed=step, status=""
         )
-        self._refresh()
+        self._open().refresh()
 
     def advance(self, step: int) -> None:
         now = time.perf_counter()
@@ -224,10 +224,6 @@ class TerminalDisplay(Display):
             self._bar = _bar(self._name)
             open_bar(self._bar)
         return self._bar
-
-    def _refresh(self) -> None:
-        if self._bar is not None:
-            self._bar.refresh()
 
     def _hide_evaluation(self) -> None:
         if self._bar is None or self._eval is None:

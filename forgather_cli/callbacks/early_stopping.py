@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
@@ -29,9 +30,18 @@ class EarlyStopping(TrainerCallback):
         metrics = kwargs.get("metrics") or {}
         value = metrics.get(_full(self.settings.metric), metrics.get(self.settings.metric))
         if value is None:
-            self._warn(metrics)
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "callbacks.early_stopping.metric: an evaluation has no %r and is not judged; it has %s",
+                    self.settings.metric,
+                    ", ".join(metrics),
+                )
             return
-        if self._is_better(float(value), _greater(self.settings.metric, args)):
+        is_best_metric = _full(self.settings.metric) == _full(getattr(args, "metric_for_best_model", None) or "")
+        greater = is_best_metric and bool(getattr(args, "greater_is_better", False))
+        gain = math.inf if self._best is None else float(value) - self._best if greater else self._best - float(value)
+        if not math.isnan(value) and gain > self.settings.threshold:
             self._best, self._best_step, self._bad = float(value), state.global_step, 0
             return
         self._bad += 1
@@ -46,14 +56,6 @@ class EarlyStopping(TrainerCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best, self._best_step, self._bad = state["best"], state["best_step"], state["bad"]
 
-    def _is_better(self, value: float, greater: bool) -> bool:
-        if value != value:
-            return False
-        if self._best is None:
-            return True
-        gain = value - self._best if greater else self._best - value
-        return gain > self.settings.threshold
-
     def _report(self, value: float, step: int) -> None:
         best = "none was a number" if self._best is None else f"the best is {self._best:.6g} of step {self._best_step}"
         logger.warning(
@@ -62,20 +64,6 @@ class EarlyStopping(TrainerCallback):
             step, self.settings.metric, value, best, self.settings.threshold, self._bad,
         )  # fmt: skip
 
-    def _warn(self, metrics: dict[str, Any]) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "callbacks.early_stopping.metric: an evaluation has no %r and is not judged; it has %s",
-                self.settings.metric,
-                ", ".join(metrics),
-            )
-
 
 def _full(metric: str) -> str:
     return metric if metric.startswith("eval_") else f"eval_{metric}"
-
-
-def _greater(metric: str, args: Any) -> bool:
-    is_best_metric = _full(metric) == _full(getattr(args, "metric_for_best_model", None) or "")
-    return is_best_metric and bool(getattr(args, "greater_is_better", False))

@@ -125,11 +125,15 @@ def _rewrite(path: Path, change: Callable[[_Record], _Record | None]) -> None:
     """Put what ``change`` makes of each record, None to leave it out, in its place."""
     try:
         lines = read_bytes(path).splitlines(keepends=True)
-        kept = [record.line for record in map(change, _records(lines)) if record is not None]
+        whole = lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines  # a last line without an end is torn
+        records = [_record(line, number) for number, line in enumerate(whole, 1)]
+        kept = [record.line for record in map(change, records) if record is not None]
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        aside = _free_name(path.with_name(path.name + ".bak"))
+        aside, n = path.with_name(f"{path.name}.bak"), 2
+        while aside.exists():
+            aside, n = path.with_name(f"{path.name}.bak.{n}"), n + 1
         path.rename(aside)
         logger.warning("%s cannot be read (%s); it is set aside as %s", path, error, aside.name)
         return
@@ -142,12 +146,6 @@ def _marked(record: _Record) -> _Record:
     return _Record(line, record.step, abandoned=True)
 
 
-def _records(lines: list[bytes]) -> list[_Record]:
-    """Each line with its step; a last line without an end is torn and left out. Raises ValueError for any other."""
-    whole = lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
-    return [_record(line, number) for number, line in enumerate(whole, 1)]
-
-
 def _record(line: bytes, number: int) -> _Record:
     try:
         record = parse_json(line)
@@ -157,13 +155,6 @@ def _record(line: bytes, number: int) -> _Record:
     if not isinstance(step, int):
         raise ValueError(f"line {number} has no step")
     return _Record(line, step, bool(record.get("abandoned")))
-
-
-def _free_name(path: Path) -> Path:
-    free, n = path, 2
-    while free.exists():
-        free, n = path.with_name(f"{path.name}.{n}"), n + 1
-    return free
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -85,7 +85,9 @@ class DefaultMetrics(TrainerCallback):
         trainer = kwargs["trainer"]
         self._device, self._group = trainer.strategy.device, trainer.cpu_group
         self._rank, self._world = trainer.world.rank, trainer.world.size
-        self._peak = self.settings.peak_hardware_flops or _known_peak(self._device, args)
+        self._peak = self.settings.peak_hardware_flops
+        if self._peak is None and self._device.type == "cuda":
+            self._peak = peak_flops(torch.cuda.get_device_name(self._device), _matmul_kind(args))
 
     def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         interval, logs = kwargs.get("interval"), kwargs["logs"]
@@ -99,12 +101,6 @@ class DefaultMetrics(TrainerCallback):
         logs["peak_mem_allocated"] = max(by_rank)
         if self._world > 1:
             logs["peak_mem_by_rank"] = by_rank
-
-
-def _known_peak(device: torch.device, args: Any) -> float | None:
-    if device.type != "cuda":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device), _matmul_kind(args))
 
 
 def _matmul_kind(args: Any) -> str:

@@ -73,7 +73,8 @@ class ProgressCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero and kwargs.get("checkpoint") is not None:
-            self._shown().note(f"checkpoint saved: {_short(Path(kwargs['checkpoint']))}")
+            path, here = Path(kwargs["checkpoint"]), Path.cwd()
+            self._shown().note(f"checkpoint saved: {path.relative_to(here) if path.is_relative_to(here) else path}")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close()
@@ -103,8 +104,3 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-def _short(path: Path) -> Path:
-    """Relative to the working directory where it lies below it."""
-    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

@@ -52,18 +52,13 @@ def _lines(on_terminal: bool) -> Iterator[str]:
             import readline  # noqa: F401 - input() then edits lines and keeps a history
     while True:
         try:
-            line = input(_ASK) if on_terminal else _piped()
+            line = input(_ASK) if on_terminal else sys.stdin.readline()
         except EOFError:
+            return
+        if not (on_terminal or line):  # the end of a pipe
             return
         if line.strip():
             yield line.strip()
-
-
-def _piped() -> str:
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line
 
 
 def _fitting(model: Generator, messages: list[Message], answer: int, *, keep: int) -> tuple[list[Message], list[int]]:

@@ -99,21 +99,20 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
     """Show a checkpoint's manifest and its tensors."""
     from forgather_cli.checkpoint.manifest import read_manifest
 
-    path = _newest(source)
+    path = _chosen(source)[-1]
     manifest = read_manifest(path)
     tensors = list(_tensors(path, manifest))
     if as_json:
         print_json({"path": str(path), "manifest": json.loads(manifest.to_bytes()), "tensors": tensors})
     else:
         _print_manifest(path, manifest)
-        _print_tensors(tensors)
-
-
-def _newest(source: Path) -> Path:
-    """``source`` if it is a checkpoint, else the newest checkpoint of the run."""
-    if (source / "checkpoints").is_dir() or not source.is_dir() or RunDir(source).note_set_aside():
-        return _of_run(source)[-1].path
-    return source
+        model = [t for t in tensors if t["file"].startswith("model/")]  # of others how many; --json lists all
+        rows = [(t["name"], t["dtype"], _shape(t), human_bytes(t["bytes"])) for t in model]
+        print_table((Col("tensor"), Col("dtype", droppable=1), Col("shape"), Col("size", right=True)), rows)
+        files = dict.fromkeys(t["file"] for t in tensors)
+        sizes = {file: [t["bytes"] for t in tensors if t["file"] == file] for file in files}
+        totals = [(file, f"{len(each):,}", human_bytes(sum(each))) for file, each in sizes.items()]
+        print_table((Col("file"), Col("tensors", right=True), Col("size", right=True)), totals)
 
 
 def _tensors(path: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
@@ -145,17 +144,6 @@ def _print_manifest(path: Path, manifest: Manifest) -> None:
     )
 
 
-def _print_tensors(tensors: list[dict[str, Any]]) -> None:
-    """The model's tensors, and how many the other files hold; ``--json`` lists all."""
-    model = [t for t in tensors if t["file"].startswith("model/")]
-    rows = [(t["name"], t["dtype"], _shape(t), human_bytes(t["bytes"])) for t in model]
-    print_table((Col("tensor"), Col("dtype", droppable=1), Col("shape"), Col("size", right=True)), rows)
-    files = dict.fromkeys(t["file"] for t in tensors)
-    sizes = {file: [t["bytes"] for t in tensors if t["file"] == file] for file in files}
-    totals = [(file, f"{len(each):,}", human_bytes(sum(each))) for file, each in sizes.items()]
-    print_table((Col("file"), Col("tensors", right=True), Col("size", right=True)), totals)
-
-
 def _shape(tensor: dict[str, Any]) -> str:
     return " x ".join(map(str, tensor["shape"])) or "scalar"
 
@@ -163,7 +151,7 @@ def _shape(tensor: dict[str, Any]) -> str:
 @app.command(cls=Command)
 def verify(source: RunOrCheckpoint, as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint and compare it with its manifest; exit code 1 if it is damaged."""
-    checked = [(path, _problems(path)) for path in _all(source)]
+    checked = [(path, _problems(path)) for path in _chosen(source)]
     if as_json:
         print_json([{"path": str(path), "valid": not problems, "problems": problems} for path, problems in checked])
     else:
@@ -174,7 +162,8 @@ def verify(source: RunOrCheckpoint, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _all(source: Path) -> list[Path]:
+def _chosen(source: Path) -> list[Path]:
+    """``source`` if it is a checkpoint, else all checkpoints of the run, the newest last."""
     if (source / "checkpoints").is_dir() or not source.is_dir() or RunDir(source).note_set_aside():
         return [info.path for info in _of_run(source)]
     return [source]

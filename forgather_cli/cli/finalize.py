@@ -114,19 +114,15 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
         facts["mean of"] = f"{len(source['members'])} checkpoints"
     how = f", {report['quantization']}" if report["quantization"] else ""
     facts["model"] = f"{model['architecture']}, {human(model['parameters'])} parameters, {model['dtype']}{how}"
-    facts["vocabulary"] = f"{model['vocab_size']:,} tokens" + _added(report["added_tokens"])
+    facts["vocabulary"] = f"{model['vocab_size']:,} tokens"
+    if added := [token["token"] for token in report["added_tokens"]]:
+        shown = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
+        facts["vocabulary"] += f", {len(added)} of them new ({shown})"
     if "proof" not in report:
         return {**facts, "size": human_bytes(report["bytes"])}
     stop = ", ".join(f"{token['token']} ({token['id']})" for token in report["stop_tokens"])
     size = sum(entry["bytes"] for entry in report["files"].values())
     return {**facts, "stop tokens": stop or "none", **_proof(report["proof"]), "size": human_bytes(size)}
-
-
-def _added(tokens: list[dict[str, Any]]) -> str:
-    if not tokens:
-        return ""
-    shown = ", ".join(token["token"] for token in tokens[:5]) + (", ..." if len(tokens) > 5 else "")
-    return f", {len(tokens)} of them new ({shown})"
 
 
 def _proof(proof: dict[str, Any]) -> dict[str, str]:

@@ -47,7 +47,9 @@ def show_fit(
     if as_json:
         print_json(_document(fit, found))
     elif found is not None:
-        print_facts(dict([_confirmed(found)]))
+        before = f"; out of memory with {', '.join(map(str, found.too_large))}" if found.too_large else ""
+        size = f"per_device_train_batch_size={found.micro_batch}"
+        print_facts({"confirmed": f"{size} trains, peak {human_bytes(found.peak)} on rank 0{before}"})
 
 
 def _tell(line: str) -> None:
@@ -112,9 +114,3 @@ def _print_ways(ways: Sequence[Room]) -> None:
         (" ".join(way.overrides), str(way.micro_batch), human_bytes(way.memory), time, way.cost)
         for way, time in zip(ways, times, strict=True)
     ])  # fmt: skip
-
-
-def _confirmed(found: Confirmed) -> tuple[str, str]:
-    before = f"; out of memory with {', '.join(map(str, found.too_large))}" if found.too_large else ""
-    size = f"per_device_train_batch_size={found.micro_batch}"
-    return "confirmed", f"{size} trains, peak {human_bytes(found.peak)} on rank 0{before}"

@@ -119,7 +119,9 @@ def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None
     )
     rows = [(each.run, *(each.settings.get(key, "-") for key in keys), *_cells(each)) for each in summaries]
     if markdown:
-        _print_markdown(columns, rows)
+        lines = [[column.title for column in columns], ["---:" if column.right else "---" for column in columns]]
+        for line in [*lines, *rows]:
+            print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
     else:
         print_table(columns, rows)
 
@@ -129,9 +131,3 @@ def _cells(each: Summary) -> list[str]:
     losses = (each.first_loss, each.last_loss, each.best_loss, each.last_eval_loss, each.best_eval_loss)
     shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
     return [steps, *shown, human(each.tokens), human(each.tokens_per_second), human_seconds(each.seconds), each.state]
-
-
-def _print_markdown(columns: tuple[Col, ...], rows: list[tuple[str, ...]]) -> None:
-    lines = [[column.title for column in columns], ["---:" if column.right else "---" for column in columns]]
-    for line in [*lines, *rows]:
-        print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")

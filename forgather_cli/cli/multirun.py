@@ -29,7 +29,7 @@ from forgather_cli.report.summary import state_of, summarize
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from forgather_cli.config.load import Loaded
+    pass
 
 _SIGNALLED = (STOPPED, *(128 + signum for signum in STOP_SIGNALS))
 
@@ -95,21 +95,15 @@ def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> lis
         fixed = [word for word in job_overrides if all(word in other for other in expanded)]
         own = [word for word in job_overrides if word not in fixed]
         name = job_name(loaded.recipe_text, own)
-        jobs.append(Job(name, job_overrides, RunDir(_sweep_root(loaded, fixed) / name)))
+        if loaded.config.output_dir and "output_dir" in loaded.given:
+            root = Path(loaded.config.output_dir)
+        else:  # named by what all jobs share: a sweep that is given more values later keeps the jobs it has
+            content = "\0".join([loaded.recipe_text, *fixed])
+            root = Path("outputs") / loaded.recipe / f"sweep-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+        jobs.append(Job(name, job_overrides, RunDir(root / name)))
     if problems:
         raise ConfigError(list(problems))
     return jobs
-
-
-def _sweep_root(loaded: Loaded, fixed: list[str]) -> Path:
-    """``output_dir`` where one is given, else named by the recipe and the overrides that all jobs share.
-
-    So a sweep that is given more values later keeps the jobs it has.
-    """
-    if loaded.config.output_dir and "output_dir" in loaded.given:
-        return Path(loaded.config.output_dir)
-    content = "\0".join([loaded.recipe_text, *fixed])
-    return Path("outputs") / loaded.recipe / f"sweep-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
 def _command(job: Job, recipe: str, config_dir: Path | None) -> list[str]:

@@ -122,9 +122,13 @@ def config_to_evaluate(source: Path, overrides: list[str], *, trust_config: bool
     unread = [path for path in sorted(given & loaded.given) if path.partition(".")[0] not in _READ]
     if unread:
         raise ConfigError([f"{path}: {_unread(path)}; leave it out" for path in unread])
-    if not any(path.partition(".")[0] in _RANKS for path in given) and not _is_single(base):
+    is_single = getattr(base.config.trainer, "type", None) == "single"
+    if not is_single and not any(path.partition(".")[0] in _RANKS for path in given):
         loaded = config_for(source, [*neutral, *overrides, "trainer=single"], reads)
-    return loaded, _needs_own_tokenizer(base, loaded, given)
+    # where the text is not the run's, a tokenizer chosen or trained for that would make other tokens of it
+    other_text = {path for path in given if path.partition(".")[0] == "data"} - _SAME_TEXT
+    names = {getattr(each.config.data, "tokenizer", None) for each in (base, loaded)}
+    return loaded, bool(other_text) and "data.tokenizer" not in given and names != {"bytes"}
 
 
 def _whole(loaded: Loaded, typed: set[str]) -> list[str]:
@@ -142,19 +146,6 @@ def _whole(loaded: Loaded, typed: set[str]) -> list[str]:
     return [f"data.eval_files=[{','.join(map(quoted, patterns))}]", "max_eval_samples=null", "max_eval_steps=-1"]
 
 
-def _is_single(loaded: Loaded) -> bool:
-    return getattr(loaded.config.trainer, "type", None) == "single"
-
-
 def _unread(path: str) -> str:
     of_model = path.partition(".")[0] == "model"
     return "eval takes the model of SOURCE as it is" if of_model else "nothing reads it in eval, which trains nothing"
-
-
-def _needs_own_tokenizer(base: Loaded, loaded: Loaded, given: frozenset[str]) -> bool:
-    """True where the text is not the run's: a tokenizer chosen or trained for that would make other tokens of it."""
-    of_data = {path for path in given if path.partition(".")[0] == "data"}
-    if "data.tokenizer" in given or not of_data - _SAME_TEXT:
-        return False
-    names = {getattr(each.config.data, "tokenizer", None) for each in (base, loaded)}
-    return names != {"bytes"}

@@ -16,19 +16,8 @@ def _without_types(params: list[Any]) -> list[Any]:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
         if param.param_type_name == "argument":
-            param.display_type_rich = _nothing
+            param.display_type_rich = lambda ctx: None
     return params
-
-
-def _nothing(ctx: Any) -> None:
-    return None
-
-
-def _paragraphs(help_text: str | None) -> str | None:
-    """Lines of a paragraph joined: rich markup keeps the line ends of a docstring, wherever the terminal's edge is."""
-    if help_text is None:
-        return None
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(help_text).split("\n\n"))
 
 
 class Command(TyperCommand):
@@ -36,7 +25,9 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.help = _paragraphs(self.help)
+        # lines of a paragraph joined: rich markup keeps the line ends of a docstring, wherever the terminal's edge is
+        paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(part.split()) for part in paragraphs) or None
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))

@@ -79,15 +79,11 @@ def _look(entry: Entry, told: Command) -> Command | None:
     if written is not None and written.is_finished:
         return written
     if ended:
-        raise ControlError(f"{entry.job_id}: ended before it answered{_ending(entry)}")
+        run = RunDir(Path(entry.run_dir))
+        outcome = read_exit_record(run)  # the job's launcher writes it, also for ranks that were killed
+        why = f"; see {run.logs}" if outcome is None else f": {outcome.reason}"
+        raise ControlError(f"{entry.job_id}: ended before it answered{why}")
     return None
-
-
-def _ending(entry: Entry) -> str:
-    """What ``exit.json`` says, which the job's launcher writes, also for ranks that were killed."""
-    run = RunDir(Path(entry.run_dir))
-    outcome = read_exit_record(run)
-    return f"; see {run.logs}" if outcome is None else f": {outcome.reason}"
 
 
 def request(

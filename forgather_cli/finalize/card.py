@@ -12,12 +12,9 @@ from typing import Any
 
 def model_card(report: Mapping[str, Any], name: str) -> str:
     """The text of README.md from a report."""
-    return "\n\n".join([_front_matter(), f"# {name}", _summary(report), _use(report), _lineage(report), _files(report)])
-
-
-def _front_matter() -> str:
-    """Without a license: only who trained it can choose one."""
-    return "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- forgather\n---"
+    # no license: only who trained it can choose one
+    front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- forgather\n---"
+    return "\n\n".join([front, f"# {name}", _summary(report), _use(report), _lineage(report), _files(report)])
 
 
 def _summary(report: Mapping[str, Any]) -> str:
@@ -57,13 +54,14 @@ def _lineage(report: Mapping[str, Any]) -> str:
             rows[key.replace("_", " ")] = f"{source[key]}"
     for key in ("metrics", "data", "training", "made_from"):
         if source.get(key):
-            rows[key.replace("_", " ")] = f"`{_one_line(source[key])}`"
+            rows[key.replace("_", " ")] = f"`{json.dumps(source[key], ensure_ascii=False, default=str)}`"
     if source.get("members"):
         rows["mean of"] = "<br>".join(f"`{member}`" for member in source["members"])
     rows["trained with"] = _versions(source.get("versions", {}))
     rows["finalized with"] = _versions(report["versions"])
     rows["finalized"] = report["created"]
-    table = [f"| {key} | {_cell(value)} |" for key, value in rows.items() if value]
+    cells = {key: value.replace("|", "\\|").replace("\n", " ") for key, value in rows.items() if value}
+    table = [f"| {key} | {cell} |" for key, cell in cells.items()]
     return "\n".join(["## Lineage", "", "| | |", "|---|---|", *table])
 
 
@@ -74,11 +72,3 @@ def _files(report: Mapping[str, Any]) -> str:
 
 def _versions(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _one_line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

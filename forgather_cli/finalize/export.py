@@ -63,7 +63,14 @@ class Conversion:
         if config.get("tie_word_embeddings") and any(_EMBEDDING.search(name) for name in names):
             names = [name for name in names if name != "lm_head.weight"]
         self._resized = _vocabulary_tensors(weights, names, config) if vocab.added else set()
-        self.specs = {name: self._spec(name) for name in names}
+        self.specs: dict[str, TensorSpec] = {}
+        for name in names:
+            spec = weights.spec(name)
+            if dtype is not None and dtype_of(spec).is_floating_point:
+                spec = replace(spec, dtype=DTYPES[dtype])
+            if name in self._resized:
+                spec = replace(spec, shape=(vocab.rows(spec.num_rows), *spec.shape[1:]))
+            self.specs[name] = spec
 
     @property
     def num_bytes(self) -> int:
@@ -77,14 +84,6 @@ class Conversion:
     def dtype(self) -> torch.dtype:
         """That of most of the weights."""
         return main_dtype(self.specs.values())
-
-    def _spec(self, name: str) -> TensorSpec:
-        spec = self._weights.spec(name)
-        if self._dtype is not None and dtype_of(spec).is_floating_point:
-            spec = replace(spec, dtype=DTYPES[self._dtype])
-        if name in self._resized:
-            spec = replace(spec, shape=(self._vocab.rows(spec.num_rows), *spec.shape[1:]))
-        return spec
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._weights.read(name)

@@ -180,7 +180,9 @@ def _write(
     job: Job, found: Located, tensors: Conversion, directory: Path, say: Say
 ) -> tuple[dict[str, int], list[int]]:
     """The plain model. Returns the ids of the new tokens, and those that end a text."""
-    _copy_notes(found.directory, directory)
+    for path in sorted(found.directory.iterdir()):  # its own model code, its license
+        if path.is_file() and (path.name in _COPIED or path.suffix == ".py"):
+            shutil.copyfile(path, directory / path.name)
     job.tokenizer.save(directory)
     ids = add_to_tokenizer(directory, job.new_tokens) if job.new_tokens else {}
     if job.chat_template is not None:
@@ -205,13 +207,6 @@ def _end_of_turn(job: Job, directory: Path, say: Say) -> str | int | None:
         say(f"the chat template ends a turn with {ending!r}, which is not one token: generation cannot stop there")
         say("add it with --add-tokens")
     return ending
-
-
-def _copy_notes(source: Path, directory: Path) -> None:
-    """What the source has besides weights, configs and tokenizer: its own model code, its license."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and (path.name in _COPIED or path.suffix == ".py"):
-            shutil.copyfile(path, directory / path.name)
 
 
 def _quantize(directory: Path, recipe: QuantizeRecipe, config: Config | None, say: Say) -> None:

@@ -94,7 +94,7 @@ def directory_option(directory: Path) -> PretrainedSettings | TransformersSettin
     try:
         read_settings(directory)
     except ModelError as error:
-        if not _names_a_type(directory):
+        if not isinstance(read_config(directory, "model.path").get("model_type"), str):
             raise
         from forgather_cli.models.hf.library import library
 
@@ -104,10 +104,6 @@ def directory_option(directory: Path) -> PretrainedSettings | TransformersSettin
             raise ModelError(f"{error}; for others {missing}") from error
         return TransformersSettings(path=str(directory))
     return PretrainedSettings(path=str(directory))
-
-
-def _names_a_type(directory: Path) -> bool:
-    return isinstance(read_config(directory, "model.path").get("model_type"), str)
 
 
 def _from_target(target: Target, **sizes: int) -> nn.Module:

@@ -107,7 +107,8 @@ def allocate(module: nn.Module, device: torch.device | str) -> bool:
     module._apply(lambda tensor: _empty(tensor, device))  # type: ignore[no-untyped-call]
     for first, *others in names_of.values():
         for other in others:
-            _set_parameter(module, other, module.get_parameter(first))
+            path, _, key = other.rpartition(".")
+            setattr(module.get_submodule(path), key, module.get_parameter(first))
     reset_buffers(module)
     return True
 
@@ -117,11 +118,6 @@ def _empty(tensor: Tensor, device: torch.device | str) -> Tensor:
     if type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.empty_like(tensor, device=device)
-
-
-def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, key = name.rpartition(".")
-    setattr(module.get_submodule(path), key, parameter)
 
 
 def reset_buffers(module: nn.Module) -> None:

@@ -89,18 +89,13 @@ def build_optimizer(
     assignments = assign(option, named_parameters, lr=lr, weight_decay=weight_decay)
     if not assignments:
         raise SetupError("optimizer: the model has no trainable parameter; unfreeze some")
-    _report_empty(option, assignments)
-    with unguarded_construction():
-        optimizers = [_build(members) for members in _by_optimizer(assignments)]
-    return Optimizers(optimizers, {p: name for a in assignments for name, p in a.parameters})
-
-
-def _report_empty(option: OptimizerOption, assignments: list[Assignment]) -> None:
-    """A warning for the user's own groups that match nothing; the shipped ones may."""
-    shipped, groups = AdamWSettings().groups, groups_of(option)
+    shipped, groups = AdamWSettings().groups, groups_of(option)  # of the user's own a warning; the shipped ones may
     for name in empty_groups(option, assignments):
         if shipped.get(name) != groups[name]:
             log.warning("optimizer.groups.%s.regex: %r matches no free parameter", name, groups[name].regex)
+    with unguarded_construction():
+        optimizers = [_build(members) for members in _by_optimizer(assignments)]
+    return Optimizers(optimizers, {p: name for a in assignments for name, p in a.parameters})
 
 
 def _by_optimizer(assignments: list[Assignment]) -> list[list[Assignment]]:
@@ -121,7 +116,10 @@ def _by_optimizer(assignments: list[Assignment]) -> list[list[Assignment]]:
 def _build(assignments: list[Assignment]) -> Optimizer:
     factory = _factory(assignments[0])
     groups = []
-    _check_values(factory, assignments)
+    # torch checks values of arguments, not of groups: let it see every group's settings as arguments
+    for assignment in reversed(assignments):  # the default group first: what is wrong there is wrong for all
+        if not isinstance(assignment.option, Target):
+            call(factory, _where(assignment), [nn.Parameter(torch.zeros(1, 1))], **assignment.settings)
     for assignment in assignments:
         settings = assignment.settings | _fused(assignment)
         groups.append({"params": [p for _, p in assignment.parameters], "name": assignment.name, **settings})
@@ -133,13 +131,6 @@ def _build(assignments: list[Assignment]) -> Optimizer:
         )
     unguard_step(optimizer)
     return optimizer
-
-
-def _check_values(factory: Callable[..., Any], assignments: list[Assignment]) -> None:
-    """Let torch see every group's settings as arguments: it checks the values of those, not of groups."""
-    for assignment in reversed(assignments):  # the default group first: what is wrong there is wrong for all
-        if not isinstance(assignment.option, Target):
-            call(factory, _where(assignment), [nn.Parameter(torch.zeros(1, 1))], **assignment.settings)
 
 
 def _where(assignment: Assignment) -> str:

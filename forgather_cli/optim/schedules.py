@@ -55,7 +55,8 @@ def schedule_factor(option: SchedulerOption, *, total_steps: int | None) -> Fact
     warmup = _steps(option.warmup_steps, "warmup_steps", total_steps)
     if isinstance(option, TransformersScheduleSettings):
         return transformers_schedules.factor(option, warmup, lambda: _known(total_steps, option.name))
-    return _warmed_up(warmup, _shape(option, warmup, total_steps))
+    after = _shape(option, warmup, total_steps)
+    return (lambda step: (step + 1) / warmup if step < warmup else after(step)) if warmup else after
 
 
 def _shape(option: Any, warmup: int, total_steps: int | None) -> Factor:
@@ -98,12 +99,6 @@ def _steps(value: float, setting: str, total_steps: int | None) -> int:
             "set max_steps, or give whole steps"
         )
     return math.ceil(value * total_steps - 1e-9)
-
-
-def _warmed_up(warmup: int, after: Factor) -> Factor:
-    if warmup == 0:
-        return after
-    return lambda step: (step + 1) / warmup if step < warmup else after(step)
 
 
 def _progress(step: int, start: int, length: int) -> float:

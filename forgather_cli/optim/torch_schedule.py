@@ -30,7 +30,7 @@ class TorchSchedule:
     def state_dict(self) -> dict[str, Any]:
         return {
             "schedulers": [_plain(scheduler.state_dict()) for scheduler in self.schedulers],
-            "initial_lr": [_initial_rates(scheduler) for scheduler in self.schedulers],
+            "initial_lr": [[float(group["initial_lr"]) for group in _groups(s)] for s in self.schedulers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,10 +67,6 @@ def _groups(scheduler: Any) -> list[dict[str, Any]]:
     """The groups a scheduler sets; none for one that keeps its optimizer elsewhere than torch's do."""
     found: list[dict[str, Any]] = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     return found
-
-
-def _initial_rates(scheduler: Any) -> list[float]:
-    return [float(group["initial_lr"]) for group in _groups(scheduler)]
 
 
 def _tree(scheduler: Any) -> list[Any]:

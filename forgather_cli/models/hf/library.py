@@ -56,7 +56,11 @@ def config_of(option: TransformersSettings, *, vocab_size: int) -> Any:
     kind = _config_class(merged, _setting(option))
     _refuse_unknown(kind, changes)
     if option.path is None:
-        _refuse_composite(kind)
+        if (text := kind.sub_configs.get("text_config")) is not None:
+            raise ModelError(
+                f"model.config: model_type {kind.model_type!r} is a text model with others around it; for fresh "
+                f"weights take the text model alone, model_type: {text.model_type}"
+            )
         merged = {**_fresh(vocab_size), **merged}
     try:
         config = kind.from_dict(merged)
@@ -118,15 +122,6 @@ def _is_read(kind: Any, key: str) -> bool:
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     source = inspect.getsource(importlib.import_module(auto.MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__))
     return f'"{key}"' in source or f"config.{key}" in source
-
-
-def _refuse_composite(kind: Any) -> None:
-    text = kind.sub_configs.get("text_config")
-    if text is not None:
-        raise ModelError(
-            f"model.config: model_type {kind.model_type!r} is a text model with others around it; for fresh weights "
-            f"take the text model alone, model_type: {text.model_type}"
-        )
 
 
 def _fresh(vocab_size: int) -> dict[str, Any]:

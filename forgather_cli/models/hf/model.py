@@ -143,9 +143,12 @@ class CausalLM(nn.Module):
         past = 0
         if cache is not None:
             cache.limit = self.max_positions
-        if cache is not None and self._keeps_positions():
+        is_stateful = getattr(self.theirs, "_is_stateful", False)  # its state has no positions
+        if cache is not None and "past_key_values" in self._accepted and not is_stateful:
+            from transformers import DynamicCache
+
             past = cache.length
-            cache.theirs = cache.theirs or _fresh_cache(self.config)
+            cache.theirs = cache.theirs or DynamicCache(config=self.config)
             inputs["past_key_values"] = cache.theirs
         if "use_cache" in self._accepted:
             inputs["use_cache"] = "past_key_values" in inputs
@@ -179,9 +182,6 @@ class CausalLM(nn.Module):
         self._isolates = True
         return out
 
-    def _keeps_positions(self) -> bool:
-        return "past_key_values" in self._accepted and not getattr(self.theirs, "_is_stateful", False)
-
     def _check_length(self, length: int) -> None:
         if self.max_positions is not None and length > self.max_positions:
             raise ModelError(
@@ -200,12 +200,6 @@ class CausalLM(nn.Module):
                     if getattr(part, name, None) is None and getattr(tokenizer, name, None) is not None:
                         setattr(part, name, getattr(tokenizer, name))
                 part.save_pretrained(directory)
-
-
-def _fresh_cache(config: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=config)
 
 
 def _learned_positions(theirs: Any) -> int | None:
