@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from forgather_cli.launch.process import leave
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["warm"])
 
@@ -44,14 +46,14 @@ def _call(environment: dict[str, str], function: Callable[..., Any], *args: Any)
 
 
 class Program:
-    """``python -m MODULE WORDS`` in a forked process, and its ranks too if it starts ranks by torch's elastic agent.
+    """``python COMMAND`` in a forked process, and its ranks too if it starts ranks by torch's elastic agent.
 
-    What tests use of ``subprocess.Popen``.
+    What tests use of ``subprocess.Popen``. ``command``: [flags] -m module or -c code, then its words.
     """
 
-    def __init__(self, module: str, words: tuple[str, ...], directory: str, environment: dict[str, str]) -> None:
+    def __init__(self, command: tuple[str, ...], directory: str, environment: dict[str, str]) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        self._process = fork(_program, theirs, module, words, directory, environment, daemon=False)
+        self._process = fork(_program, theirs, command, directory, environment, daemon=False)
         theirs.close()
         self.stdout = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
         ours.close()
@@ -79,9 +81,7 @@ class Program:
         self.send_signal(signal.SIGTERM)
 
 
-def _program(
-    output: Connection, module: str, words: tuple[str, ...], directory: str, environment: dict[str, str]
-) -> None:
+def _program(output: Connection, command: tuple[str, ...], directory: str, environment: dict[str, str]) -> NoReturn:
     os.chdir(directory)
     for number in (1, 2):
         os.dup2(output.fileno(), number)
@@ -89,19 +89,32 @@ def _program(
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding="utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), encoding="utf-8", errors="backslashreplace", write_through=True)
     _start_ranks_by_forks()
-    _become(module, words, environment)
+    _become(command, environment)
 
 
-def _become(module: str, words: tuple[str, ...], environment: dict[str, str], flags: tuple[str, ...] = ()) -> None:
-    """Do what a new interpreter does by ``FLAGS -m MODULE WORDS``."""
+def _become(command: tuple[str, ...], environment: dict[str, str]) -> NoReturn:
+    """Do what a new interpreter does."""
     os.environ.clear()
     os.environ.update(environment)
-    here = [] if "-P" in flags else [os.getcwd()]
+    kind = next(number for number, word in enumerate(command) if word in ("-m", "-c"))
+    here = [] if "-P" in command[:kind] else [os.getcwd()]
     added = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = dict.fromkeys([*here, *added, *sys.path])
-    sys.argv = [module, *words]
-    sys.modules.pop(module, None)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    what = command[kind + 1]
+    sys.argv = [what, *command[kind + 2 :]]
+    code = 1
+    try:
+        if command[kind] == "-m":
+            sys.modules.pop(what, None)
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(what, {"__name__": "__main__"})
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    leave(code)
 
 
 # ------------------------------------------------------------------------------------------------- ranks of a launcher
@@ -153,13 +166,4 @@ def _rank(requests: Connection, launcher: int, command: tuple[str, ...], environ
     os.setsid()
     requests.send(os.getpid())
     requests.close()
-    module = command.index("-m") + 1
-    code = 1
-    try:
-        _become(command[module], command[module + 1 :], environment, flags=command[1 : module - 1])
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else end.code is not None
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
+    _become(command[1:], environment)

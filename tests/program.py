@@ -27,8 +27,8 @@ def forgather(*words: str) -> int:
 class Process:
     """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module, or code.
 
-    The program and its ranks are forked from a process that has imported torch; ``cold`` starts interpreters, as
-    modules and code always do: where the start itself is what a test is about.
+    It and ranks that it starts are forked from a process that has imported torch; ``cold`` starts interpreters instead,
+    where the start itself is what a test is about.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class Process:
         *words: str,
         cwd: Path | None = None,
         code: str = "",
-        module: str = "",
+        module: str = "forgather_cli",
         env: Mapping[str, str] | None = None,
         cold: bool = False,
     ) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process: subprocess.Popen[str] | Program
-        if code or module or cold:
-            command = ["-c", code] if code else ["-m", module or "forgather_cli", *words]
+        command = ("-c", code) if code else ("-m", module, *words)
+        if cold:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
                 stdout=subprocess.PIPE,
@@ -53,7 +53,7 @@ class Process:
                 cwd=cwd,
             )
         else:
-            self.process = Program("forgather_cli", words, str(cwd or Path.cwd()), environment)
+            self.process = Program(command, str(cwd or Path.cwd()), environment)
         self.lines: list[str] = []
 
     def read_until(self, pattern: str) -> str:

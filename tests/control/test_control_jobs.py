@@ -172,7 +172,7 @@ def test_a_signal_to_a_job_answers_the_commands_it_has(say: Any) -> None:
 
 def test_help_and_answers_come_without_torch() -> None:
     code = "import sys; from forgather_cli.cli import app, control; print('torch' in sys.modules)"
-    with Process(code=code) as process:
+    with Process(code=code, cold=True) as process:
         assert process.finish() == 0
         assert process.output == "False"
 

@@ -162,7 +162,7 @@ def test_under_nohup_a_run_outlives_terminal_and_pipe_and_a_burst_of_one_signal_
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         f"os.execv(sys.executable, [sys.executable, '-m', 'forgather_cli', 'train', *{LONG!r}])"
     )
-    with Process(code=nohup) as job:
+    with Process(code=nohup, cold=True) as job:
         job.read_until("step 3/")
         assert job.process.stdout is not None
         job.process.stdout.close()

@@ -58,7 +58,11 @@ def listening(pids: set[int]) -> set[str]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, makes namespaces")
 @pytest.mark.parametrize(
     "words",
-    [["trainer=ddp", "max_restarts=1"], ["trainer=pipeline", "n_microbatches=2"], ["trainer=fsdp2"]],
+    [
+        ["trainer=ddp", "max_restarts=1"],
+        pytest.param(["trainer=pipeline", "n_microbatches=2"], marks=pytest.mark.full),
+        pytest.param(["trainer=fsdp2"], marks=pytest.mark.full),
+    ],
     ids=lambda words: words[0].partition("=")[2],
 )
 def test_a_job_on_one_node_listens_on_loopback_alone(
@@ -74,7 +78,7 @@ def test_a_job_on_one_node_listens_on_loopback_alone(
     train = ["-m", "forgather_cli", "train", *SMALL, "nproc_per_node=2", "max_steps=100000", "save_strategy=no", *words]
     command = [*namespaces, sys.executable, "-c", ELSEWHERE, str(tmp_path / "hosts"), *train]
     code = f"import os; os.execvp('unshare', {command!r})"
-    with Process(code=code, env={"TMPDIR": str(temporary)}) as job:
+    with Process(code=code, env={"TMPDIR": str(temporary)}, cold=True) as job:
         job.read_until("step 3/")
         ours = processes(job.process.pid)
         assert len(ours) == 3
