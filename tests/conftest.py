@@ -30,13 +30,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: a case that only --full runs")
 
 
+_LONGEST = ("test_crash", "test_faults", "test_parity", "launch", "strategies", "trainer", "cli", "finalize", "plan")
+"""Files and folders whose tests take long: they come first, lest one process of xdist ends long after the others."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
     if left_out:
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
+
+
+def _turn(item: pytest.Item) -> int:
+    return next((turn for turn, name in enumerate(_LONGEST) if name in item.nodeid), len(_LONGEST))
 
 
 @pytest.fixture
