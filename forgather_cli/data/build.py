@@ -16,15 +16,15 @@ from forgather_cli.config.schema import (
     TextSettings,
     TokensSettings,
 )
-from forgather_cli.data.cache import cache_root, digest
-from forgather_cli.data.custom import own_data
+from forgather_cli.data.cache import Progress, cache_root, digest
+from forgather_cli.data.custom import custom_data
 from forgather_cli.data.packing import packed_tables
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text.corpus import Documents, find_corpus
 from forgather_cli.data.text.read import damage_of
 from forgather_cli.data.text.token_files import open_token_files
-from forgather_cli.data.text.tokenize import Progress, end_of, tokenize_corpus, trained_bpe
-from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.data.text.tokenize import tokenize_corpus, trained_bpe
+from forgather_cli.data.text.tokenizer import Tokenizer, end_of, load_tokenizer
 from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
 
@@ -45,7 +45,7 @@ def load_data(
     DataError for data or a tokenizer that cannot be used.
     """
     if isinstance(option, Target):
-        return own_data(option, model_path)
+        return custom_data(option, model_path)
     if isinstance(option, SyntheticSettings):
         return _synthetic(option, seed)
     root = cache_root(option.cache_dir)
@@ -56,16 +56,24 @@ def load_data(
     if isinstance(option, TokensSettings):
         tokenizer = load_tokenizer(option.tokenizer)
         data = open_token_files(option, tokenizer.vocab_size, root, progress)
+        return _pack(option, data, tokenizer, root)
+    corpus: Documents
+    if isinstance(option, HfSettings):
+        from forgather_cli.data.text.hf import hf_corpus
+
+        corpus = hf_corpus(option, root)
     else:
-        corpus = _corpus(option, root)
-        tokenizer = _text_tokenizer(option, corpus, root, progress)
-        data = tokenize_corpus(corpus, tokenizer, root, progress, processes=option.tokenize_processes)
+        corpus = find_corpus(option)
+    if option.tokenizer == "bpe":
+        tokenizer = trained_bpe(corpus, option.bpe_vocab_size, root, progress)
+    else:
+        tokenizer = load_tokenizer(option.tokenizer)
+    data = tokenize_corpus(corpus, tokenizer, root, progress, processes=option.tokenize_processes)
     return _pack(option, data, tokenizer, root)
 
 
 def _instruct(option: InstructSettings, root: Path, progress: Progress | None) -> DataSplits:
-    from forgather_cli.data.chat.instruct import find_chats, pack_chats
-    from forgather_cli.data.chat.tokens_of_chats import tokenize_chats
+    from forgather_cli.data.chat.instruct import find_chats, pack_chats, tokenize_chats
 
     chats = find_chats(option)
     data = tokenize_chats(chats, root, progress)
@@ -73,14 +81,6 @@ def _instruct(option: InstructSettings, root: Path, progress: Progress | None) -
     rules = [option.seq_len, option.packing, option.isolate_documents, option.too_long]
     fingerprint = digest([data.fingerprint, *rules])
     return DataSplits(train, evaluation, chats.tokenizer, fingerprint, option.seq_len, description)
-
-
-def _corpus(option: Text, root: Path) -> Documents:
-    if isinstance(option, HfSettings):
-        from forgather_cli.data.text.hf import hf_corpus
-
-        return hf_corpus(option, root)
-    return find_corpus(option)
 
 
 def _stream(option: HfSettings, root: Path, seed: int) -> DataSplits:
@@ -107,12 +107,6 @@ def _stream(option: HfSettings, root: Path, seed: int) -> DataSplits:
     return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description | origin_of(option))
 
 
-def _text_tokenizer(option: Text, corpus: Documents, root: Path, progress: Progress | None) -> Tokenizer:
-    if option.tokenizer == "bpe":
-        return trained_bpe(corpus, option.bpe_vocab_size, root, progress)
-    return load_tokenizer(option.tokenizer)
-
-
 def _pack(option: Packed, data: Tokenized, tokenizer: Tokenizer, root: Path) -> DataSplits:
     if data.train.documents is None and (option.isolate_documents or option.packing != "concat"):
         setting = "isolate_documents=true" if option.isolate_documents else f"packing={option.packing}"
@@ -124,20 +118,10 @@ def _pack(option: Packed, data: Tokenized, tokenizer: Tokenizer, root: Path) -> 
                 else ""
             )
         )
-    train, evaluation = _datasets(option, data, tokenizer.pad_token_id, root)
-    if not len(train):
-        raise _too_short(option, data)
-    fingerprint = digest([data.fingerprint, option.seq_len, option.packing, option.isolate_documents])
-    return DataSplits(
-        train, evaluation, tokenizer, fingerprint, option.seq_len, _describe(option, data, train, evaluation)
-    )
-
-
-def _datasets(option: Packed, data: Tokenized, pad: int, root: Path) -> tuple[Batched, Batched | None]:
     from forgather_cli.data.samples import ConcatDataset, PackedDataset
 
     splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
-    isolate = option.isolate_documents
+    pad, isolate = tokenizer.pad_token_id, option.isolate_documents
     made: dict[str, Batched] = {}
     if option.packing == "concat":
         for name, split in splits.items():
@@ -147,13 +131,16 @@ def _datasets(option: Packed, data: Tokenized, pad: int, root: Path) -> tuple[Ba
         tables = packed_tables(root, data, option.seq_len, option.packing)
         for name, split in splits.items():
             made[name] = PackedDataset(split.tokens, tables[name], option.seq_len, pad, isolate=isolate)
-    return made["train"], made.get("eval")
-
-
-def _too_short(option: Packed, data: Tokenized) -> DataError:
-    tokens = len(data.train.tokens)
-    remedy = f"set data.seq_len={tokens} or less" if tokens >= 2 else "give more data"
-    return DataError(f"data.seq_len: {option.seq_len} is longer than the training split of {tokens} tokens; {remedy}")
+    train, evaluation = made["train"], made.get("eval")
+    if not len(train):
+        tokens = len(data.train.tokens)
+        remedy = f"set data.seq_len={tokens} or less" if tokens >= 2 else "give more data"
+        raise DataError(
+            f"data.seq_len: {option.seq_len} is longer than the training split of {tokens} tokens; {remedy}"
+        )
+    fingerprint = digest([data.fingerprint, option.seq_len, option.packing, option.isolate_documents])
+    description = _describe(option, data, train, evaluation)
+    return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description)
 
 
 def _describe(option: Packed, data: Tokenized, train: Any, evaluation: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from forgather_cli.checkpoint.files import sync_directory, sync_file
 from forgather_cli.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,28 @@ _REMINDER = 60.0  # seconds between two later ones
 _LOOK = 0.05  # seconds
 _PATIENCE = 10.0  # seconds that a rank leaves a cache to its node's first
 _ABANDONED = 14 * 86400.0  # seconds without a change after which nobody is still building
+
+
+Progress = Callable[[int, int], None]
+"""``progress(done, total)`` in bytes of the source, while a cache is built."""
+
+
+class Meter:
+    """Adds up bytes and tells ``progress`` of them now and then: a bar needs no more, and documents may be small."""
+
+    def __init__(self, progress: Progress | None, total: int, done: int = 0) -> None:
+        self._progress, self._total, self._done = progress, total, done
+        self._told = 0
+
+    def add(self, count: int) -> None:
+        self._done = min(self._done + count, self._total)
+        if self._progress is not None and self._done - self._told >= self._total // 200:
+            self._told = self._done
+            self._progress(self._done, self._total)
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress(self._total, self._total)
 
 
 class InterruptedBuildError(DataError):
@@ -90,36 +113,31 @@ def build_once(
 def _build(directory: Path, write: Callable[[Path], Meta], *, goes_on: bool) -> Meta:
     temporary = directory.parent / f".tmp-{directory.name}"
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    _forget_abandoned(temporary.parent)
+    for path in temporary.parent.glob(".tmp-*"):
+        # what builds have left that were killed long ago and never gone on with: their source has changed since
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)
     if not goes_on:
         shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(exist_ok=True)
     try:
-        return _publish(directory, temporary, write(temporary))
+        meta = write(temporary)
+        meta["files"] = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+        for path in temporary.iterdir():
+            sync_file(path)
+        sync_directory(temporary)
+        if directory.exists():  # damaged, or find() would have returned it
+            shutil.rmtree(directory)
+        temporary.rename(directory)
+        sync_directory(directory.parent)
+        return meta
     except BaseException as error:
         is_interruption = isinstance(error, InterruptedBuildError) or not isinstance(error, Exception)
         if not (goes_on and is_interruption):
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _publish(directory: Path, temporary: Path, meta: Meta) -> Meta:
-    meta["files"] = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-    (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
-    _sync(temporary)
-    if directory.exists():  # damaged, or find() would have returned it
-        shutil.rmtree(directory)
-    temporary.rename(directory)
-    _sync_one(directory.parent)
-    return meta
-
-
-def _forget_abandoned(parent: Path) -> None:
-    """Remove what builds have left that were killed long ago and never gone on with: their source has changed since."""
-    for path in parent.glob(".tmp-*"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > _ABANDONED:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def remember_once(root: Path, path: Path, make: Callable[[], Meta]) -> Meta:
@@ -206,17 +224,3 @@ def _disk_errors(root: Path) -> Iterator[None]:
             f"data.cache_dir: cannot write the data cache ({error.strerror}: {where}); "
             f"set data.cache_dir to a directory with free space that you may write to"
         ) from error
-
-
-def _sync(directory: Path) -> None:
-    for path in directory.iterdir():
-        _sync_one(path)
-    _sync_one(directory)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A user's own data: what the object that ``data._target_`` names returned, as datasets and tokenizer."""
+"""Custom data: what the object that ``data._target_`` names returned, as datasets and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forgather_cli.errors import DataError
 from forgather_cli.targets import import_target
 
 
-def own_data(option: Target, model_path: str | None = None) -> DataSplits:
+def custom_data(option: Target, model_path: str | None = None) -> DataSplits:
     """Data of the user's: a DataSplits, a mapping with ``train`` and, if any, ``eval``, ``tokenizer`` (a name or an
     object) or ``vocab_size``, and ``seq_len``, a (train, eval) pair, or a training dataset alone. Raises DataError.
 
@@ -58,7 +58,7 @@ def _splits(option: Target, made: Any, model_path: str | None) -> DataSplits:
 
 def _check_dispatch(option: DataTarget, made: DataSplits) -> None:
     """Raise DataError for settings that only data without numbers has, given for data with numbers."""
-    from forgather_cli.data.loaders.map_style import is_map_style
+    from forgather_cli.data.loaders.map_style import is_map_style  # here, since it costs torch
 
     splits = {"train": made.train, "eval": made.eval}
     streams = {name: data is not None and not is_map_style(data) for name, data in splits.items()}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,10 @@ class Tokens:
             number += 1
 
 
+Split = Literal["train", "eval"]
+SPLITS: tuple[Split, Split] = ("train", "eval")
+
+
 @dataclass(frozen=True)
 class TokenSplit:
     """One split of a tokenized corpus."""
@@ -90,3 +94,20 @@ class Tokenized:
     eval: TokenSplit | None
     fingerprint: str
     meta: dict[str, Any]
+
+
+def dtype_of(vocab_size: int) -> str:
+    """The smallest type that holds the ids of a vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def cached_split(directory: Path, split: Split, meta: dict[str, Any], *, has_targets: bool = False) -> TokenSplit:
+    """A split of a corpus in the cache; ``has_targets`` for conversations, which are trained on in part."""
+    counts = meta[split]
+    tokens = Tokens([ArrayFile(directory / f"{split}.bin", meta["dtype"], counts["tokens"])])
+    documents = ArrayFile(directory / f"{split}.documents.bin", "int64", counts["documents"] + 1)
+    if not has_targets:
+        return TokenSplit(tokens, documents)
+    targets = Tokens([ArrayFile(directory / f"{split}.targets.bin", "uint8", counts["tokens"])])
+    first_targets = ArrayFile(directory / f"{split}.first_targets.bin", "int64", counts["documents"])
+    return TokenSplit(tokens, documents, targets, first_targets)

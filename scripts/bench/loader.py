@@ -35,7 +35,7 @@ def main() -> None:
     args = arguments()
     results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as cache:
-        size = find_corpus(PythonStdlibSettings()).num_bytes() / 1e6
+        size = sum(piece.num_bytes for piece in find_corpus(PythonStdlibSettings()).pieces()) / 1e6
         for name, settings in (("bytes", {}), ("bpe 4096", {"tokenizer": "bpe"})):
             results[f"cache, {name} (MB/s)"] = size / cold_build(cache, settings)
         for name, settings in KINDS.items():

@@ -1,42 +1,83 @@
-"""Chat data (``data=instruct``): the template of an option, and conversations packed to samples."""
+"""Chat data (``data=instruct``): conversations to tokens in the cache, a mask of the targets, and packed samples.
+
+Beside the tokens of each split lie ``targets`` (uint8 of each token: 1 where the assistant writes it), and for each
+conversation where it starts and how many of its tokens come before the first target.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.cache import Meta, find
+from forgather_cli.data.cache import Meta, Meter, Progress, build_once, digest, find
+from forgather_cli.data.chat.conversations import Conversation, read_conversations
 from forgather_cli.data.chat.template import CHATML, ChatTemplate, special_tokens
-from forgather_cli.data.chat.tokens_of_chats import SPLITS, Chats
 from forgather_cli.data.packing import PackingTable, packed_tables, packing_key
-from forgather_cli.data.text.corpus import find_files
-from forgather_cli.data.text.read import SourceFile, damage_of, kind_of
-from forgather_cli.data.text.tokenizer import END, load_tokenizer
-from forgather_cli.data.tokens import Tokenized, TokenSplit
+from forgather_cli.data.text.corpus import content_hash, find_files, held_out_share
+from forgather_cli.data.text.read import Damage, SourceFile, chunks, damage_of, encodable, kind_of
+from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, load_tokenizer
+from forgather_cli.data.tokens import SPLITS, Split, Tokenized, TokenSplit, cached_split, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 
 if TYPE_CHECKING:
     from forgather_cli.data.samples import Batched
 
+_VERSION = 1  # of the files and of the rules that make tokens of a record
+_SPECIAL = re.compile(r"<\|[^|<>\s'\"{}]+\|>|<(?:start|end)_of_turn>")  # what templates write that looks like a token
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chats:
+    """What an option names: files, tokenizer and template. Text is not read yet."""
+
+    option: InstructSettings
+    files: tuple[SourceFile, ...]
+    eval_files: tuple[SourceFile, ...]
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @property
+    def all_files(self) -> tuple[SourceFile, ...]:
+        return self.files + self.eval_files
+
+    @property
+    def eval_fraction(self) -> float:
+        return 0.0 if self.eval_files else self.option.eval_fraction
+
+    def key(self, root: Path, *, read: bool = True) -> str | None:
+        """Name of the cache directory; None if the content is not known yet and ``read`` is false."""
+        content = content_hash(root, self.all_files, read=read)
+        option, template = self.option, self.template
+        rules = [_VERSION, len(self.files), self.eval_fraction, option.messages_key, option.train_on]
+        rules += ["skip"] if option.on_bad_row == "skip" else []
+        text = [template.source, template.special_tokens]
+        return None if content is None else digest([content, rules, self.tokenizer.fingerprint, text])
 
 
 def find_chats(option: InstructSettings) -> Chats:
     """Raises DataError for files, a tokenizer or a template that cannot be used."""
-    files = _files("data.files", option.files)
-    eval_files = _files("data.eval_files", option.eval_files) if option.eval_files else ()
+
+    def files(setting: str, patterns: list[str]) -> tuple[SourceFile, ...]:
+        return tuple(SourceFile(path, kind_of(path)) for path in find_files(setting, patterns))
+
+    train = files("data.files", option.files)
+    evaluation = files("data.eval_files", option.eval_files) if option.eval_files else ()
     template = _template(option)
-    own = template.source if option.chat_template else None
-    return Chats(option, files, eval_files, load_tokenizer(option.tokenizer, chat_template=own), template)
-
-
-def _files(setting: str, patterns: list[str]) -> tuple[SourceFile, ...]:
-    return tuple(SourceFile(path, kind_of(path)) for path in find_files(setting, patterns))
+    given = template.source if option.chat_template else None
+    return Chats(option, train, evaluation, load_tokenizer(option.tokenizer, chat_template=given), template)
 
 
 def _template(option: InstructSettings) -> ChatTemplate:
@@ -44,8 +85,12 @@ def _template(option: InstructSettings) -> ChatTemplate:
     name = option.chat_template
     try:
         special = special_tokens(directory) if directory else {"bos_token": END, "eos_token": END, "pad_token": END}
+        if name == "chatml":
+            return ChatTemplate(CHATML, special)
         if name is not None:
-            return ChatTemplate(CHATML if name == "chatml" else _read(Path(name).expanduser()), special)
+            remedy = "give chatml, or a file with a Jinja template"
+            source = read_text(Path(name).expanduser(), lambda why: DataError(f"{why}; {remedy}"))
+            return ChatTemplate(source, special)
         found = ChatTemplate.of(directory) if directory else None
     except DataError as error:
         raise DataError(f"data.{'tokenizer' if name is None else 'chat_template'}: {error}") from error
@@ -58,8 +103,151 @@ def _template(option: InstructSettings) -> ChatTemplate:
     return found
 
 
-def _read(path: Path) -> str:
-    return read_text(path, lambda why: DataError(f"{why}; give chatml, or a file with a Jinja template"))
+# ---------------------------------------------------------------------------------------------------------- rendering
+
+
+@dataclass
+class _Rendered:
+    """A conversation as text."""
+
+    key: str
+    """What decides its split: equal conversations have equal keys."""
+    text: str
+    spans: list[Span]
+    """Characters that are trained on."""
+    num_bytes: int
+    """Of the source, for progress."""
+    split: Split = "train"
+
+
+def _render(chats: Chats, conversation: Conversation) -> _Rendered:
+    """Raises DataError for a conversation that cannot be trained on."""
+    messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
+    if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
+        raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
+    try:
+        if train_on == "all":
+            text = chats.template.render(messages, tools=tools)
+            spans = [(0, len(text))]
+        else:
+            text, spans = chats.template.render_spans(messages, tools=tools)
+    except DataError as error:
+        raise DataError(f"{error}; set data.chat_template") from error
+    key = json.dumps([messages, tools], sort_keys=True)
+    return _Rendered(key, encodable(text), spans[-1:] if train_on == "last" else spans, conversation.num_bytes)
+
+
+def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
+    """All conversations, each with its split: held out when the hash of its messages falls below ``eval_fraction``, so
+    equal ones stay on one side and adding files moves none. The first always trains, and those that equal it. Where
+    none is held out, the last is, if there are two."""
+
+    def read(files: tuple[SourceFile, ...]) -> Iterator[_Rendered]:
+        option, use = chats.option, partial(_render, chats)
+        for source in files:
+            skip_bad = option.on_bad_row == "skip"
+            yield from read_conversations(source.path, option.messages_key, use, damage, skip_bad=skip_bad)
+
+    last: _Rendered | None = None
+    first = None if chats.eval_fraction < 1 else ""
+    any_trained = any_held_out = False
+    for each in read(chats.files):
+        if last is not None:
+            any_trained = True
+            yield last
+        first = each.key if first is None else first
+        held_out = held_out_share(each.key) < chats.eval_fraction and each.key != first
+        last = None if held_out else each
+        if held_out:
+            any_held_out = True
+            each.split = "eval"
+            yield each
+    if last is not None:
+        last.split = "eval" if chats.eval_fraction and any_trained and not any_held_out else "train"
+        yield last
+    for each in read(chats.eval_files):
+        each.split = "eval"
+        yield each
+
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+
+def tokenize_chats(chats: Chats, root: Path, progress: Progress | None) -> Tokenized:
+    """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records."""
+    key = chats.key(root)
+    assert key is not None
+
+    def write(temporary: Path) -> Meta:
+        return _write(temporary, chats, progress) | {"content": content_hash(root, chats.all_files)}
+
+    directory, meta = build_once(root, "tokens", key, write)
+    if meta["unknown"]:
+        _log.warning(
+            "data.tokenizer: %s of the chat template %s; encoded as text. Add them with forgather finalize MODEL DEST "
+            "--add-tokens FILE, or choose a template whose tokens it has",
+            ", ".join(meta["unknown"]),
+            "is no token of the tokenizer" if len(meta["unknown"]) == 1 else "are no tokens of the tokenizer",
+        )
+    evaluation = cached_split(directory, "eval", meta, has_targets=True) if meta["eval"]["tokens"] else None
+    return Tokenized(cached_split(directory, "train", meta, has_targets=True), evaluation, key, meta)
+
+
+def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
+    tokenizer, dtype = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size)
+    marks = set(_SPECIAL.findall(chats.template.source))
+    damage, unknown = Damage(), set()
+    meter = Meter(progress, sum(source.path.stat().st_size for source in chats.all_files))
+    with contextlib.ExitStack() as files:
+        writers = {split: _Writer(directory / split, dtype, files) for split in SPLITS}
+        for chunk in chunks(_rendered(chats, damage), meter.add):
+            texts = [each.text for each in chunk]
+            unknown |= {mark for mark in marks if any(mark in text for text in texts)}
+            encoded = tokenizer.encode_marked(texts, [each.spans for each in chunk])
+            for each, (ids, inside) in zip(chunk, encoded, strict=True):
+                writers[each.split].add(ids, inside)
+    meter.end()
+    if not writers["train"].lengths:
+        if writers["eval"].lengths and not chats.eval_files:
+            raise DataError(f"data.eval_fraction: {chats.eval_fraction} leaves nothing to train on; lower it")
+        names = ", ".join(str(source.path) for source in chats.files[:3])
+        raise DataError(f"data.files: no conversation in {len(chats.files)} files ({names}); they are empty")
+    for line in damage.lines().values():
+        _log.warning("%s", line)
+    return {
+        "dtype": dtype,
+        **{name: writer.finish() for name, writer in writers.items()},
+        "origin": {"files": ", ".join(chats.option.files)},
+        **damage.lines(),
+        "unknown": sorted(mark for mark in unknown if len(tokenizer.encode(mark)) != 1),
+    }
+
+
+class _Writer:
+    """Appends conversations to the token and target files of one split."""
+
+    def __init__(self, stem: Path, dtype: str, files: contextlib.ExitStack) -> None:
+        self._stem, self._dtype = stem, dtype
+        self._tokens: BinaryIO = files.enter_context(stem.with_suffix(".bin").open("wb"))
+        self._targets: BinaryIO = files.enter_context(stem.with_suffix(".targets.bin").open("wb"))
+        self.lengths: list[int] = []  # tokens of each conversation
+        self._firsts: list[int] = []
+        self._num_targets = 0
+
+    def add(self, ids: NDArray[Any], inside: NDArray[np.bool_]) -> None:
+        inside[:1] = False  # nothing predicts the first token
+        self._tokens.write(ids.astype(self._dtype).data)
+        self._targets.write(inside.astype(np.uint8).data)
+        num_targets = int(inside.sum())
+        self.lengths.append(len(ids))
+        self._firsts.append(int(inside.argmax()) if num_targets else len(ids))
+        self._num_targets += num_targets
+
+    def finish(self) -> Meta:
+        borders = np.cumsum(np.array([0, *self.lengths], np.int64))
+        borders.tofile(self._stem.with_suffix(".documents.bin"))
+        np.array(self._firsts, np.int64).tofile(self._stem.with_suffix(".first_targets.bin"))
+        return {"tokens": int(borders[-1]), "documents": len(self.lengths), "targets": self._num_targets}
 
 
 def cached_chats(option: InstructSettings, root: Path) -> tuple[Meta, dict[str, int], int] | None:
@@ -74,6 +262,9 @@ def cached_chats(option: InstructSettings, root: Path) -> tuple[Meta, dict[str, 
         return None
     tables = find(root, "packings", packing_key(key, option.seq_len, option.packing, option.too_long)) or {}
     return meta, {name: tables[name]["rows"] for name in SPLITS if name in tables}, chats.tokenizer.vocab_size
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
 
 
 def pack_chats(chats: Chats, data: Tokenized, root: Path) -> tuple[Batched, Batched | None, dict[str, Any]]:
@@ -119,32 +310,23 @@ def _nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTab
 
 def _describe(option: InstructSettings, meta: Meta, tables: dict[str, PackingTable]) -> dict[str, Any]:
     description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
-    for name in SPLITS:
-        description[f"{name}_tokens"] = meta[name]["tokens"]
-        description[f"{name}_documents"] = meta[name]["documents"]
-        description[f"{name}_samples"] = len(tables[name]) if name in tables else 0
-    tokens, targets = meta["train"]["tokens"], meta["train"]["targets"]
-    description["targets"] = f"{targets:,} of {tokens:,} training tokens ({option.train_on})"
-    left_out = [_left_out(name, option, meta[name]["documents"], tables[name]) for name in SPLITS if name in tables]
-    lost = "; ".join(line for line in left_out if line)
-    if lost:
-        _log.warning("data.seq_len=%d: %s", option.seq_len, lost)
-    return {
-        **description,
-        **({"left_out": lost} if lost else {}),
-        **meta["origin"],
-        **damage_of(meta),
-        "content": meta["content"],
-    }
-
-
-def _left_out(split: str, option: InstructSettings, documents: int, table: PackingTable) -> str:
-    """``3 of 100 train conversations longer, cut``: what of a split is not trained on."""
-    counts = table.counts
-    done = {
+    left_out: list[str] = []  # as "of 100 train conversations 3 longer, cut (data.too_long=cut)"
+    what = {
         "cut": "longer, cut (data.too_long=cut)",
         "dropped": "longer, left out (data.too_long=drop)",
         "empty": "without a target in it, left out",
     }
-    found = [f"{counts[name]:,} {what}" for name, what in done.items() if counts[name]]
-    return f"of {documents:,} {split} conversations {', '.join(found)}" if found else ""
+    for name in SPLITS:
+        counts = tables[name].counts if name in tables else {}
+        description[f"{name}_tokens"] = meta[name]["tokens"]
+        description[f"{name}_documents"] = meta[name]["documents"]
+        description[f"{name}_samples"] = len(tables[name]) if name in tables else 0
+        found = [f"{counts[each]:,} {said}" for each, said in what.items() if counts.get(each)]
+        if found:
+            left_out.append(f"of {meta[name]['documents']:,} {name} conversations {', '.join(found)}")
+    tokens, targets = meta["train"]["tokens"], meta["train"]["targets"]
+    description["targets"] = f"{targets:,} of {tokens:,} training tokens ({option.train_on})"
+    if left_out:
+        description["left_out"] = "; ".join(left_out)
+        _log.warning("data.seq_len=%d: %s", option.seq_len, description["left_out"])
+    return {**description, **meta["origin"], **damage_of(meta), "content": meta["content"]}

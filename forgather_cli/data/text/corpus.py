@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forgather_cli.data.cache import Meta, digest, recall, remember_once
-from forgather_cli.data.text import read as reading
+from forgather_cli.data.text import read
 from forgather_cli.data.text.read import (
     Damage,
     Document,
@@ -25,13 +25,13 @@ from forgather_cli.data.text.read import (
     parts_of,
     read_documents,
 )
+from forgather_cli.data.tokens import Split
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import open_file
 
 if TYPE_CHECKING:  # processes that tokenize need this module and no settings, whose import takes as long as theirs
     from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
 
-Split = Literal["train", "eval"]
 _VERSION = 2  # of the rules below that decide what a document is and where it goes
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -93,9 +93,6 @@ class Corpus:
     def all_files(self) -> tuple[SourceFile, ...]:
         return self.files + self.eval_files
 
-    def num_bytes(self) -> int:
-        return sum(source.path.stat().st_size for source in self.all_files)
-
     def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
         """The content is hashed once; afterwards paths, inodes, sizes and times stand for it."""
         content = content_hash(root, self.all_files, read=read)
@@ -130,7 +127,7 @@ def _groups(parts: Sequence[tuple[int, Part]]) -> Iterator[list[tuple[int, Part]
     group: list[tuple[int, Part]] = []
     held = 0
     for number, part in parts:
-        if group and held + part.num_bytes > reading.PIECE:
+        if group and held + part.num_bytes > read.PIECE:
             yield group
             group, held = [], 0
         group.append((number, part))
@@ -144,9 +141,16 @@ def content_hash(root: Path, files: Sequence[SourceFile], *, read: bool = True) 
     stamp = digest([[source.label, *stamp_of(source.path)] for source in files])
     note = root / "content" / f"{stamp}.json"
 
+    def file_hash(source: SourceFile) -> str:
+        try:
+            with open_file(source.path) as handle:
+                return hashlib.file_digest(handle, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"{source.path}: cannot be read ({error.strerror})") from error
+
     def read_all() -> Meta:
         with ThreadPoolExecutor(min(available_cores(), 8)) as threads:  # hashing runs without the interpreter's lock
-            hashes = list(threads.map(_file_hash, [source.path for source in files]))
+            hashes = list(threads.map(file_hash, files))
         return {"content": digest([[source.label, each] for source, each in zip(files, hashes, strict=True)])}
 
     known = remember_once(root, note, read_all) if read else recall(note)
@@ -165,14 +169,6 @@ def stamp_of(path: Path) -> list[Any]:
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _file_hash(path: Path) -> str:
-    try:
-        with open_file(path) as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 # ------------------------------------------------------------------------------------------------------ finding files
@@ -194,21 +190,18 @@ def find_corpus(option: PythonStdlibSettings | TextSettings) -> Corpus:
 
 def _stdlib(option: PythonStdlibSettings) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(path.relative_to(root).as_posix() for path in _python_files(root))
+    found: list[str] = []
+    for directory, children, names in os.walk(root):
+        children[:] = [child for child in children if child not in _NOT_SOURCES]
+        found += [Path(directory, name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
     if not found:
         raise DataError(f"data=python_stdlib: no Python sources in {root}; use data=text data.files=[...]")
     return Corpus(
-        files=tuple(SourceFile(root / name, name) for name in found),
+        files=tuple(SourceFile(root / name, name) for name in sorted(found)),
         eval_fraction=option.eval_fraction,
         by_name=True,
         origin={"python": platform.python_version()},
     )
-
-
-def _python_files(root: Path) -> Iterator[Path]:
-    for directory, children, names in os.walk(root):
-        children[:] = [child for child in children if child not in _NOT_SOURCES]
-        yield from (Path(directory, name) for name in names if name.endswith(".py"))
 
 
 def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
@@ -217,7 +210,9 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
     if not patterns:
         raise DataError(f"{setting}: no files given; name files or patterns, as in {setting}=[texts/*.txt]")
     for pattern in patterns:
-        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True)) or sorted(_literal(pattern))
+        path = os.path.expanduser(pattern)
+        # a file's own name may hold pattern characters
+        matches = sorted(glob.glob(path, recursive=True)) or ([path] if os.path.exists(path) else [])
         files = [Path(match).resolve() for match in matches if os.path.isfile(match)]
         if not files and any(map(os.path.isdir, matches)):
             raise DataError(f"{setting}: {pattern!r} is a directory; write {pattern.rstrip('/')}/**/*.txt")
@@ -235,17 +230,10 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
     return list(found)
 
 
-def _literal(pattern: str) -> list[str]:
-    """A file whose name holds pattern characters."""
-    path = os.path.expanduser(pattern)
-    return [path] if os.path.exists(path) else []
-
-
 def _typed(paths: Sequence[Path]) -> tuple[SourceFile, ...]:
     # " records": 0.1.0 read json files as plain text, and what it cached of them is not what they mean
-    kinds = [" records" if kind_of(path) == ".json" else "" for path in paths]
     return tuple(
-        SourceFile(path, kind_of(path) + codec_of(path) + kind) for path, kind in zip(paths, kinds, strict=True)
+        SourceFile(path, kind_of(path) + codec_of(path) + " records" * (kind_of(path) == ".json")) for path in paths
     )
 
 
@@ -284,23 +272,19 @@ def is_held_out(corpus: Documents, document: Document, *, is_first: bool) -> boo
 
 
 def cut_last(corpus: Documents, last: Document, num_chars: int, *, any_held_out: bool) -> list[tuple[Split, Document]]:
-    """What becomes of the last document of ``num_chars`` characters in all, if it is not held out."""
-    is_split = corpus.eval_fraction > 0 and not any_held_out
-    return _cut(last, max(1, round(corpus.eval_fraction * num_chars)) if is_split else 0)
+    """What becomes of the last document, if it is not held out, of a corpus of ``num_chars`` characters: where nothing
+    else is held out, its end is, about ``eval_fraction`` of all and at most half of it, cut at a line border."""
+    if not corpus.eval_fraction or any_held_out:
+        return [("train", last)]
+    text = last.text
+    where = len(text) - min(max(1, round(corpus.eval_fraction * num_chars)), len(text) // 2)
+    if where == len(text):
+        return [("train", last)]
+    border = text.find("\n", where - 1) + 1
+    where = border if 0 < border < len(text) else where
+    return [("train", last._replace(text=text[:where])), ("eval", Document(last.name, text[where:], 0))]
 
 
 def held_out_share(key: str) -> float:
     """A number in [0, 1) that depends on nothing but ``key``: below ``eval_fraction`` what has it is held out."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
-
-
-def _cut(document: Document, num_chars: int) -> list[tuple[Split, Document]]:
-    """A document in two at a line border, the second about ``num_chars`` long, at most half of it; whole for 0."""
-    text = document.text
-    where = len(text) - min(num_chars, len(text) // 2)
-    if where == len(text):
-        return [("train", document)]
-    border = text.find("\n", where - 1) + 1
-    where = border if 0 < border < len(text) else where
-    head, tail = text[:where], text[where:]
-    return [("train", document._replace(text=head)), ("eval", Document(document.name, tail, 0))]

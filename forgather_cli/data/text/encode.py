@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.data.text.corpus import Documents, Piece, Split, is_held_out
+from forgather_cli.data.text.corpus import Documents, Piece, is_held_out
 from forgather_cli.data.text.read import Damage, chunks
 from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.data.tokens import SPLITS, Split
 
-SPLITS: tuple[Split, Split] = ("train", "eval")
 _CANNOT_COPY = (None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # None: not on this system
 Outputs = Mapping[Split, BinaryIO]
 Ints = NDArray[np.int64]
@@ -35,16 +35,6 @@ class Encoded:
     damage: Damage = field(default_factory=Damage)
     took_as_later: bool = False
     """Its first document is held out, as it would not be if it were the first of the corpus."""
-
-    def num_documents(self, split: Split) -> int:
-        return sum(map(len, self.lengths[split]))
-
-    def num_tokens(self, split: Split) -> int:
-        return sum(int(each.sum()) for each in self.lengths[split])
-
-    @property
-    def is_empty(self) -> bool:
-        return not any(map(self.num_documents, SPLITS))
 
 
 @dataclass(frozen=True)
@@ -111,9 +101,10 @@ class Journal:
 
     def add(self, made: Encoded) -> None:
         for split in SPLITS:
-            self.tokens[split] += made.num_tokens(split)
-            self.documents[split] += made.num_documents(split)
-        self.last = self.last if made.is_empty else self.done
+            self.tokens[split] += sum(int(each.sum()) for each in made.lengths[split])
+            self.documents[split] += sum(map(len, made.lengths[split]))
+            if any(map(len, made.lengths[split])):
+                self.last = self.done
         self.done += 1
         self.chars += made.num_chars
         self.replaced += made.damage.count
@@ -199,8 +190,13 @@ class TokenFiles:
         self.close()
         for split in SPLITS:
             lengths = self._directory / f"{split}.lengths"
+            end = np.zeros(1, np.int64)
             with lengths.open("rb") as source, (self._directory / f"{split}.documents.bin").open("wb") as target:
-                _write_offsets(source, target)
+                target.write(end.data)
+                while data := source.read(8 << 17):
+                    offsets = np.cumsum(np.frombuffer(data, np.int64)) + end
+                    target.write(offsets.data)
+                    end = offsets[-1:]
             lengths.unlink()
         (self._directory / "journal.json").unlink()
 
@@ -216,12 +212,3 @@ def _copy(source: BinaryIO, target: BinaryIO) -> None:
             raise
         shutil.copyfileobj(source, target, 1 << 20)
     target.seek(0, os.SEEK_END)
-
-
-def _write_offsets(lengths: BinaryIO, target: BinaryIO) -> None:
-    end = np.zeros(1, np.int64)
-    target.write(end.data)
-    while data := lengths.read(8 << 17):
-        offsets = np.cumsum(np.frombuffer(data, np.int64)) + end
-        target.write(offsets.data)
-        end = offsets[-1:]

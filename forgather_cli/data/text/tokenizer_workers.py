@@ -23,31 +23,32 @@ from typing import Any
 
 from forgather_cli.data.cache import InterruptedBuildError
 from forgather_cli.data.text import read as reading
-from forgather_cli.data.text.corpus import Piece, Split
-from forgather_cli.data.text.encode import SPLITS, Encoded, Encoder
+from forgather_cli.data.text.corpus import Piece
+from forgather_cli.data.text.encode import Encoded, Encoder
+from forgather_cli.data.tokens import SPLITS, Split
 from forgather_cli.errors import DataError
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-class Crew:
+class TokenizerWorkers:
     """``num`` processes that encode pieces into files of a directory. Leaving the context ends them."""
 
     def __init__(self, num: int, encoder: Encoder, pieces: Sequence[Piece], directory: Path) -> None:
         # names of our own: processes of a builder that was killed may not have noticed yet
         self._stem, self._num_pieces = directory / f"pieces-{uuid.uuid4().hex}", len(pieces)
-        self._members: dict[Connection, subprocess.Popen[bytes]] = {}
+        self._workers: dict[Connection, subprocess.Popen[bytes]] = {}
         try:
             for _ in range(num):
                 connection, process = _start()
-                self._members[connection] = process
-            for member in self._members:
-                self._send(member, (encoder, list(pieces), self._stem, reading.PIECE))
+                self._workers[connection] = process
+            for worker in self._workers:
+                self._send(worker, (encoder, list(pieces), self._stem, reading.PIECE))
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> TokenizerWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,43 +56,43 @@ class Crew:
 
     def close(self) -> None:
         """End the processes, whatever they do."""
-        for connection, process in self._members.items():
+        for connection, process in self._workers.items():
             process.kill()
             process.wait()
             connection.close()
-        self._members = {}
+        self._workers = {}
 
     def encode(self, first: int) -> Iterator[int | tuple[Encoded, dict[Split, Path]]]:
         """Encode the pieces from number ``first`` on: what became of each, in their order, with the files that hold
         its tokens; and in between bytes of the source that were done. Raises DataError."""
         made: dict[int, Encoded] = {}
         waiting = iter(range(first, self._num_pieces))
-        idle = [member for _ in range(2) for member in self._members]  # two at a time: none waits for its next
+        idle = [worker for _ in range(2) for worker in self._workers]  # two at a time: none waits for its next
         turn = first
         while turn < self._num_pieces:
             while idle and (number := next(waiting, None)) is not None:
                 self._send(idle.pop(0), number)
-            for member in wait(list(self._members)):
-                assert isinstance(member, Connection)
-                number, value = self._receive(member)
+            for worker in wait(list(self._workers)):
+                assert isinstance(worker, Connection)
+                number, value = self._receive(worker)
                 if number is None:
                     yield value
                     continue
                 made[number] = value
-                idle.append(member)
+                idle.append(worker)
             while turn in made:
                 yield made.pop(turn), _piece_files(self._stem, turn)
                 turn += 1
 
-    def _send(self, member: Connection, message: Any) -> None:
+    def _send(self, worker: Connection, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # heard of when it is asked
-            member.send(message)
+            worker.send(message)
 
-    def _receive(self, member: Connection) -> tuple[int | None, Any]:
+    def _receive(self, worker: Connection) -> tuple[int | None, Any]:
         try:
-            kind, number, value = member.recv()
+            kind, number, value = worker.recv()
         except (EOFError, ConnectionResetError) as error:
-            code = self._members[member].wait()
+            code = self._workers[worker].wait()
             how = f"signal {-code}, perhaps for lack of memory" if code < 0 else f"exit code {code}"
             raise InterruptedBuildError(
                 f"data.tokenize_processes: a process that tokenizes has ended ({how}); start again, which goes on "
