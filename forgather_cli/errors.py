@@ -19,7 +19,9 @@ A message says what is wrong, what was got and what to do, with settings named a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 
 
 class ForgatherError(Exception):
@@ -96,3 +98,37 @@ class OutOfMemoryError(TrainingError):
     def __init__(self, message: str, batch: int | None = None, smaller_batch: int | None = None) -> None:
         self.batch, self.smaller_batch = batch, smaller_batch
         super().__init__(message)
+
+
+def did_you_mean(name: str, known: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
+    """`` did you mean a or b?`` for the nearest names, as in ``shown`` where that has them; empty if none is near."""
+    found = sorted(((_likeness(name, each), each) for each in set(known)), key=lambda pair: (-pair[0], pair[1]))
+    near = [each for likeness, each in found if likeness and likeness >= found[0][0] - 0.1]
+    if len(near) > 3:  # as many as that are no help
+        return ""
+    return f" did you mean {' or '.join((shown or {}).get(each, each) for each in near)}?" if near else ""
+
+
+def _likeness(name: str, known: str) -> float:
+    """0 to 1: how like ``known`` a name is whose words are mistyped, cut short, run together, left out or too many.
+
+    Whole words, since letters alone would see seed in deepspeed and hidden_size in step_size.
+    """
+    mine, theirs = (re.split(r"[^a-z0-9]+", text.lower()) for text in (name, known))
+    if len(mine) == len(theirs) and all(pairs := [_word_likeness(*pair) for pair in zip(mine, theirs, strict=True)]):
+        return sum(pairs) / len(pairs)
+    together = SequenceMatcher(None, "".join(mine), "".join(theirs)).ratio()
+    if together >= 0.9:
+        return together
+    fewer, more = sorted((mine, theirs), key=len)
+    inside = len(fewer) < len(more) and all(any(_word_likeness(word, other) >= 0.8 for other in more) for word in fewer)
+    return 0.5 if inside and (fewer is mine or len(fewer) > 1 or fewer[0] == more[0]) else 0.0
+
+
+def _word_likeness(one: str, other: str) -> float:
+    """0 for another word. Of short words, a larger part may be wrong: ddp typed dpp."""
+    shorter = min(one, other, key=len)
+    if len(shorter) >= 3 and one.startswith(shorter) and other.startswith(shorter):
+        return 1.0 if one == other else 0.75
+    ratio = SequenceMatcher(None, one, other).ratio()
+    return ratio if ratio >= (0.6 if max(len(one), len(other)) < 5 else 0.75) else 0.0

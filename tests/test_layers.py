@@ -23,7 +23,7 @@ FREE = {
 # layer -> what it may import of ours, besides itself and FREE. A name stands for a module or for everything below it.
 ALLOWED = {
     "cli": {"*"},
-    "config": {"control.token"},
+    "config": set(),
     "errors": set(),
     "input_files": set(),
     "run_dir": set(),
@@ -34,14 +34,14 @@ ALLOWED = {
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
     "launch": {
-        "checkpoint.manifest", "checkpoint.retention", "config", "control.token", "distributed", "evaluation",
+        "checkpoint.manifest", "checkpoint.retention", "config", "distributed", "evaluation",
         "trainer.finish", "worker",
     },
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.exit_status", "launch.layout",
         "models", "optim.groups", "precision", "trainer.metrics",
     },
-    "report": {"config.options", "launch.exit_status", "launch.process"},
+    "report": {"launch.exit_status", "launch.process"},
     "worker": {"*"},
     "evaluation": {"*"},
     "generation": {"data", "loss", "models.generate", "source"},
@@ -49,7 +49,7 @@ ALLOWED = {
     "trainer": {
         "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.loaders",
         "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
-        "config.accelerate_file", "config.check", "config.decode", "config.optimizer_limits", "config.schedule",
+        "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "targets",
         "callbacks.build", "launch.exit_status", "launch.run_lock",
     },
@@ -65,9 +65,9 @@ ALLOWED = {
     "control": {"launch.exit_status", "trainer.commands"},
     "distributed": set(),
     "checkpoint": set(),
-    "models": {"config.families", "config.model_limits"},
+    "models": set(),
     "data": {"checkpoint.gather"},
-    "optim": {"checkpoint", "config.optimizer_limits"},
+    "optim": {"checkpoint"},
     "loss": set(),
     "tally": {"loss"},
     "precision": {"loss"},

@@ -19,7 +19,6 @@ from forgather_cli.control.commands import CommandQueue
 from forgather_cli.control.records import ABORT, SAVE, STOP, Command
 from forgather_cli.control.registry import Entry
 from forgather_cli.control.server import PORTS, ControlServer
-from forgather_cli.control.token import given_token
 from forgather_cli.errors import ForgatherError
 from forgather_cli.run_dir import RunDir, step_of
 
@@ -168,7 +167,7 @@ class TrainerControlCallback(TrainerCallback):
         self._about = {**about, "run_dir": run_dir}
         reports = {"status": self.status} | ({} if self._stacks is None else {"stacks": self._stacks})
         try:
-            token = None if settings.disable_auth else given_token(settings) or secrets.token_hex(32)
+            token = None if settings.disable_auth else settings.given_token() or secrets.token_hex(32)
             self._server = ControlServer(job_id, self._commands, reports, host=settings.host, ports=ports, token=token)
             run = self._run or self._trainer.run_dir
             entry = Entry(

@@ -15,7 +15,7 @@ from forgather_cli.cli.common import AsJson, interruptible, only_json, print_jso
 from forgather_cli.cli.prompts import Prompt, read_prompts, write_all
 from forgather_cli.cli.screen import on_screen, show, tell_of_limit
 from forgather_cli.cli.source import SourcePath, TrustConfig, check_source
-from forgather_cli.config.device_limits import wrong_device
+from forgather_cli.config.schema import wrong_device
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import ConfigError
+
+
+class Sizes(Protocol):
+    """The settings that a batch follows from."""
+
+    @property
+    def global_batch_size(self) -> int | None: ...
+    @property
+    def per_device_train_batch_size(self) -> int: ...
+    @property
+    def gradient_accumulation_steps(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -17,7 +28,7 @@ class BatchPlan:
     accumulation: int
 
 
-def batch_plan(run: RunSettings, world: int, *, multiple_of: int = 1) -> BatchPlan:
+def batch_plan(run: Sizes, world: int, *, multiple_of: int = 1) -> BatchPlan:
     """The batch sizes for ``world`` data-parallel ranks.
 
     With ``global_batch_size`` the micro-batch is the largest number of sequences up to per_device_train_batch_size that
@@ -49,7 +60,7 @@ def smaller_micro_batch(plan: BatchPlan, multiple_of: int = 1) -> int | None:
     return _largest(plan.micro_batch * plan.accumulation, plan.micro_batch // 2, multiple_of)
 
 
-def _from_micro_batch(run: RunSettings, world: int, multiple_of: int) -> BatchPlan:
+def _from_micro_batch(run: Sizes, world: int, multiple_of: int) -> BatchPlan:
     micro, accumulation = run.per_device_train_batch_size, run.gradient_accumulation_steps or 1
     if micro % multiple_of:
         raise ConfigError(
@@ -59,7 +70,7 @@ def _from_micro_batch(run: RunSettings, world: int, multiple_of: int) -> BatchPl
     return BatchPlan(micro * accumulation * world, micro, accumulation)
 
 
-def _from_both(run: RunSettings, share: int, world: int, multiple_of: int) -> BatchPlan:
+def _from_both(run: Sizes, share: int, world: int, multiple_of: int) -> BatchPlan:
     accumulation, bound = run.gradient_accumulation_steps or 1, run.per_device_train_batch_size
     micro, rest = divmod(share, accumulation)
     if rest or micro > bound or micro % multiple_of:

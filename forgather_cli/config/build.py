@@ -15,7 +15,6 @@ from forgather_cli.config.accelerate_file import (
     is_launched_for_fsdp,
     launched_settings,
 )
-from forgather_cli.config.check import cross_check
 from forgather_cli.config.compose import Plain, plain
 from forgather_cli.config.decode import decode, option_types
 from forgather_cli.config.mistakes import Speech
@@ -23,6 +22,7 @@ from forgather_cli.config.options import BARE_GROUPS, SearchPath, shipped
 from forgather_cli.config.overrides import Change, apply, resolve
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.references import references
+from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import AdamWSettings
 from forgather_cli.config.targets import target_problems
 from forgather_cli.errors import ConfigError
@@ -109,7 +109,7 @@ class Build:
         self.problems += resolved.problems
         config = self._decoded(resolved)
         if config and not self._unknown_options():
-            self.problems += cross_check(config, self._layers())
+            self.problems += rule_problems(config, self._layers())
         if config and not self.problems:
             self.problems += target_problems(config)
         if self.problems or config is None:

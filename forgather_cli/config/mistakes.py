@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from forgather_cli.config import schema
-from forgather_cli.config.options import GROUPS, SearchPath, did_you_mean
+from forgather_cli.config.options import GROUPS, SearchPath
 from forgather_cli.config.paths import Setting, is_list, lookup, members, option_type, root_keys, settings
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_text
 
 _SHORT = {

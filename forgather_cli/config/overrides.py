@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, did_you_mean
+from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath
 from forgather_cli.config.paths import ending_with, lookup, root_keys
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_yaml
 
 if TYPE_CHECKING:

@@ -132,17 +132,6 @@ def is_group_path(path: str) -> bool:
     return path.split(".")[0] in GROUPS
 
 
-def typed_value(config: schema.Config, path: str) -> str:
-    """A setting's value as it is typed; of a group its option's type."""
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    value = getattr(value, "type", value)
-    if value is None or isinstance(value, bool):
-        return {True: "true", False: "false", None: "null"}[value]
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
-
-
 def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Setting]]:
     """Settings of a dataclass and of the settings classes nested in it."""
     of = (kind,) if kind else ()

@@ -5,15 +5,11 @@ Legend: n stages, p ranks, v stages per rank, m n_microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ConfigError
-
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-ONE_STAGE = ("1F1B", "GPipe")
 
 
 @dataclass(frozen=True)
@@ -32,26 +28,16 @@ class Stage:
         return self.last_layer - self.first_layer + 1
 
 
-def stages_per_rank(settings: PipelineSettings) -> int:
-    """Stages on each rank: as set, else one, or two for interleaved and V schedules."""
-    return settings.stages_per_rank or (1 if settings.schedule in ONE_STAGE else 2)
-
-
-def rank_of_stage(settings: PipelineSettings, index: int, world: int) -> int:
-    """Stages go round the ranks; those of V schedules go back by the way they came."""
-    lap, place = divmod(index, world)
-    return world - 1 - place if settings.schedule in V_SHAPED and lap % 2 else place
-
-
 def stage_layout(settings: PipelineSettings, num_layers: int, world: int) -> list[Stage]:
     """All stages in the order of the model, for ``world`` ranks. Raises ConfigError where there are none."""
-    if problems := layout_problems(settings, num_layers, world):
+    if problems := list(settings.layout_problems(num_layers, world)):
         raise ConfigError(problems)
-    number = world * stages_per_rank(settings)
+    number = world * settings.stages_each
     counts = settings.split if settings.split != "auto" else _balanced(settings, num_layers, number)
     stages, first = [], 0
     for index, count in enumerate(counts):
-        rank = rank_of_stage(settings, index, world)
+        lap, place = divmod(index, world)  # stages go round the ranks; those of V schedules go back as they came
+        rank = world - 1 - place if settings.is_v_shaped and lap % 2 else place
         stages.append(Stage(index, rank, first, first + count - 1, index == 0, index == number - 1))
         first += count
     return stages
@@ -82,7 +68,7 @@ def bubble(settings: PipelineSettings, world: int) -> float:
     al. 2021, arXiv:2104.04473, section 2.2; zero bubble, Qi et al. 2023, arXiv:2401.10241; with few micro-batches, and
     DualPipeV, the order of torch 2.13's schedules run through, which a test repeats.
     """
-    m, v, p = settings.n_microbatches, stages_per_rank(settings), world
+    m, v, p = settings.n_microbatches, settings.stages_each, world
     if settings.schedule == "ZBVZeroBubble":
         waits = max(p - 1, 4 * (p - 1) - 2 * (m - 1))
     elif settings.schedule == "DualPipeV":
@@ -110,60 +96,3 @@ def layout_lines(settings: PipelineSettings, stages: Sequence[Stage], parameters
             f"{number:,} parameters ({number / total:.1%})"
         )
     return lines
-
-
-# ------------------------------------------------------------------------------------------------------------- limits
-
-
-def layout_problems(settings: PipelineSettings, num_layers: int | None, world: int) -> list[str]:
-    """What the schedule cannot do with ``world`` ranks, and ``num_layers`` where they are known."""
-    return list(_limits(settings, num_layers, world))
-
-
-def _limits(settings: PipelineSettings, num_layers: int | None, world: int) -> Iterator[str]:
-    if world < 2:
-        yield f"trainer: pipeline needs at least 2 ranks, got {world} (nproc_per_node x nnodes); choose trainer=single"
-        return
-    per_rank = stages_per_rank(settings)
-    number = world * per_rank
-    yield from _microbatches(settings, world, number)
-    if settings.split != "auto":
-        yield from _split(settings.split, number, num_layers)
-    elif num_layers is not None and number > num_layers:
-        yield (
-            f"trainer: {number} pipeline stages are more than num_hidden_layers={num_layers} "
-            f"(schedule={settings.schedule}, {per_rank} on each of {world} ranks); "
-            f"{_more_layers_or_fewer_stages(settings, num_layers, world)}"
-        )
-
-
-def _more_layers_or_fewer_stages(settings: PipelineSettings, num_layers: int, world: int) -> str:
-    per_rank = stages_per_rank(settings)
-    remedies = [f"set num_hidden_layers={world * per_rank}"]
-    if settings.stages_per_rank is None and per_rank > 1 and world <= num_layers:
-        remedies.append("choose schedule=1F1B")
-    ranks = num_layers // per_rank
-    remedies.append(f"take {ranks} ranks (nproc_per_node)" if ranks > 1 else "choose trainer=single")
-    return ", or ".join(remedies)
-
-
-def _microbatches(settings: PipelineSettings, world: int, number: int) -> Iterator[str]:
-    schedule, parts = settings.schedule, settings.n_microbatches
-    if schedule in ("1F1B", "DualPipeV") and parts < number:
-        yield (
-            f"n_microbatches: schedule={schedule} with {number} stages needs at least as many, got {parts}; "
-            f"set n_microbatches={number}"
-        )
-    rounds = max(1, parts // world)
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and parts % rounds:
-        yield (
-            f"n_microbatches: schedule={schedule} on {world} ranks needs a multiple of {rounds}, got {parts}; "
-            f"set n_microbatches={parts // world * world}"
-        )
-
-
-def _split(split: list[int], number: int, num_layers: int | None) -> Iterator[str]:
-    if len(split) != number:
-        yield f"split: names {len(split)} stages, schedule and ranks make {number}; name {number} or set split=auto"
-    elif num_layers is not None and sum(split) != num_layers:
-        yield f"split: adds up to {sum(split)} layers, got num_hidden_layers={num_layers}; mend it or set split=auto"

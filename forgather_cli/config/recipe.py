@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.config.options import GROUPS, SearchPath, did_you_mean, find_recipe
+from forgather_cli.config.options import GROUPS, SearchPath, find_recipe
 from forgather_cli.config.overrides import Change, wrong_option
 from forgather_cli.config.paths import leaves, root_keys
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_text, read_yaml
 
 

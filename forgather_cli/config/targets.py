@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.options import did_you_mean
 from forgather_cli.config.schema import EVENTS, Config, Target
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import import_target
 
 if TYPE_CHECKING:

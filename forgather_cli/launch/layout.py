@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgather_cli.config.check import world_problems
+from forgather_cli.config.rules import world_problems
 from forgather_cli.config.schema import Config, SingleSettings, Target
 from forgather_cli.errors import ConfigError
 

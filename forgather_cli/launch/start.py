@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.retention import list_checkpoints
-from forgather_cli.config.schema import Config
-from forgather_cli.control.token import VARIABLE
+from forgather_cli.config.schema import TOKEN_VARIABLE, Config
 from forgather_cli.errors import CheckpointError, ConfigError, ForgatherError, SetupError
 from forgather_cli.launch.exit_status import (
     DONE,
@@ -120,12 +119,12 @@ def _train(layout: Layout, held: RunLock, path: Path, config: Config) -> ExitSta
     control = config.callbacks.control
     if control is None or control.auth_token is None:
         return supervised(layout, held.run, path, settle)
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = control.auth_token  # the ranks' config.yaml holds none
+    before = os.environ.get(TOKEN_VARIABLE)
+    os.environ[TOKEN_VARIABLE] = control.auth_token  # the ranks' config.yaml holds none
     try:
         return supervised(layout, held.run, path, settle)
     finally:
-        os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
+        os.environ.pop(TOKEN_VARIABLE) if before is None else os.environ.update({TOKEN_VARIABLE: before})
 
 
 @lasting_output()

@@ -3,7 +3,7 @@
 None of these kernels was run on a GPU. Values and gradients were compared with plain PyTorch in Triton 3.9's
 interpreter: Liger 0.6.2 and 0.8.5 in fp32 and under bf16 autocast, Cut Cross-Entropy 25.1.1 in fp16 (with its log1p
 written as a logarithm, for the interpreter has none); and on a CPU what the latter lets torch compile for other
-devices. Neither has a backward that a zero-bubble schedule could split (``config/pipeline_limits.py``).
+devices. Neither has a backward that a zero-bubble schedule could split (``config/schema/loss.py``).
 
 Legend: B sequences, T tokens, N = B * T, V vocabulary, E hidden size.
 """

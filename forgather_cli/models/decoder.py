@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgather_cli.config.families import output_bias
-from forgather_cli.config.model_limits import decoder_problems
 from forgather_cli.config.schema import DecoderSettings
 from forgather_cli.errors import ModelError
 from forgather_cli.models.cache import KVCache, LayerCache
@@ -51,7 +49,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(s.hidden_size, q_size, bias=s.attention_bias, std=std)
         self.k_proj = Linear(s.hidden_size, kv_size, bias=s.attention_bias, std=std)
         self.v_proj = Linear(s.hidden_size, kv_size, bias=s.attention_bias, std=std)
-        self.o_proj = Linear(q_size, s.hidden_size, bias=output_bias(s), std=std)
+        self.o_proj = Linear(q_size, s.hidden_size, bias=s.has_output_bias, std=std)
         self.q_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
 
@@ -300,7 +298,7 @@ def resolve_decoder(settings: DecoderSettings, *, vocab_size: int, seq_len: int)
             f"model.vocab_size: the tokenizer has {vocab_size} tokens, got {s.vocab_size}; "
             f"set model.vocab_size=null or at least {vocab_size}, or take another data.tokenizer"
         )
-    if problem := next(decoder_problems(s), None):
+    if problem := next(s.problems(), None):
         raise ModelError(problem)
     resolved = dataclasses.replace(
         s,
@@ -309,7 +307,7 @@ def resolve_decoder(settings: DecoderSettings, *, vocab_size: int, seq_len: int)
         head_dim=s.head_dim or s.hidden_size // s.num_attention_heads,
         vocab_size=s.vocab_size or vocab_size,
         max_position_embeddings=s.max_position_embeddings or seq_len,
-        attention_output_bias=output_bias(s),
+        attention_output_bias=s.has_output_bias,
     )
     if seq_len > (longest := resolved.max_position_embeddings or seq_len):
         _log.warning("data.seq_len=%d is longer than model.max_position_embeddings=%d", seq_len, longest)

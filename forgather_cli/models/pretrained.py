@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from forgather_cli.config.families import FAMILIES, family_of
-from forgather_cli.config.schema import DecoderSettings, RopeScaling
+from forgather_cli.config.schema import FAMILIES, DecoderSettings, RopeScaling, family_of
 from forgather_cli.errors import ModelError
 from forgather_cli.input_files import read_json_object
 

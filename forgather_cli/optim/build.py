@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from forgather_cli.config.optimizer_limits import groups_of, label
-from forgather_cli.config.schema import AdamWSettings, MuonSettings, OptimizerOption, Target
+from forgather_cli.config.schema import AdamWSettings, MuonSettings, OptimizerOption, Target, groups_of, label
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
 from forgather_cli.optim.groups import Assignment, assign, empty_groups

@@ -14,14 +14,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.optimizer_limits import DEFAULT_GROUP, EVERYWHERE, check_groups, groups_of, label
 from forgather_cli.config.schema import (
+    DEFAULT_GROUP,
+    EVERYWHERE,
     AdafactorSettings,
     AdamWSettings,
     GroupSettings,
     MuonSettings,
     OptimizerOption,
     Target,
+    groups_of,
+    label,
 )
 from forgather_cli.errors import ConfigError
 from forgather_cli.targets import accepts, import_target
@@ -86,9 +89,6 @@ def assign(
     ``lr`` and ``weight_decay`` hold where a group's settings do not say otherwise. A parameter that comes under
     several names (tied) counts once, under the first. Raises ConfigError with every mistake in the groups.
     """
-    problems = check_groups(option)
-    if problems:
-        raise ConfigError(problems)
     groups = groups_of(option)
     made: list[Assignment] = []
     for group_name, parameters in members_of(groups, named_parameters).items():

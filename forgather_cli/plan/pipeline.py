@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forgather_cli.config.pipeline_layout import Stage, stage_layout, stages_per_rank
+from forgather_cli.config.pipeline_layout import Stage, stage_layout
 from forgather_cli.config.schema import Config, PipelineSettings
 from forgather_cli.plan.activations import Activations
 from forgather_cli.plan.memory import RankMemory, half_copies
@@ -94,7 +94,7 @@ def in_flight(trainer: PipelineSettings, rank: int, world: int) -> int:
 
     From the order of torch 2.13's schedules (``distributed/pipelining/schedules.py``), which a test runs through.
     """
-    m, v = trainer.n_microbatches, stages_per_rank(trainer)
+    m, v = trainer.n_microbatches, trainer.stages_each
     in_a_round = m // max(1, m // world)
     peak = {
         "GPipe": m,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.options import did_you_mean
-from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.report import style
 from forgather_cli.report.records import Axis, Record, is_number, metric_names, positions, read_records
 from forgather_cli.report.runs import differing, labels, settings_of

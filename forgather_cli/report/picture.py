@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from forgather_cli.config.options import did_you_mean
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.report import style
 from forgather_cli.report.curves import Look, draw_curves
 from forgather_cli.report.heatmap import Kind, draw_heatmap

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from forgather_cli.config.pipeline_layout import ZERO_BUBBLE, Stage
+from forgather_cli.config.pipeline_layout import Stage
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ForgatherError
 from forgather_cli.loss import Loss, model_kwargs
@@ -74,7 +74,7 @@ class TrainingSchedule:
         self._settings, self._modules, self._num_stages, self._device = settings, modules, num_stages, device
         self._has_first = any(module.stage.has_embedding for module in modules)
         self._has_last = any(module.stage.has_head for module in modules)
-        self.whole_backward = _inseparable(modules) if settings.schedule in ZERO_BUBBLE else None
+        self.whole_backward = _inseparable(modules) if settings.splits_backward else None
         """The setting for which a schedule that splits the backward computes gradients of weights and inputs together,
         since its layers do; None: there is none, or the schedule does not split it."""
         self._shape: torch.Size | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from forgather_cli.config.check import cross_check
+from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import (
     Config,
     DataTarget,
@@ -46,7 +46,7 @@ def checked_config(args: TrainingArguments, objects: Objects) -> Config:
     known = objects.made_strategy is None and size >= min_ranks
     here = replace(config, nproc_per_node=size if known else "auto", nnodes=1, node_rank=0)
     layers = dict.fromkeys(args.given - _READ_LATER, 0)
-    problems = [*_problems(args, objects, config, size), *objects.optimizer.problems(), *cross_check(here, layers)]
+    problems = [*_problems(args, objects, config, size), *objects.optimizer.problems(), *rule_problems(here, layers)]
     if problems:
         raise ConfigError([_as_typed(problem, args.typed) for problem in problems])
     return config

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.decode import decode_settings, to_tree
-from forgather_cli.config.optimizer_limits import DEFAULT_GROUP, groups_of, regex_problem
-from forgather_cli.config.schema import Config, GroupSettings, Target
+from forgather_cli.config.schema import DEFAULT_GROUP, Config, GroupSettings, Target, groups_of, regex_problems
 from forgather_cli.errors import ConfigError
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.optim.build import Optimizers, build_optimizer
@@ -82,8 +81,7 @@ class OptimizerRecipe:
             return
         for name, group in groups.items():
             where = f"optimizer_groups.{name}"
-            if problem := regex_problem(where, group.regex):
-                yield problem
+            yield from regex_problems(where, group.regex)
             if group.optimizer is not None:
                 yield f"{where}.optimizer: {self.way} brings the only optimizer; leave one of the two out"
             if "lr_scale" in group.settings and self.factory is not None:

@@ -144,10 +144,9 @@ def test_mistakes_of_a_token(here: Path, overrides: str, capsys: pytest.CaptureF
 
 def test_the_environment_gives_a_token(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from forgather_cli.config.schema import ControlSettings
-    from forgather_cli.control.token import given_token
 
-    assert given_token(ControlSettings()) is None
+    assert ControlSettings().given_token() is None
     monkeypatch.setenv("FORGATHER_AUTH_TOKEN", TOKEN)
-    assert given_token(ControlSettings()) == TOKEN
+    assert ControlSettings().given_token() == TOKEN
     Path("token").write_text("another-0123456789abcdef")
-    assert given_token(ControlSettings(auth_token_file="token")) == "another-0123456789abcdef"
+    assert ControlSettings(auth_token_file="token").given_token() == "another-0123456789abcdef"

@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import nn
 
-from forgather_cli.config.families import family_of
 from forgather_cli.config.schema import DecoderSettings, RopeScaling, RunSettings
+from forgather_cli.config.schema.decoder import family_of
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, KVCache, resolve_decoder
 from forgather_cli.models.pretrained import hf_config

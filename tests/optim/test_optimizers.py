@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.config.optimizer_limits import check_groups
 from forgather_cli.config.schema import (
     AdafactorSettings,
     AdamWSettings,
@@ -228,18 +227,14 @@ def group(regex: str = "x", optimizer: OptimizerOption | None = None, **settings
     ],
 )  # fmt: skip
 def test_mistakes_in_groups(option: OptimizerOption, problem: str):
-    found = check_groups(option)
+    found = list(option.group_problems())
     assert len(found) == 1
     assert re.search(problem, found[0])
-    with pytest.raises(ConfigError, match=problem):
-        build(option, TinyModel())
 
 
 def test_all_mistakes_are_reported_at_once():
     option = AdamWSettings(groups={"a": GroupSettings(regex="["), "b": GroupSettings(regex="x", settings={"q": 1})})
-    with pytest.raises(ConfigError) as error:
-        build(option, TinyModel())
-    assert len(error.value.problems) == 2
+    assert len(list(option.group_problems())) == 2
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,7 @@ from tiny import decoder
 from torch import nn
 
 from forgather_cli.config.load import load_config
-from forgather_cli.config.pipeline_layout import (
-    ONE_STAGE,
-    Stage,
-    bubble,
-    layout_lines,
-    layout_problems,
-    stage_layout,
-    stages_per_rank,
-)
+from forgather_cli.config.pipeline_layout import Stage, bubble, layout_lines, stage_layout
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.models.stages import cuttable, fresh_models, replace_parameter, tied_names
@@ -101,7 +93,7 @@ def torchs_order(schedule: str, world: int, per_rank: int, n_microbatches: int) 
     stage: Any = SimpleNamespace(
         num_stages=number, group_size=world, group_rank=0, stage_index=0, submod=None, is_first=True, is_last=False
     )
-    stages = stage if schedule in ONE_STAGE else [stage] * per_rank
+    stages = stage if settings(schedule=schedule).has_one_stage else [stage] * per_rank
     made = get_schedule_class(schedule)(stages, n_microbatches, loss_fn=lambda output, target: output)
     assert made.pipeline_order is not None
     return dict(made.pipeline_order)
@@ -164,13 +156,13 @@ CHECKED = [
 def test_limits_and_bubbles_are_those_of_torchs_schedules(schedule: str) -> None:
     for _, world, parts, per_rank in (each for each in CHECKED if each[0] == schedule):
         own = settings(schedule=schedule, n_microbatches=parts, stages_per_rank=per_rank)
-        assert stages_per_rank(own) == per_rank
+        assert own.stages_each == per_rank
         try:
             order = {rank: work(actions) for rank, actions in torchs_order(schedule, world, per_rank, parts).items()}
         except ValueError:
-            assert layout_problems(own, None, world), (world, parts, per_rank)
+            assert list(own.layout_problems(None, world)), (world, parts, per_rank)
             continue
-        assert not layout_problems(own, None, world), (world, parts, per_rank)
+        assert not list(own.layout_problems(None, world)), (world, parts, per_rank)
         if schedule == "1F1B":
             order = one_forward_one_backward(world, parts)
         assert bubble(own, world) == pytest.approx(waiting(order, world * per_rank - 1)), (world, parts, per_rank)

@@ -1,8 +1,10 @@
-"""What all settings are made of: the decorator, numbers with bounds, and ``_target_``."""
+"""What all settings are made of: the class, numbers with bounds, ``OnlyIf``, and ``_target_``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -17,6 +19,76 @@ def settings(cls: type[_T]) -> type[_T]:
     """A frozen keyword-only dataclass that pydantic decodes without accepting unknown keys."""
     cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Settings:
+    """A class of settings. What is true of a choice whatever else is set is a class variable beside its fields."""
+
+    def problems(self, config: Any) -> Iterable[str]:
+        """What contradicts other settings of the whole ``Config``: ``name: what is wrong, got X; what to do`` each."""
+        return ()
+
+
+@dataclass(frozen=True)
+class OnlyIf:
+    """Annotation of a field that counts only under another setting: given where it does not, it is a mistake.
+
+    ``void`` is asked with the whole ``Config``; None where the field counts.
+    """
+
+    void: Callable[[Any], Void | None]
+
+
+@dataclass(frozen=True)
+class Void:
+    """Why a field does not count: the setting that has it so, and what would make the field count."""
+
+    because: str
+    remedy: str
+    what: str = "nothing reads it"
+
+
+def only_if(setting: str, *values: Any, remedy: str = "") -> OnlyIf:
+    """The field counts where the setting, a dotted path, has one of the values (of a group: of these options)."""
+    void = Void(setting, remedy or f"set {setting.rpartition('.')[2]}={either(map(typed, values))}")
+    return OnlyIf(lambda config: None if value_at(config, setting) in values else void)
+
+
+def only_where(setting: str, counts: Callable[[Any], bool], remedy: str) -> OnlyIf:
+    """The field counts where ``counts`` says so of the setting's value."""
+    void = Void(setting, remedy)
+    return OnlyIf(lambda config: None if counts(value_at(config, setting)) else void)
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value of a setting; of a group its option's type."""
+    value = reduce(getattr, path.split("."), config)
+    return getattr(value, "type", value)
+
+
+def typed(value: Any) -> str:
+    """A setting's value as it is typed."""
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+def either(words: Iterable[object]) -> str:
+    """``a, b or c``."""
+    *first, last = map(str, words)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def without_evaluation(config: Any) -> Void | None:
+    """The setting that leaves a run without evaluations; None if it has some."""
+    on_save = config.eval_on_save and config.save_strategy != "no"
+    if config.eval_strategy == "no" and not config.eval_on_start and not on_save:
+        return Void("eval_strategy", "set eval_strategy=steps")
+    nothing: Void | None = config.data.nothing_held_out
+    return nothing
+
+
+NEEDS_EVALUATION = OnlyIf(without_evaluation)
 
 
 def _no(value: Any) -> Any:

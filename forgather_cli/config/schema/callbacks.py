@@ -1,8 +1,10 @@
-"""The callbacks and their settings, with what these may be beyond their types (``problems``)."""
+"""The settings of the callbacks."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -11,9 +13,22 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt, Le, Lt
 from pydantic import BeforeValidator
 
-from forgather_cli.config.schema.base import Count, NonNegative, PositiveFloat, PositiveInt, TargetOption, settings
-from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import read_yaml
+from forgather_cli.config.schema.base import (
+    NEEDS_EVALUATION,
+    Count,
+    NonNegative,
+    OnlyIf,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    TargetOption,
+    Void,
+    only_if,
+    settings,
+    without_evaluation,
+)
+from forgather_cli.errors import ConfigError, did_you_mean
+from forgather_cli.input_files import read_text, read_yaml
 
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
@@ -26,7 +41,7 @@ EVENTS = (
 
 
 @settings
-class MetricsSettings:
+class MetricsSettings(Settings):
     peak_hardware_flops: PositiveFloat | None = None  # FLOP/s per device; null: from the table
 
 
@@ -44,13 +59,13 @@ FORMATS = ("si", "bytes", "duration", "flops")
 
 
 @settings
-class ProgressSettings:
+class ProgressSettings(Settings):
     header_interval: PositiveInt = 20  # rows
     step_columns: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     final_metrics: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     output_stream: Literal["stdout", "stderr"] = "stdout"
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, config: Any = None) -> Iterator[str]:
         for setting, changes, defaults in (
             ("step_columns", self.step_columns, PROGRESS_COLUMNS),
             ("final_metrics", self.final_metrics, PROGRESS_RESULTS),
@@ -83,12 +98,12 @@ def _is_format(fmt: str) -> bool:
 
 
 @settings
-class InfoSettings:
+class InfoSettings(Settings):
     verbose: bool = False
 
 
 @settings
-class JsonSettings:
+class JsonSettings(Settings):
     pass
 
 
@@ -111,10 +126,10 @@ TRANSFORMS: dict[str, Callable[[float], float]] = {
 
 
 @settings
-class TensorboardSettings:
+class TensorboardSettings(Settings):
     scalars: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # tag: {source, transform}; null removes
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, config: Any = None) -> Iterator[str]:
         for tag, scalar in self.scalars.items():
             where = f"callbacks.tensorboard.scalars.{tag}"
             if scalar is None:
@@ -128,7 +143,7 @@ class TensorboardSettings:
 
 
 @settings
-class TextgenSettings:
+class TextgenSettings(Settings):
     prompts: list[str] | str = field(default_factory=lambda: ["def main(", "class "])  # or a YAML file with a list
     do_sample: bool = True
     top_k: Count = 20
@@ -137,7 +152,7 @@ class TextgenSettings:
     max_new_tokens: PositiveInt = 200
     generation_steps: PositiveInt | None = None  # null: at each evaluation
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, config: Any) -> Iterator[str]:
         try:
             self.texts()
         except ConfigError as error:
@@ -158,7 +173,7 @@ class TextgenSettings:
 
 
 @settings
-class ProfilerSettings:
+class ProfilerSettings(Settings):
     start_step: Count = 3  # steps of this process that are left out
     num_steps: PositiveInt = 5
     output_dir: str | None = None  # null: RUN/profile
@@ -172,70 +187,135 @@ TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tenso
 
 
 @settings
-class TrackersSettings:
+class TrackersSettings(Settings):
     names: list[str] = field(default_factory=lambda: ["wandb"])  # of TRACKERS, or module.Class of a GeneralTracker
     project: str = "forgather"
     run_name: str | None = None  # null: the run directory's name
     init_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by tracker
 
+    def problems(self, config: Any) -> Iterator[str]:
+        path, known = "callbacks.trackers", [*TRACKERS, "comet"]
+        if not self.names:
+            yield f"{path}.names: is empty; name a tracker, or remove it with ~{path}"
+        for name in self.names:
+            if name not in known and "." not in name:
+                near = did_you_mean(name, known)
+                yield f"{path}.names: unknown tracker, got {name!r};{near} One of your own is given as module.Class"
+        for name in self.init_kwargs.keys() - set(self.names):
+            yield f"{path}.init_kwargs.{name}: nothing reads it, since {name} is not among {path}.names; leave it out"
+
+
+TOKEN_VARIABLE = "FORGATHER_AUTH_TOKEN"
+_SERVED = only_if("callbacks.control.enable_http", True)
+_ASKED_FOR = only_if("callbacks.control.disable_auth", False)
+
 
 @settings
-class ControlSettings:
+class ControlSettings(Settings):
     enable_http: bool = True
-    host: str = "127.0.0.1"
-    port: Annotated[int, Gt(0), Lt(65536)] | None = None  # null: the first free one of 8900 to 8999
-    auth_token: str | None = None  # null: auth_token_file, else FORGATHER_AUTH_TOKEN, else drawn for each job
-    auth_token_file: str | None = None
-    disable_auth: bool = False
+    host: Annotated[str, _SERVED] = "127.0.0.1"
+    port: Annotated[Annotated[int, Gt(0), Lt(65536)] | None, _SERVED] = None  # null: the first free of 8900 to 8999
+    # null: auth_token_file, else FORGATHER_AUTH_TOKEN, else drawn for each job
+    auth_token: Annotated[str | None, _SERVED, _ASKED_FOR] = None
+    auth_token_file: Annotated[str | None, _SERVED, _ASKED_FOR] = None
+    disable_auth: Annotated[bool, _SERVED] = False
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.auth_token is not None and self.auth_token_file is not None:
+            yield "callbacks.control.auth_token: excludes auth_token_file; leave one out"
+        elif self.enable_http and not self.disable_auth:
+            try:
+                self.given_token()
+            except ConfigError as error:
+                yield from error.problems
+        if not self.host:
+            yield "callbacks.control.host: must be an address, got nothing; set it to 127.0.0.1"
+
+    def given_token(self) -> str | None:
+        """``auth_token``, what ``auth_token_file`` holds, or what the environment has; None where one is to be drawn.
+
+        Raises ConfigError for one that cannot be a token.
+        """
+        token, where = self.auth_token, "callbacks.control.auth_token"
+        if token is None and self.auth_token_file is not None:
+            file = Path(self.auth_token_file).expanduser()
+            token = read_text(file, lambda why: ConfigError(f"{where}_file: {why}; give a file with the token")).strip()
+            where = f"{where}_file: {file}"
+        elif token is None and TOKEN_VARIABLE in os.environ:
+            token, where = os.environ[TOKEN_VARIABLE], f"{where}: {TOKEN_VARIABLE}"
+        if token is not None and not re.fullmatch(r"[!-~]{16,}", token):
+            raise ConfigError(f"{where}: must be 16 or more letters, digits and signs without blanks; make it longer")
+        return token
 
 
 @settings
-class EarlyStoppingSettings:
+class EarlyStoppingSettings(Settings):
     patience: PositiveInt = 3  # evaluations
     threshold: NonNegative = 0.0
     metric: str = "eval_loss"
 
 
 @settings
-class DivergenceSettings:
+class DivergenceSettings(Settings):
     smoothing: Annotated[float, Gt(0), Le(1)] = 0.3  # weight of the newest value in the running mean; 1: no mean
     threshold: PositiveFloat | None = 1.0  # rise above the best running mean; null: relative_threshold alone
     relative_threshold: Annotated[float, Gt(1)] | None = None  # multiple of the best running mean
     patience: PositiveInt = 3  # values in a row
     warmup: Count = 10  # first values, which are not judged
     action: Literal["stop", "abort", "rollback"] = "stop"
-    max_rollbacks: PositiveInt = 3  # over the life of the run
+    max_rollbacks: Annotated[PositiveInt, only_if("callbacks.divergence.action", "rollback")] = 3  # in the run's life
     use_eval_loss: bool = False  # judge eval_loss instead of loss
     metric_key: str | None = None  # judge this metric of the logs or evaluations
 
+    def problems(self, config: Any) -> Iterator[str]:
+        path = "callbacks.divergence"
+        if self.threshold is None and self.relative_threshold is None:
+            yield f"{path}.threshold: null without relative_threshold judges nothing; set one of the two"
+        if self.action == "rollback" and config.save_strategy == "no":
+            yield f"{path}.action: rollback needs checkpoints, got save_strategy=no; set save_strategy=steps"
+        if self.use_eval_loss and self.metric_key is not None:
+            yield f"{path}.metric_key: names another metric than use_eval_loss=true does; set one of the two"
+        judges = "use_eval_loss" if self.use_eval_loss else "metric_key"
+        of_evaluations = self.use_eval_loss or (self.metric_key or "").startswith("eval_")
+        if of_evaluations and config.eval_strategy == "no" and not config.eval_on_save:
+            yield f"{path}.{judges}: needs evaluations, got eval_strategy=no; set eval_strategy=steps"
+
 
 @settings
-class GradNormSettings:
+class GradNormSettings(Settings):
     every: Literal["eval", "log"] | PositiveInt = "eval"  # at each evaluation, with each log, or every so many steps
 
 
 @settings
-class ParameterNormSettings:
+class ParameterNormSettings(Settings):
     log_norms: bool = True
     log_spectral_norms: bool = True
     power_iter_steps: PositiveInt = 10  # per evaluation; twice as many at the first
 
 
 @settings
-class WeightNormSettings:
+class WeightNormSettings(Settings):
     pass
 
 
 @settings
-class PeakMemorySettings:
+class PeakMemorySettings(Settings):
     show_details: bool = False
     do_log: bool = False
     enable_memory_snapshot: bool = False
     file_prefix: str = "memory"  # of the snapshots, in the run directory
 
 
+def _without_texts(config: Any) -> Void | None:
+    """Texts come at evaluations, where they have no steps of their own."""
+    void, textgen = without_evaluation(config), config.callbacks.textgen
+    if void is None or textgen.generation_steps is not None:
+        return None
+    return Void(void.because, f"{void.remedy}, set callbacks.textgen.generation_steps=100")
+
+
 @settings
-class CallbackSettings:
+class CallbackSettings(Settings):
     """The active callbacks by config name; None is inactive. ``custom`` holds the user's ``_target_`` entries."""
 
     metrics: MetricsSettings | None = None
@@ -243,8 +323,8 @@ class CallbackSettings:
     progress: ProgressSettings | None = None
     json: JsonSettings | None = None
     tensorboard: TensorboardSettings | None = None
-    textgen: TextgenSettings | None = None
-    early_stopping: EarlyStoppingSettings | None = None
+    textgen: Annotated[TextgenSettings | None, OnlyIf(_without_texts)] = None
+    early_stopping: Annotated[EarlyStoppingSettings | None, NEEDS_EVALUATION] = None
     control: ControlSettings | None = None
     divergence: DivergenceSettings | None = None
     profiler: ProfilerSettings | None = None

@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 from pydantic import BeforeValidator, ConfigDict, Tag
 
-from forgather_cli.config.schema.base import Count, Fraction, PositiveInt, Target, by_type, settings
+from forgather_cli.config.schema.base import (
+    Count,
+    Fraction,
+    OnlyIf,
+    PositiveInt,
+    Settings,
+    Target,
+    Void,
+    by_type,
+    only_if,
+    only_where,
+    settings,
+)
+
+
+def _undispatched(config: Any) -> Void | None:
+    """Ranks read data that has numbers by these; one rank has nobody to share other data with."""
+    if not config.data.is_stream:
+        streams = "data._target_, or data=hf with streaming=true"
+        return Void("data", f"ranks read its samples by number; give iterable data ({streams})")
+    return _ALONE.void(config)
+
+
+_ALONE = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
+_WITHOUT_EVAL_FILES = only_where("data.eval_files", lambda files: not files, "leave eval_files out")
+_CACHED = only_if("data.streaming", False)
 
 
 @settings
-class _DataBase:
+class _Data(Settings):
     tokenizer: str = "bytes"  # bytes, bpe, or a directory with tokenizer.json
-    bpe_vocab_size: Annotated[int, Ge(258)] = 4096
+    bpe_vocab_size: Annotated[int, Ge(258), only_if("data.tokenizer", "bpe")] = 4096
     seq_len: Annotated[int, Ge(2)] = 256  # tokens
     packing: Literal["concat", "best_fit", "pad"] = "concat"
     isolate_documents: bool = False
     cache_dir: str | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
-    dispatch_batches: bool | None = None  # iterable data: null: true, rank 0 reads and sends; false: each its shard
-    dispatch_eval_batches: bool | None = None  # null: as dispatch_batches
+    # of iterable data; null: true, rank 0 reads and sends; false: each its shard
+    dispatch_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
+    dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None  # null: as dispatch_batches
+
+    @property
+    def is_stream(self) -> bool:
+        """Ranks cannot read the data by the numbers of its samples, or it is the user's and may be so."""
+        return False
+
+    @property
+    def nothing_held_out(self) -> Void | None:
+        """The setting that leaves nothing to evaluate on; None if there is something."""
+        held_out = getattr(self, "eval_files", None) or getattr(self, "eval_fraction", None)
+        return None if held_out else Void("data.eval_fraction", "set eval_fraction=0.05")
 
 
 OnBadRow = Literal["error", "skip"]
 
 
 @settings
-class _Tokenized(_DataBase):
+class _Tokenized(_Data):
     tokenize_processes: PositiveInt | None = None  # at once; null: the cores, where there is enough to do
 
 
@@ -48,7 +86,7 @@ class TextSettings(_Tokenized):
     eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the documents
     text_key: str = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
-    eval_fraction: Fraction = 0.05  # of the documents
+    eval_fraction: Annotated[Fraction, _WITHOUT_EVAL_FILES] = 0.05  # of the documents
 
 
 @settings
@@ -65,13 +103,51 @@ class HfSettings(_Tokenized):
     revision: str | None = None  # branch, tag or commit on the hub
     text_key: str = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
-    eval_fraction: Fraction = 0.05  # of the documents
+    eval_fraction: Annotated[
+        Fraction,
+        only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
+        only_if("data.eval_split", None, remedy="leave eval_split out"),
+        _WITHOUT_EVAL_FILES,
+    ] = 0.05  # of the documents
     streaming: bool = False
-    shuffle_buffer: Count = 0  # documents; 0: in the order of the dataset
+    shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents; 0: in the dataset's order
+    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as _Tokenized
+    cache_dir: Annotated[str | None, _CACHED] = None
+
+    @property
+    def is_stream(self) -> bool:
+        return self.streaming
+
+    @property
+    def nothing_held_out(self) -> Void | None:
+        if self.eval_split:
+            return None
+        if self.streaming and not self.eval_files:
+            return Void("data.streaming", "set data.eval_split or data.eval_files")
+        return super().nothing_held_out
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.dataset is None and not self.data_files:
+            yield (
+                "dataset: data=hf reads a dataset of the hub, a directory or data_files, got none; "
+                "set data.dataset=user/name or data.data_files=[texts/*.jsonl]"
+            )
+        if self.eval_files and not self.data_files:
+            yield "eval_files: go with data_files, got none of those; set data_files too, or eval_split"
+        if self.eval_files and self.eval_split:
+            yield "eval_split: eval_files are evaluated on already; set one of the two"
+        if self.streaming and self.tokenizer == "bpe":
+            yield (
+                "tokenizer: bpe is trained on a whole corpus before training begins, which streaming=true does not "
+                "read; set tokenizer=bytes or a directory, or streaming=false"
+            )
+        for name, split in (("train_split", self.train_split), ("eval_split", self.eval_split or "")):
+            if self.streaming and set(split) & set("[+"):
+                yield f"{name}: a stream is read from its beginning to its end, got {split!r}; name a whole split"
 
 
 @settings
-class TokensSettings(_DataBase):
+class TokensSettings(_Data):
     """Pre-tokenized memory maps."""
 
     type: Literal["tokens"] = "tokens"
@@ -79,17 +155,17 @@ class TokensSettings(_DataBase):
     eval_files: list[str] = field(default_factory=list)
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # of .bin files; .npy say their own
     document_separator: int | None = None  # token id that ends a document
-    eval_fraction: Fraction = 0.05  # of the tokens, from the end
+    eval_fraction: Annotated[Fraction, _WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
 
 
 @settings
-class InstructSettings(_DataBase):
+class InstructSettings(_Data):
     """Conversations: jsonl, json, parquet; targets are the assistant's turns."""
 
     type: Literal["instruct"] = "instruct"
     files: list[str]
     eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the conversations
-    eval_fraction: Fraction = 0.05  # of the conversations
+    eval_fraction: Annotated[Fraction, _WITHOUT_EVAL_FILES] = 0.05  # of the conversations
     on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
     messages_key: str | None = None  # null: messages, conversations, or prompt and completion
     chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
@@ -100,13 +176,17 @@ class InstructSettings(_DataBase):
 
 
 @settings
-class SyntheticSettings(_DataBase):
+class SyntheticSettings(_Data):
     """Random tokens made on the fly, for benchmarks and tests."""
 
     type: Literal["synthetic"] = "synthetic"
     num_samples: PositiveInt = 100_000
     num_eval_samples: Count = 64
     ragged: bool = False  # sequences of random length, padded, padding without targets
+
+    @property
+    def nothing_held_out(self) -> Void | None:
+        return None if self.num_eval_samples else Void("data.num_eval_samples", "set num_eval_samples=64")
 
 
 @dataclass(frozen=True)
@@ -115,8 +195,11 @@ class DataTarget(Target):
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    dispatch_batches: bool | None = None
-    dispatch_eval_batches: bool | None = None
+    dispatch_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
+    dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
+
+    is_stream: ClassVar[bool] = True
+    nothing_held_out: ClassVar[Void | None] = None
 
 
 def _to_data_target(value: Any) -> Any:

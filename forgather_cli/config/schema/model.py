@@ -2,69 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Tag
 
-from forgather_cli.config.schema.base import PositiveFloat, PositiveInt, Probability, TargetOption, by_type, settings
+from forgather_cli.config.schema.base import (
+    OnlyIf,
+    PositiveInt,
+    Settings,
+    TargetOption,
+    Void,
+    by_type,
+    only_if,
+    settings,
+)
+from forgather_cli.config.schema.decoder import DecoderSettings
+
+_RESIZED = only_if("model.resize_vocabulary", True)
 
 
 @settings
-class RopeScaling:
-    """Hugging Face's rope parameters; which ones are read depends on ``rope_type``."""
-
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    factor: PositiveFloat = 1.0
-    original_max_position_embeddings: PositiveInt | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-@settings
-class DecoderSettings:
-    """The own decoder: Llama, Mistral, Qwen2 and Qwen3 shapes."""
-
-    type: Literal["decoder"] = "decoder"
-    hidden_size: PositiveInt = 256
-    intermediate_size: PositiveInt | None = None  # null: 8/3 hidden_size, rounded up to a multiple of 32
-    num_hidden_layers: PositiveInt = 4
-    num_attention_heads: PositiveInt = 4
-    num_key_value_heads: PositiveInt | None = None  # null: num_attention_heads
-    head_dim: PositiveInt | None = None  # null: hidden_size / num_attention_heads
-    vocab_size: PositiveInt | None = None  # null: the tokenizer's
-    max_position_embeddings: PositiveInt | None = None  # null: data.seq_len
-    rms_norm_eps: PositiveFloat = 1e-5
-    rope_theta: PositiveFloat = 10000.0
-    rope_scaling: RopeScaling | None = None
-    sliding_window: PositiveInt | None = None
-    attention_bias: bool = False  # q, k, v
-    attention_output_bias: bool | None = None  # o; null: as attention_bias
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tie_word_embeddings: bool = False
-    attention_dropout: Probability = 0.0
-    residual_dropout: Probability = 0.0
-    initializer_range: PositiveFloat = 0.02
-
-
-@settings
-class PretrainedSettings:
+class PretrainedSettings(Settings):
     """A Hugging Face directory of the decoder's families."""
 
     type: Literal["pretrained"] = "pretrained"
     path: str
     resize_vocabulary: bool = False
-    pad_vocab_to_multiple_of: PositiveInt | None = None  # rows; null: as many as the tokenizer has tokens
+    pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = (
+        None  # rows; null: as many as the tokenizer has tokens
+    )
+
+
+def _of_the_tokenizers_size(config: Any) -> Void | None:
+    return None if config.model.path else Void("model.path", "fresh weights have the tokenizer's size;")
 
 
 @settings
-class TransformersSettings:
+class TransformersSettings(Settings):
     """Any causal language model of the transformers library: from a directory, or fresh from a config."""
 
     type: Literal["transformers"] = "transformers"
@@ -72,8 +47,35 @@ class TransformersSettings:
     config: dict[str, Any] | str | None = None  # a mapping, or the path of a config.json or of a directory with one
     attn_implementation: str | None = None  # null: transformers' choice
     trust_remote_code: bool = False
-    resize_vocabulary: bool = False
-    pad_vocab_to_multiple_of: PositiveInt | None = None
+    resize_vocabulary: Annotated[bool, OnlyIf(_of_the_tokenizers_size)] = False
+    pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = None
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.trust_remote_code:
+            yield (
+                "trust_remote_code: code that lies in a model directory is never run, got true; leave it out, and "
+                "build a model class of your own with model._target_=module.function"
+            )
+        if self.path is None and self.config is None:
+            yield (
+                "model.path: model=transformers needs a directory (model.path=DIR) or, for fresh weights, a config "
+                "(model.config={model_type: gpt2, n_layer: 2}); set one of them"
+            )
+        if self.path is not None and isinstance(self.config, str):
+            yield (
+                f"model.config: model.path={self.path} has a config.json, got {self.config!r} besides; leave one out, "
+                "or give the changes as a mapping"
+            )
+        if self.path is None and isinstance(self.config, dict) and "model_type" not in self.config:
+            yield (
+                "model.config: names no model_type, so the class is unknown; add one, as in "
+                "model.config={model_type: gpt2}"
+            )
+        if getattr(config.trainer, "cuts_layers", False):
+            yield (
+                f"trainer: {config.trainer.type} cannot cut a model=transformers into stages; choose trainer=ddp or "
+                "fsdp2, or model=pretrained, whose Llama, Mistral, Qwen2 and Qwen3 shapes it can cut"
+            )
 
 
 ModelOption = Annotated[

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Tag
 
-from forgather_cli.config.schema.base import PositiveFloat, PositiveInt, by_type, settings
+from forgather_cli.config.schema.base import (
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    by_type,
+    only_if,
+    settings,
+)
 
 QuantizeRecipe = Literal[
     "int8-weight-only",
@@ -20,22 +29,24 @@ QuantizeRecipe = Literal[
 
 GROUP_SIZES: dict[str, int] = {"int8-dynamic-act-int4-weight": 32, "int4-weight-only": 128}
 """Recipe -> how many weights of a row share a scale, where that is a setting; others have one scale per row."""
+_INT4_GROUPS = (32, 64, 128, 256)
+"""What the kernels of int4 weights take (torchao 0.18, ``Int4WeightOnlyConfig``)."""
 
 
 @settings
-class FP32Settings:
+class FP32Settings(Settings):
     type: Literal["fp32"] = "fp32"
 
 
 @settings
-class BF16Settings:
+class BF16Settings(Settings):
     """bf16 autocast; parameters, moments and loss stay fp32."""
 
     type: Literal["bf16"] = "bf16"
 
 
 @settings
-class BF16TrueSettings:
+class BF16TrueSettings(Settings):
     """Parameters, gradients and moments in bf16; norms of gradients and the loss are summed in fp32.
 
     An update or a change of a moment below 1/512 of the number is lost to rounding.
@@ -45,34 +56,77 @@ class BF16TrueSettings:
 
 
 @settings
-class FP16Settings:
+class FP16Settings(Settings):
     """fp16 autocast with loss scaling; parameters and moments stay fp32. Steps that overflow are skipped."""
 
     type: Literal["fp16"] = "fp16"
     init_scale: PositiveFloat = 65536.0  # first factor of the loss; halved by each step that overflows
     growth_interval: PositiveInt = 2000  # steps without overflow after which the factor doubles
 
+    def problems(self, config: Any) -> Iterator[str]:
+        if config.fuse_optim_with_backward:
+            yield (
+                "fuse_optim_with_backward: steps before anyone knows whether gradients of precision=fp16 overflowed; "
+                "set precision=bf16 or fuse_optim_with_backward=false"
+            )
+
 
 @settings
-class FP8Settings:
+class _Converting(Settings):
+    """Linear layers are replaced by others."""
+
+    type: str
+    exclude: list[str] = field(default_factory=lambda: ["lm_head"])  # regular expressions of layers left as they are
+
+    def problems(self, config: Any) -> Iterator[str]:
+        excludes_head = False
+        for pattern in self.exclude:
+            try:
+                excludes_head |= re.search(pattern, "lm_head") is not None
+            except re.error as error:
+                excludes_head = True  # perhaps
+                yield f"precision.exclude: not a regular expression ({error}), got {pattern!r}; mend it"
+        if getattr(config.loss, "applies_head", False) and not excludes_head:
+            yield (
+                f"precision.exclude: loss={config.loss.type} multiplies with the head's weight itself, which "
+                f"precision={self.type} does not change; set precision.exclude=[lm_head] or loss=cross_entropy"
+            )
+
+
+@settings
+class FP8Settings(_Converting):
     """Linear layers multiply in float8 (torchao), the rest as under bf16; parameters stay fp32."""
 
     type: Literal["fp8"] = "fp8"
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     emulate: bool | None = None  # null: where the device has no float8
-    exclude: list[str] = field(default_factory=lambda: ["lm_head"])  # regular expressions of layers left as they are
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.emulate is False and config.device == "cpu":
+            yield "emulate: device=cpu does not multiply in float8, got false; set emulate=null"
 
 
 @settings
-class QATSettings:
+class QATSettings(_Converting):
     """Quantization-aware training: weights (and activations) are rounded in the forward as the recipe will."""
 
     type: Literal["qat"] = "qat"
     qat_recipe: Literal[
         "int8-weight-only", "int8-dynamic-act-int4-weight", "int4-weight-only", "int8-dynamic-act-int8-weight"
     ] = "int8-dynamic-act-int4-weight"
-    group_size: PositiveInt | None = None  # weights of a row that share a scale; null: GROUP_SIZES
-    exclude: list[str] = field(default_factory=lambda: ["lm_head"])  # regular expressions of layers left as they are
+    group_size: Annotated[PositiveInt | None, only_if("precision.qat_recipe", *GROUP_SIZES)] = None  # null: GROUP_SIZES
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        size, recipe = self.group_size, self.qat_recipe
+        if size is None:
+            return
+        if size < 2:
+            yield f"group_size: must be at least 2, got {size}; set group_size=null for the recipe's own"
+        elif recipe == "int4-weight-only" and size not in _INT4_GROUPS:
+            known = ", ".join(map(str, _INT4_GROUPS))
+            yield f"group_size: qat_recipe={recipe} takes one of {known}, got {size}; set one of them"
 
 
 PrecisionOption = Annotated[

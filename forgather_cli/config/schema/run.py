@@ -2,43 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
+from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.schema.base import (
+    NEEDS_EVALUATION,
     Count,
     Fraction,
     Interval,
     NonNegative,
+    OnlyIf,
     PositiveFloat,
     PositiveInt,
+    Settings,
+    Target,
+    Void,
+    only_if,
+    only_where,
     settings,
+    typed,
+    value_at,
 )
 from forgather_cli.config.schema.callbacks import CallbackOption
 from forgather_cli.config.schema.data import DataOption
 from forgather_cli.config.schema.hugging_face import HuggingFaceArguments
+from forgather_cli.config.schema.loss import LossOption
 from forgather_cli.config.schema.model import ModelOption
-from forgather_cli.config.schema.optimization import LossOption, OptimizerOption, SchedulerOption
+from forgather_cli.config.schema.optimizer import OptimizerOption
 from forgather_cli.config.schema.precision import PrecisionOption
-from forgather_cli.config.schema.trainer import TrainerOption
+from forgather_cli.config.schema.scheduler import SchedulerOption
+from forgather_cli.config.schema.trainer import PipelineSettings, SingleSettings, TrainerOption
+from forgather_cli.errors import ConfigError
+from forgather_cli.run_dir import is_name
+
+_SEVERAL_RANKS = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
+_WORKERS = only_where("dataloader_num_workers", bool, "set dataloader_num_workers above 0")
+_COMPILED = only_if("torch_compile", True)
+_EVALUATES = only_if("eval_strategy", "steps", "epoch", remedy="set eval_strategy=steps")
+_SAVES = only_if("save_strategy", "steps", "epoch", remedy="set save_strategy=steps")
+_FRESH = only_where("resume_from_checkpoint", lambda resume: resume is not True, "set resume_from_checkpoint=false")
+_ON_RESUME = only_where("resume_from_checkpoint", lambda resume: resume is not False, "set resume_from_checkpoint=true")
+
+
+def _without_control(config: Any) -> Void | None:
+    """The server of commands names the job by it."""
+    add = "add that callback with '+callbacks.control={}'"
+    return Void("callbacks.control", add) if config.callbacks.control is None else None
 
 
 @settings
-class RunSettings(HuggingFaceArguments):
+class RunSettings(HuggingFaceArguments, Settings):
     """Run-level settings. Steps are optimizer steps, batch sizes are sequences, times are seconds."""
 
     output_dir: str | None = None  # null: outputs/<recipe>/<date>_<time>
     logging_dir: str | None = None  # null: output_dir
-    overwrite_output_dir: bool = False
-    job_id: str | None = None  # null: job_<time>_<host>_<pid>
+    overwrite_output_dir: Annotated[bool, _FRESH] = False
+    job_id: Annotated[str | None, OnlyIf(_without_control)] = None  # null: job_<time>_<host>_<pid>
 
     max_steps: Annotated[int, Ge(-1)] = -1
-    num_train_epochs: float = 1.0  # -1: data that ends by itself
+    num_train_epochs: Annotated[float, only_if("max_steps", -1)] = 1.0  # -1: data that ends by itself
     epoch_train_steps: PositiveInt | None = None
     global_batch_size: PositiveInt | None = None
     per_device_train_batch_size: PositiveInt = 8
-    per_device_eval_batch_size: PositiveInt = 8
+    per_device_eval_batch_size: Annotated[PositiveInt, NEEDS_EVALUATION] = 8
     gradient_accumulation_steps: PositiveInt | None = None  # null: 1, or what global_batch_size asks for
     auto_find_batch_size: bool = False
 
@@ -47,38 +77,39 @@ class RunSettings(HuggingFaceArguments):
     max_grad_norm: NonNegative | None = 1.0
 
     logging_strategy: Interval = "steps"
-    logging_steps: PositiveInt = 10
-    logging_first_step: bool = True
+    logging_steps: Annotated[PositiveInt, only_if("logging_strategy", "steps")] = 10
+    logging_first_step: Annotated[bool, only_if("logging_strategy", "steps")] = True
     eval_strategy: Interval = "steps"
-    eval_steps: PositiveInt = 100
-    eval_delay: NonNegative = 0
+    eval_steps: Annotated[PositiveInt, only_if("eval_strategy", "steps"), NEEDS_EVALUATION] = 100
+    eval_delay: Annotated[NonNegative, _EVALUATES, NEEDS_EVALUATION] = 0
     eval_on_start: bool = False
-    eval_on_save: bool = False
-    max_eval_samples: PositiveInt | None = None
-    max_eval_steps: Literal[-1] | PositiveInt = -1
+    eval_on_save: Annotated[bool, _SAVES] = False
+    max_eval_samples: Annotated[PositiveInt | None, NEEDS_EVALUATION] = None
+    max_eval_steps: Annotated[Literal[-1] | PositiveInt, NEEDS_EVALUATION] = -1
 
     save_strategy: Interval = "steps"
-    save_steps: PositiveInt = 500
+    save_steps: Annotated[PositiveInt, only_if("save_strategy", "steps")] = 500
     save_total_limit: PositiveInt | None = 3  # null: keep all
     async_save: bool = True
     save_timeout: PositiveFloat = 600.0
     verify_checkpoint: Literal["full", "size", "none"] = "full"
-    replication_check: Literal["none", "quick", "tensor", "full"] = "tensor"
+    replication_check: Annotated[Literal["none", "quick", "tensor", "full"], _SEVERAL_RANKS] = "tensor"
     load_best_model_at_end: bool = False
-    metric_for_best_model: str = "eval_loss"
-    greater_is_better: bool = False
+    metric_for_best_model: Annotated[str, NEEDS_EVALUATION] = "eval_loss"
+    greater_is_better: Annotated[bool, NEEDS_EVALUATION] = False
     preserve_n_best: Count = 1
 
     resume_from_checkpoint: bool | str = False
-    resume_components: (
-        Literal["all"] | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks"]]
-    ) = "all"
-    ignore_data_skip: bool = False
+    resume_components: Annotated[
+        Literal["all"] | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks"]],
+        _ON_RESUME,
+    ] = "all"
+    ignore_data_skip: Annotated[bool, _ON_RESUME] = False
 
     dataloader_num_workers: Count = 0
-    dataloader_prefetch_factor: PositiveInt | None = None
+    dataloader_prefetch_factor: Annotated[PositiveInt | None, _WORKERS] = None
     dataloader_pin_memory: bool | None = None  # null: on CUDA
-    dataloader_persistent_workers: bool = False
+    dataloader_persistent_workers: Annotated[bool, _WORKERS] = False
     dataloader_drop_last: bool = True
     set_dataset_epoch: bool = True
 
@@ -87,11 +118,11 @@ class RunSettings(HuggingFaceArguments):
     device: str = "auto"
 
     torch_compile: bool = False
-    torch_compile_backend: str | None = None
-    torch_compile_mode: str | None = None
-    torch_compile_dynamic: bool | None = None
-    torch_compile_fullgraph: bool = False
-    activation_memory_budget: Fraction | None = None
+    torch_compile_backend: Annotated[str | None, _COMPILED] = None
+    torch_compile_mode: Annotated[str | None, _COMPILED] = None
+    torch_compile_dynamic: Annotated[bool | None, _COMPILED] = None
+    torch_compile_fullgraph: Annotated[bool, _COMPILED] = False
+    activation_memory_budget: Annotated[Fraction | None, _COMPILED] = None
     gradient_checkpointing: bool = False
     fuse_optim_with_backward: bool = False
     construct_model_on: Literal["meta", "device", "cpu"] = "meta"
@@ -102,13 +133,13 @@ class RunSettings(HuggingFaceArguments):
     hang_report_after: PositiveFloat = 30.0
     hang_timeout: PositiveFloat = 1800.0
 
-    nproc_per_node: PositiveInt | Literal["auto"] = "auto"
-    nnodes: PositiveInt = 1
-    node_rank: Count = 0
-    rdzv_endpoint: str | None = None
-    rdzv_backend: str | None = None
-    rdzv_id: str | None = None
-    max_restarts: Count = 0
+    nproc_per_node: Annotated[PositiveInt | Literal["auto"], _SEVERAL_RANKS] = "auto"
+    nnodes: Annotated[PositiveInt, _SEVERAL_RANKS] = 1
+    node_rank: Annotated[Count, _SEVERAL_RANKS] = 0
+    rdzv_endpoint: Annotated[str | None, _SEVERAL_RANKS] = None
+    rdzv_backend: Annotated[str | None, _SEVERAL_RANKS] = None
+    rdzv_id: Annotated[str | None, _SEVERAL_RANKS] = None
+    max_restarts: Annotated[Count, _SEVERAL_RANKS] = 0
 
 
 @settings
@@ -138,3 +169,124 @@ class Config(RunSettings):
     def dispatch_eval_batches(self) -> bool | None:
         """``data.dispatch_eval_batches``."""
         return self.data.dispatch_eval_batches
+
+    @property
+    def known_world(self) -> int | None:
+        """Ranks of the whole job where the config says so; None under ``nproc_per_node=auto``."""
+        if isinstance(self.trainer, SingleSettings):
+            return 1
+        if self.nproc_per_node == "auto":
+            return self.nnodes if isinstance(self.trainer, Target) else None
+        return self.nproc_per_node * self.nnodes
+
+    def planned_batch(self) -> BatchPlan | None:
+        """None where it depends on a number of ranks that only the launch knows. Raises ConfigError."""
+        if isinstance(self.trainer, PipelineSettings):
+            return batch_plan(self, 1, multiple_of=self.trainer.n_microbatches)
+        return None if self.known_world is None else batch_plan(self, self.known_world)
+
+    def problems(self, config: Any = None) -> Iterator[str]:
+        for name, path in {"output_dir": self.output_dir, "logging_dir": self.logging_dir}.items():
+            if path == "":
+                yield f"{name}: is empty; name a directory"
+        if self.job_id is not None and not is_name(self.job_id):
+            yield (
+                "job_id: must be at most 100 letters, digits, dots, dashes and underscores, with a letter or digit "
+                f"first, got {self.job_id!r}; set job_id=my-run or the like"
+            )
+        elif self.job_id == "latest":
+            yield "job_id: latest stands for the newest job, got latest; choose another name"
+        if self.activation_memory_budget is not None and self.gradient_checkpointing:
+            yield (
+                "activation_memory_budget: gradient_checkpointing=true recomputes all of a block already; set one of "
+                "the two"
+            )
+        yield from self._length_problems()
+        yield from self._batch_problems()
+        yield from self._best_model_problems()
+        yield from self._launch_problems()
+
+    def _length_problems(self) -> Iterator[str]:
+        epochs = self.num_train_epochs
+        if self.max_steps == 0:
+            yield "max_steps: 0 trains nothing; set max_steps=-1 to train by num_train_epochs, or a number of steps"
+        elif self.max_steps == -1 and epochs == -1 and not self.data.is_stream:
+            data = value_at(self, "data")
+            yield f"max_steps: -1 with num_train_epochs=-1 never ends on data={data}; set one of them"
+        elif self.max_steps == -1 and epochs <= 0 and epochs != -1:
+            yield f"num_train_epochs: must be above 0 with max_steps=-1, got {epochs:g}; set one of them"
+
+    def _batch_problems(self) -> Iterator[str]:
+        plan = None
+        try:
+            plan = self.planned_batch()
+        except ConfigError as error:
+            yield from error.problems
+        if self.auto_find_batch_size and self.fuse_optim_with_backward:
+            yield (
+                "auto_find_batch_size: accumulates in short memory, which excludes fuse_optim_with_backward=true; set "
+                "one to false"
+            )
+        if self.auto_find_batch_size and self.nnodes > 1:
+            yield (
+                f"auto_find_batch_size: starts the ranks of one node again, got nnodes={self.nnodes}; set "
+                "auto_find_batch_size=false"
+            )
+        if not self.fuse_optim_with_backward:
+            return
+        fused, steps, optimizer = "fuse_optim_with_backward", self.gradient_accumulation_steps, self.optimizer
+        if self.max_grad_norm:
+            yield (
+                f"{fused}: gradients are gone before max_grad_norm={self.max_grad_norm:g} could clip them; "
+                "set max_grad_norm=null"
+            )
+        if steps is not None and steps > 1:
+            yield (
+                f"{fused}: steps in every backward, got gradient_accumulation_steps={steps}; "
+                "set gradient_accumulation_steps=1"
+            )
+        elif plan is not None and plan.accumulation > 1:
+            yield (
+                f"{fused}: steps in every backward, but global_batch_size={self.global_batch_size} with "
+                f"per_device_train_batch_size={self.per_device_train_batch_size} accumulates {plan.accumulation} "
+                f"micro-batches; set per_device_train_batch_size={plan.micro_batch * plan.accumulation}"
+            )
+        if isinstance(optimizer, Target):
+            return
+        if optimizer.brings_another:
+            kind = f"optimizer={optimizer.type} brings AdamW for the rest"
+            yield f"{fused}: takes one optimizer, and {kind}; choose optimizer=adamw"
+        elif own := [name for name, group in optimizer.groups.items() if group.optimizer is not None]:
+            yield f"{fused}: takes one optimizer, optimizer.groups.{own[0]}.optimizer is another; set it to null"
+
+    def _best_model_problems(self) -> Iterator[str]:
+        best, metric = "load_best_model_at_end", self.metric_for_best_model
+        if self.load_best_model_at_end and self.eval_strategy == "no" and not self.eval_on_save:
+            yield f"{best}: needs evaluations, got eval_strategy=no; set eval_strategy=steps or eval_on_save=true"
+        elif self.load_best_model_at_end and (nothing := self.data.nothing_held_out):
+            got = f"{nothing.because.rpartition('.')[2]}={typed(value_at(self, nothing.because))}"
+            yield f"{best}: needs evaluations, got {got}, which leaves nothing to evaluate on; {nothing.remedy}"
+        if self.load_best_model_at_end and self.save_strategy == "no":
+            yield f"{best}: needs checkpoints, got save_strategy=no; set save_strategy=steps"
+        if self.greater_is_better and metric.endswith(("loss", "perplexity")):
+            yield f"greater_is_better: true keeps the worst metric_for_best_model={metric}; set greater_is_better=false"
+
+    def _launch_problems(self) -> Iterator[str]:
+        endpoint, nodes, world = self.rdzv_endpoint, self.nnodes, self.known_world
+        if self.node_rank >= nodes:
+            yield f"node_rank: counts from 0 to nnodes-1, got {self.node_rank} with nnodes={nodes}; set one below"
+        if nodes > 1 and endpoint is None:
+            yield f"rdzv_endpoint: nnodes={nodes} have to meet somewhere; set rdzv_endpoint=HOST:PORT, of node 0"
+        if endpoint is not None and not re.fullmatch(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", endpoint):
+            yield f"rdzv_endpoint: must be HOST:PORT, got {endpoint!r}; set rdzv_endpoint=localhost:29500 or the like"
+        if problem := wrong_device(self.device):
+            yield f"device: {problem}"
+        elif re.fullmatch(r"cuda:\d+", self.device) and world is not None and world > 1:
+            yield f"device: {self.device} is one device for {world} ranks; set device=cuda, and each takes its own"
+
+
+def wrong_device(name: str) -> str | None:
+    """What is wrong with a device's name; None if it is one. torch knows other kinds, on which nothing here was run."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", name):
+        return None
+    return f"must be auto, cpu, cuda, cuda:N (a number) or mps, got {name!r}; set it to auto for a GPU if there is one"

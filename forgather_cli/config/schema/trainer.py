@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Tag
 
-from forgather_cli.config.schema.base import Count, NonNegative, PositiveInt, TargetOption, by_type, settings
+from forgather_cli.config.schema.base import (
+    Count,
+    NonNegative,
+    PositiveInt,
+    Settings,
+    TargetOption,
+    by_type,
+    only_if,
+    settings,
+)
 
 
-class _TrainerBase:
-    """Facts of a strategy, for the checks, plans and the strategy itself."""
+class _Trainer(Settings):
+    """Facts of a strategy, which config, plan and the strategy itself read. One of the user's says its own itself."""
+
+    type: str
 
     min_ranks: ClassVar[int] = 1
     max_ranks: ClassVar[int | None] = None
@@ -21,10 +33,26 @@ class _TrainerBase:
     """The parameters that an optimizer gets are those of the model as it was built."""
     takes_built_model: ClassVar[bool] = True
     """It trains a model that is there already; else it builds its own."""
+    shards_parameters: ClassVar[bool] = False
+    """Each rank holds some rows of every parameter."""
+    cuts_layers: ClassVar[bool] = False
+    """Each rank holds some of the layers."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if config.precision.type == "fp16" and not self.supports_fp16:
+            yield (
+                f"precision: fp16 scales the loss, which trainer={self.type} does not; set precision=bf16, or "
+                "trainer=ddp or fsdp2"
+            )
+        if config.fuse_optim_with_backward and not self.supports_optimizer_in_backward:
+            yield (
+                f"fuse_optim_with_backward: not possible with trainer={self.type}; choose trainer=single or "
+                "trainer=fsdp2"
+            )
 
 
 @settings
-class SingleSettings(_TrainerBase):
+class SingleSettings(_Trainer):
     """One device, in the process itself."""
 
     max_ranks: ClassVar[int | None] = 1
@@ -32,17 +60,40 @@ class SingleSettings(_TrainerBase):
     type: Literal["single"] = "single"
 
 
+_AVERAGES = only_if("trainer.post_local_sgd.enabled", True, remedy="set post_local_sgd.enabled=true")
+
+
 @settings
-class PostLocalSGD:
+class PostLocalSGD(Settings):
     enabled: bool = False
-    start_step: Count = 500
-    period: PositiveInt = 4
-    post_local_gradient_allreduce: bool = False
-    subgroup: PositiveInt | None = None
+    start_step: Annotated[Count, _AVERAGES] = 500
+    period: Annotated[PositiveInt, _AVERAGES] = 4
+    post_local_gradient_allreduce: Annotated[bool, _AVERAGES] = False
+    subgroup: Annotated[PositiveInt | None, _AVERAGES] = None
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if not self.enabled:
+            return
+        if (hook := config.trainer.comm_hook) != "none":
+            yield (
+                f"post_local_sgd.enabled: excludes comm_hook={hook}, both replace the all-reduce; set comm_hook=none "
+                "or post_local_sgd.enabled=false"
+            )
+        ranks = config.known_world
+        if ranks is not None and self.subgroup is not None and ranks % self.subgroup:
+            yield (
+                f"post_local_sgd.subgroup: {ranks} ranks cannot be divided into groups of {self.subgroup}; "
+                f"set it to a divisor of {ranks}"
+            )
+        if config.precision.type == "fp16":
+            yield (
+                "post_local_sgd.enabled: ranks that train by themselves would leave out different steps under "
+                "precision=fp16; set precision=bf16 or post_local_sgd.enabled=false"
+            )
 
 
 @settings
-class DDPSettings(_TrainerBase):
+class DDPSettings(_Trainer):
     supports_optimizer_in_backward: ClassVar[bool] = False
 
     type: Literal["ddp"] = "ddp"
@@ -52,9 +103,23 @@ class DDPSettings(_TrainerBase):
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    skip_all_reduce_unused_params: bool = False
+    skip_all_reduce_unused_params: Annotated[bool, only_if("trainer.find_unused_parameters", True)] = False
     comm_hook: Literal["none", "bf16_compress", "fp16_compress", "powersgd"] = "none"
     post_local_sgd: PostLocalSGD = field(default_factory=PostLocalSGD)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        precision = config.precision.type
+        if precision == "fp16" and self.comm_hook == "powersgd":
+            yield (
+                "comm_hook: an overflow of precision=fp16 would stay in powersgd's error feedback; set precision=bf16 "
+                "or comm_hook=none"
+            )
+        if precision == "bf16_true" and self.comm_hook == "fp16_compress":
+            yield (
+                "comm_hook: fp16_compress makes gradients of precision=bf16_true no smaller and loses the small ones; "
+                "set comm_hook=none"
+            )
 
 
 Schedule = Literal[
@@ -63,8 +128,9 @@ Schedule = Literal[
 
 
 @settings
-class PipelineSettings(_TrainerBase):
+class PipelineSettings(_Trainer):
     min_ranks: ClassVar[int] = 2
+    cuts_layers: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
     supports_optimizer_in_backward: ClassVar[bool] = False
     trains_given_parameters: ClassVar[bool] = False
@@ -75,18 +141,93 @@ class PipelineSettings(_TrainerBase):
     schedule: Schedule = "1F1B"
     stages_per_rank: PositiveInt | None = None  # null: from the schedule
     split: Literal["auto"] | list[PositiveInt] = "auto"
-    input_weight: NonNegative = 1.0
-    output_weight: NonNegative = 1.0
+    input_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
+    output_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
 
     @property
     def splits_backward(self) -> bool:
         """A zero-bubble schedule: gradients of inputs and of weights are computed at different times."""
         return self.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
+    @property
+    def is_v_shaped(self) -> bool:
+        """Stages go through the ranks and back: each rank has two, and the first one has the first and the last."""
+        return self.schedule in ("ZBVZeroBubble", "DualPipeV")
+
+    @property
+    def has_one_stage(self) -> bool:
+        """Each rank has one stage; the other schedules interleave several."""
+        return self.schedule in ("1F1B", "GPipe")
+
+    @property
+    def stages_each(self) -> int:
+        """Stages on each rank: as set, else one, or two for interleaved and V schedules."""
+        return self.stages_per_rank or (1 if self.has_one_stage else 2)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        found = []
+        if config.torch_compile and self.splits_backward:
+            found.append(
+                f"torch_compile: compiled blocks get wrong gradients from schedule={self.schedule}, which splits the "
+                "backward; set torch_compile=false or schedule=1F1B"
+            )
+        wanted, has = self.stages_per_rank, f"stages_per_rank: schedule={self.schedule}"
+        if wanted is not None and wanted != 1 and self.has_one_stage:
+            remedy = "leave stages_per_rank out or set schedule=Interleaved1F1B"
+            found.append(f"{has} runs one stage per rank, got {wanted}; {remedy}")
+        elif wanted is not None and wanted != 2 and self.is_v_shaped:
+            found.append(f"{has} runs exactly two stages per rank, got {wanted}; leave stages_per_rank out")
+        elif wanted == 1 and not self.has_one_stage:
+            remedy = "set stages_per_rank=2 or more, or schedule=1F1B"
+            found.append(f"{has} interleaves several stages per rank, got 1; {remedy}")
+        yield from found
+        if config.known_world is not None and not found:
+            yield from self.layout_problems(getattr(config.model, "num_hidden_layers", None), config.known_world)
+
+    def layout_problems(self, num_layers: int | None, world: int) -> Iterator[str]:
+        """What the schedule cannot do with ``world`` ranks, and ``num_layers`` where they are known.
+
+        Limits of torch.distributed.pipelining's schedules, torch 2.13.
+        """
+        if world < 2:
+            got = f"got {world} (nproc_per_node x nnodes)"
+            yield f"trainer: pipeline needs at least 2 ranks, {got}; choose trainer=single"
+            return
+        number, parts, schedule = world * self.stages_each, self.n_microbatches, self.schedule
+        if schedule in ("1F1B", "DualPipeV") and parts < number:
+            yield (
+                f"n_microbatches: schedule={schedule} with {number} stages needs at least as many, got {parts}; "
+                f"set n_microbatches={number}"
+            )
+        rounds = max(1, parts // world)
+        if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and parts % rounds:
+            yield (
+                f"n_microbatches: schedule={schedule} on {world} ranks needs a multiple of {rounds}, got {parts}; "
+                f"set n_microbatches={parts // world * world}"
+            )
+        if self.split != "auto" and len(self.split) != number:
+            named = f"names {len(self.split)} stages, schedule and ranks make {number}"
+            yield f"split: {named}; name {number} or set split=auto"
+        elif self.split != "auto" and num_layers not in (None, sum(self.split)):
+            total = f"adds up to {sum(self.split)} layers, got num_hidden_layers={num_layers}"
+            yield f"split: {total}; mend it or set split=auto"
+        elif self.split == "auto" and num_layers is not None and number > num_layers:
+            remedies = [f"set num_hidden_layers={number}"]
+            if self.stages_per_rank is None and self.stages_each > 1 and world <= num_layers:
+                remedies.append("choose schedule=1F1B")
+            ranks = num_layers // self.stages_each
+            remedies.append(f"take {ranks} ranks (nproc_per_node)" if ranks > 1 else "choose trainer=single")
+            yield (
+                f"trainer: {number} pipeline stages are more than num_hidden_layers={num_layers} (schedule={schedule}, "
+                f"{self.stages_each} on each of {world} ranks); {', or '.join(remedies)}"
+            )
+
 
 @settings
-class FSDP2Settings(_TrainerBase):
+class FSDP2Settings(_Trainer):
     trains_given_parameters: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = True
 
     type: Literal["fsdp2"] = "fsdp2"
     reshard_after_forward: bool = True
@@ -96,6 +237,22 @@ class FSDP2Settings(_TrainerBase):
     replicate: PositiveInt = 1
     block_classes: list[str] | None = None  # null: the model's repeated blocks
     accelerate_config: str | None = None
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if (ranks := config.known_world) is not None and ranks % self.replicate:
+            yield (
+                f"replicate: {ranks} ranks cannot be divided into {self.replicate} copies of the model; "
+                f"set it to a divisor of {ranks}"
+            )
+        chosen, precision = self.param_dtype, config.precision.type
+        fitting = {"bf16": "bf16", "bf16_true": "bf16", "fp16": "fp16", "fp8": "bf16", "qat": "fp32"}.get(precision)
+        if chosen == "fp16" and fitting != "fp16":
+            yield "param_dtype: fp16 needs the loss scaling of precision=fp16; set that, and leave param_dtype out"
+        elif chosen is not None and fitting is not None and chosen != fitting:
+            yield f"param_dtype: {chosen} contradicts precision={precision}; set precision={chosen} or leave it out"
+        if self.block_classes == []:
+            yield "block_classes: names no class, got []; set block_classes=null for the model's repeated blocks"
 
 
 TrainerOption = Annotated[

@@ -1,0 +1,72 @@
+"""What settings ask of each other. The rules stand beside the settings, in the schema; here they are asked of a config.
+
+A class says what contradicts others in ``problems(config)``, and a field that counts only under another setting has an
+``OnlyIf`` in its annotation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, get_type_hints
+
+from forgather_cli.config.schema import CallbackSettings, Config, OnlyIf, Settings, typed, value_at
+
+
+def rule_problems(config: Config, layers: Mapping[str, int] = MappingProxyType({})) -> list[str]:
+    """Every mistake between settings, each naming both and the remedy.
+
+    ``layers`` are the paths that recipe or command line set, with how late that was. A setting that a later one makes
+    void (``save_strategy=no`` on the command line, ``save_steps`` in the recipe) is no mistake.
+    """
+    owners = dict(_owners("", config))
+    contradictions = [
+        problem for each in owners.values() if isinstance(each, Settings) for problem in each.problems(config)
+    ]
+    return [*contradictions, *_unread(config, owners, layers)]
+
+
+def world_problems(config: Config, world: int) -> list[str]:
+    """Mistakes of a config that is to be trained by ``world`` ranks, however it says so itself."""
+    return rule_problems(dataclasses.replace(config, nproc_per_node=world, nnodes=1, node_rank=0))
+
+
+def _owners(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Everything that has fields, by what stands before their names: the run, each option, what is nested in them."""
+    yield prefix, value
+    for field in dataclasses.fields(value):
+        child = getattr(value, field.name)
+        if dataclasses.is_dataclass(child):
+            yield from _owners(f"{prefix}{field.name}.", child)
+
+
+def _unread(config: Config, owners: Mapping[str, Any], layers: Mapping[str, int]) -> Iterator[str]:
+    """One problem for each path of ``layers`` that nothing reads."""
+    told: set[str] = set()
+    for prefix, owner in owners.items():
+        cls: type = type(owner)
+        for name, condition in _conditions(cls):
+            inactive = isinstance(owner, CallbackSettings) and getattr(owner, name) is None
+            if inactive or (void := condition.void(config)) is None:
+                continue
+            path = f"{prefix}{name}"
+            given = {path} if path in layers else {each for each in layers if each.startswith(f"{path}.")}
+            since = max(layers.get(void.because, -1), layers.get(void.because.partition(".")[0], -1))
+            for each in sorted(given - told):
+                if layers[each] >= since:
+                    told.add(each)
+                    said = each if each.startswith("callbacks.") else each.rpartition(".")[2]
+                    cause = f"{void.because.rpartition('.')[2]}={typed(value_at(config, void.because))}"
+                    yield f"{said}: {void.what} with {cause}; {void.remedy} or leave {said} out"
+
+
+@cache
+def _conditions(cls: type) -> list[tuple[str, OnlyIf]]:
+    """The fields of a class that count only under other settings."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = [(field.name, hints[field.name]) for field in dataclasses.fields(cls)]
+    return [
+        (name, mark) for name, hint in found for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, OnlyIf)
+    ]

@@ -1,0 +1,189 @@
+"""The decoder's settings, and which Hugging Face architecture a set of them is.
+
+A checkpoint of the decoder is a directory that transformers loads as it lies, so settings that no architecture there
+can express are refused before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from forgather_cli.config.schema.base import (
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Settings,
+    either,
+    only_if,
+    settings,
+)
+from forgather_cli.errors import ModelError
+
+_TYPE = "model.rope_scaling.rope_type"
+_YARN = only_if(_TYPE, "yarn")
+
+
+@settings
+class RopeScaling(Settings):
+    """Hugging Face's rope parameters, read by ``models/rope.py``."""
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    factor: Annotated[PositiveFloat, only_if(_TYPE, "linear", "dynamic", "yarn", "llama3")] = 1.0
+    original_max_position_embeddings: Annotated[PositiveInt | None, only_if(_TYPE, "yarn", "llama3")] = None
+    attention_factor: Annotated[float | None, _YARN] = None
+    beta_fast: Annotated[float, _YARN] = 32.0
+    beta_slow: Annotated[float, _YARN] = 1.0
+    low_freq_factor: Annotated[float, only_if(_TYPE, "llama3")] = 1.0
+    high_freq_factor: Annotated[float, only_if(_TYPE, "llama3")] = 4.0
+    mscale: Annotated[float | None, _YARN] = None
+    mscale_all_dim: Annotated[float | None, _YARN] = None
+    truncate: Annotated[bool, _YARN] = True
+
+
+@settings
+class DecoderSettings(Settings):
+    """The own decoder: Llama, Mistral, Qwen2 and Qwen3 shapes."""
+
+    type: Literal["decoder"] = "decoder"
+    hidden_size: PositiveInt = 256
+    intermediate_size: PositiveInt | None = None  # null: 8/3 hidden_size, rounded up to a multiple of 32
+    num_hidden_layers: PositiveInt = 4
+    num_attention_heads: PositiveInt = 4
+    num_key_value_heads: PositiveInt | None = None  # null: num_attention_heads
+    head_dim: PositiveInt | None = None  # null: hidden_size / num_attention_heads
+    vocab_size: PositiveInt | None = None  # null: the tokenizer's
+    max_position_embeddings: PositiveInt | None = None  # null: data.seq_len
+    rms_norm_eps: PositiveFloat = 1e-5
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: PositiveInt | None = None
+    attention_bias: bool = False  # q, k, v
+    attention_output_bias: bool | None = None  # o; null: as attention_bias
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    attention_dropout: Probability = 0.0
+    residual_dropout: Probability = 0.0
+    initializer_range: PositiveFloat = 0.02
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the attention's output projection has a bias: null follows ``attention_bias``."""
+        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
+
+    def problems(self, config: Any = None) -> Iterator[str]:
+        """What does not fit together; also asked of settings that a ``config.json`` says."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            yield (
+                f"model.hidden_size: must be a multiple of model.num_attention_heads={heads}, got {self.hidden_size}; "
+                f"set model.hidden_size={_multiples_around(self.hidden_size, 2 * heads)}, or set model.head_dim"
+            )
+        elif self.head_dim is None and self.hidden_size // heads % 2:
+            yield (
+                f"model.hidden_size: rotary embedding needs an even head size, got {self.hidden_size} / "
+                f"model.num_attention_heads={heads} = {self.hidden_size // heads}; "
+                f"set model.hidden_size={_multiples_around(self.hidden_size, 2 * heads)}"
+            )
+        elif self.head_dim is not None and self.head_dim % 2:
+            yield (
+                f"model.head_dim: rotary embedding needs an even head size, got {self.head_dim}; "
+                f"set model.head_dim={_multiples_around(self.head_dim, 2)}"
+            )
+        if groups is not None and heads % groups:
+            divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+            yield (
+                f"model.num_key_value_heads: must divide model.num_attention_heads={heads}, got {groups}; "
+                f"set it to {either(divisors)}"
+            )
+        try:
+            family_of(self)
+        except ModelError as error:
+            yield str(error)
+
+
+def _multiples_around(number: int, step: int) -> str:
+    below = number // step * step
+    return either(each for each in (below, below + step) if each)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: its ``model_type`` and class, and the settings it has no room for."""
+
+    model_type: str
+    architecture: str
+    conflicts: Callable[[DecoderSettings], list[str]]
+    """The settings, as typed, that this family cannot express."""
+
+
+def _named(**flags: bool) -> list[str]:
+    return [name for name, conflicting in flags.items() if conflicting]
+
+
+def _llama(s: DecoderSettings) -> list[str]:
+    return _named(
+        qk_norm=s.qk_norm,
+        sliding_window=s.sliding_window is not None,
+        attention_output_bias=s.has_output_bias != s.attention_bias,
+        num_attention_heads=s.hidden_size % s.num_attention_heads != 0,
+    )
+
+
+def _mistral(s: DecoderSettings) -> list[str]:
+    return _named(
+        qk_norm=s.qk_norm,
+        attention_bias=s.attention_bias,
+        attention_output_bias=s.has_output_bias and not s.attention_bias,
+        mlp_bias=s.mlp_bias,
+    )
+
+
+def _qwen2(s: DecoderSettings) -> list[str]:
+    return _named(
+        qk_norm=s.qk_norm,
+        attention_bias=not s.attention_bias,
+        attention_output_bias=s.has_output_bias,
+        mlp_bias=s.mlp_bias,
+    )
+
+
+def _qwen3(s: DecoderSettings) -> list[str]:
+    return _named(
+        qk_norm=not s.qk_norm,
+        attention_output_bias=s.has_output_bias != s.attention_bias,
+        mlp_bias=s.mlp_bias,
+    )
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", _llama),
+        Family("mistral", "MistralForCausalLM", _mistral),
+        Family("qwen2", "Qwen2ForCausalLM", _qwen2),
+        Family("qwen3", "Qwen3ForCausalLM", _qwen3),
+    )
+}
+"""By model_type, in order of preference."""
+
+_SETTINGS = ("qk_norm", "sliding_window", "attention_bias", "attention_output_bias", "mlp_bias")
+
+
+def family_of(settings: DecoderSettings) -> Family:
+    """The first family that can express ``settings``. Raises ModelError naming the settings that do not go together."""
+    for family in FAMILIES.values():
+        if not family.conflicts(settings):
+            return family
+    given = {name: getattr(settings, name) for name in _SETTINGS if getattr(settings, name) not in (None, False)}
+    if settings.attention_bias and not settings.has_output_bias:
+        given["attention_output_bias"] = False
+    if settings.hidden_size % settings.num_attention_heads:
+        given.update(hidden_size=settings.hidden_size, num_attention_heads=settings.num_attention_heads)
+    listed = ", ".join(f"model.{name}={str(value).lower()}" for name, value in given.items())
+    raise ModelError(
+        f"{listed}: no Hugging Face architecture ({', '.join(FAMILIES)}) has this combination; "
+        f"qk_norm excludes mlp_bias, mlp_bias needs equal attention biases and no sliding_window"
+    )
