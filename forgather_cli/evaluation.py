@@ -40,7 +40,7 @@ from forgather_cli.tally import Tally
 from forgather_cli.trainer.device_errors import evaluation_explained
 from forgather_cli.trainer.evaluate import Uninterrupted, evaluate, in_rounds
 from forgather_cli.trainer.resume import load_model
-from forgather_cli.trainer.setup import eval_loader, transformed
+from forgather_cli.trainer.setup import eval_loader, model_spec
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -128,14 +128,14 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
     device, is_directory = strategy.device, (found.directory / "config.json").is_file()
     if isinstance(config.trainer, SingleSettings):
         dtype = torch.bfloat16 if isinstance(config.precision, BF16TrueSettings) else torch.float32
-        strategy.materialize(transformed(partial(_loaded, found, config, dtype), config, strategy, None), None)
+        strategy.materialize(model_spec(partial(_loaded, found, config, dtype), config, strategy))
         return
     if is_quantized(found.directory):
         raise ModelError(f"{found.path}: is quantized, and runs on one device; set trainer=single")
     if is_directory:
         config = replace(config, model=directory_option(found.directory))
-    build = transformed(partial(worker.construct, config, data, device), config, strategy, None)
-    strategy.materialize(build, partial(worker.fill, config, device, seed=0) if is_directory else None)
+    init = partial(worker.fill, config, device, seed=0) if is_directory else None
+    strategy.materialize(model_spec(partial(worker.construct, config, data, device), config, strategy, init=init))
     if not is_directory:
         assert found.reader is not None
         load_model(found.reader, named_tensors(strategy.parts), group)

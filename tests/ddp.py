@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from forgather_cli.config.schema import DDPSettings
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.loss import CrossEntropy, Loss
-from forgather_cli.strategies.base import Batch
+from forgather_cli.strategies.base import Batch, ModelSpec
 from forgather_cli.strategies.ddp import DataParallel
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def strategy_of(
     build: Callable[[], nn.Module] = tiny.decoder, loss: Loss | None = None, **settings: Any
 ) -> DataParallel:
     strategy = DataParallel(CPU, loss or CrossEntropy(), nullcontext, DDPSettings(**settings))
-    strategy.materialize(build, None)
+    strategy.materialize(ModelSpec(build))
     return strategy
 
 

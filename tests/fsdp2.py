@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import tiny
@@ -16,7 +17,7 @@ from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, Loss
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
-from forgather_cli.strategies.base import Batch
+from forgather_cli.strategies.base import Batch, ModelSpec
 from forgather_cli.strategies.fsdp2 import FullyShard
 
 CPU = torch.device("cpu")
@@ -41,7 +42,8 @@ class Case:
     def strategy(self) -> FullyShard:
         precision = BF16Settings() if self.bf16 else None
         strategy = FullyShard(CPU, loss_named(self.loss), FSDP2Settings(**self.settings), precision)
-        strategy.materialize(lambda: on_meta(self.change, **self.model), lambda part: init_parameters(part, 0))
+        init = partial(init_parameters, seed=0)
+        strategy.materialize(ModelSpec(lambda: on_meta(self.change, **self.model), init=init))
         return strategy
 
 

@@ -41,13 +41,18 @@ class Layout:
     ranks: int
     overrides: tuple[str, ...]
     layers: int = 4
+    data_ranks: int | None = None
+    """How many of the ranks read different data; None: all."""
 
 
-def _pipeline(ranks: int, schedule: str, layers: int = 4) -> Layout:
-    return Layout(ranks, ("trainer=pipeline", "n_microbatches=4", f"schedule={schedule}"), layers)
+def _pipeline(ranks: int, schedule: str, layers: int = 4, shard: int = 1) -> Layout:
+    by_rank = f"n_microbatches={4 // shard}", f"schedule={schedule}", f"shard={shard}"
+    return Layout(ranks, ("trainer=pipeline", *by_rank), layers, data_ranks=shard)
 
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SHARDED = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+"""Those whose stages may be sharded."""
 LAYOUTS: dict[str, Layout] = {
     "single": Layout(1, ("trainer=single",)),
     "ddp 2": Layout(2, ("trainer=ddp",)),
@@ -62,6 +67,7 @@ LAYOUTS: dict[str, Layout] = {
     "1F1B 4": _pipeline(4, "1F1B"),
     "GPipe 4": _pipeline(4, "GPipe"),
     "Interleaved1F1B 4": _pipeline(4, "Interleaved1F1B", layers=8),
+    **{f"{schedule} 2x2": _pipeline(4, schedule, shard=2) for schedule in SHARDED},
 }
 
 _BASE = (

@@ -1,6 +1,6 @@
 """Which layers run where in a pipeline, and how long its ranks wait; for planning too, so without torch.
 
-Legend: n stages, p ranks, v stages per rank, m n_microbatches.
+Legend: n stages, p ranks of a pipeline, v stages per rank, m n_microbatches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class Stage:
 
     index: int
     rank: int
+    """In its pipeline: with ``shard`` the ranks from ``rank * shard`` on hold it together."""
     first_layer: int
     last_layer: int
     has_embedding: bool
@@ -32,12 +33,13 @@ def stage_layout(settings: PipelineSettings, num_layers: int, world: int) -> lis
     """All stages in the order of the model, for ``world`` ranks. Raises ConfigError where there are none."""
     if problems := list(settings.layout_problems(num_layers, world)):
         raise ConfigError(problems)
-    number = world * settings.stages_each
+    ranks = world // settings.shard
+    number = ranks * settings.stages_each
     counts = settings.split if settings.split != "auto" else _balanced(settings, num_layers, number)
     stages, first = [], 0
     for index, count in enumerate(counts):
-        lap, place = divmod(index, world)  # stages go round the ranks; those of V schedules go back as they came
-        rank = world - 1 - place if settings.is_v_shaped and lap % 2 else place
+        lap, place = divmod(index, ranks)  # stages go round the ranks; those of V schedules go back as they came
+        rank = ranks - 1 - place if settings.is_v_shaped and lap % 2 else place
         stages.append(Stage(index, rank, first, first + count - 1, index == 0, index == number - 1))
         first += count
     return stages
@@ -82,17 +84,17 @@ def bubble(settings: PipelineSettings, world: int) -> float:
 
 def layout_lines(settings: PipelineSettings, stages: Sequence[Stage], parameters: Sequence[int]) -> list[str]:
     """For people: the schedule with its bubble, then each stage; ``parameters`` are the stages' numbers of them."""
-    world, total = 1 + max(stage.rank for stage in stages), max(sum(parameters), 1)
+    ranks, total, shard = 1 + max(stage.rank for stage in stages), max(sum(parameters), 1), settings.shard
     lines = [
-        f"pipeline: schedule {settings.schedule}, {len(stages)} stages on {world} ranks, {settings.n_microbatches} "
-        f"micro-batches, bubble {bubble(settings, world):.1%}"
+        f"pipeline: schedule {settings.schedule}, {len(stages)} stages on {ranks * shard} ranks, "
+        f"{settings.n_microbatches} micro-batches, bubble {bubble(settings, ranks):.1%}"
     ]
     for stage, number in zip(stages, parameters, strict=True):
         first, last = stage.first_layer, stage.last_layer
         holds = [f"layer {first}" if first == last else f"layers {first}-{last}"]
         holds = ["embedding"] * stage.has_embedding + holds + ["head"] * stage.has_head
+        where = f"ranks {stage.rank * shard}-{(stage.rank + 1) * shard - 1}" if shard > 1 else f"rank {stage.rank}"
         lines.append(
-            f"stage {stage.index} on rank {stage.rank}: {', '.join(holds)}; "
-            f"{number:,} parameters ({number / total:.1%})"
+            f"stage {stage.index} on {where}: {', '.join(holds)}; {number:,} parameters ({number / total:.1%})"
         )
     return lines

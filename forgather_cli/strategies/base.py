@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from forgather_cli.errors import ConfigError
+from forgather_cli.models.init import allocate
 from forgather_cli.precision.scaling import LossScaler
 
 Batch = dict[str, Tensor]
@@ -31,6 +33,49 @@ class Averaging(Protocol):
 
     def settle(self) -> None:
         """Collective. Average the weights now, unless they are equal: training ends here."""
+
+
+Change = Callable[[nn.Module], nn.Module]
+"""Changes a module in place, or returns another one that stands in its place."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How a model comes about. None: not wanted.
+
+    The order is fixed, for each part of the model that a rank trains: build, adapt, cut, checkpoint, compile, shard,
+    allocate, init. Compiled code must hold the recomputation, and not a strategy's hooks.
+    """
+
+    build: Callable[[], nn.Module]
+    """Makes the whole model, on meta where the caller chose so."""
+    adapt: Change | None = None
+    """Gives the whole model its dtype, and the layers of ``precision``."""
+    checkpoint: Change | None = None
+    """Has a part recompute activations in the backward."""
+    compile: Change | None = None
+    """Compiles a part."""
+    init: Callable[[nn.Module], None] | None = None
+    """Fills the parameters of a part after they have memory; None if ``build`` delivers them filled."""
+
+    def whole(self) -> nn.Module:
+        """A whole model, before it is cut."""
+        model = self.build()
+        return model if self.adapt is None else self.adapt(model)
+
+    def transformed(self, part: nn.Module) -> nn.Module:
+        """A part as it is to run, before it is sharded."""
+        for change in (self.checkpoint, self.compile):
+            part = part if change is None else change(part)
+        return part
+
+    def fill(self, part: nn.Module, device: torch.device) -> None:
+        """Give a part that is not sharded its memory on ``device``, and its weights."""
+        if allocate(part, device) and self.init is None:
+            raise AssertionError("a model built on meta needs an init")
+        part.to(device)
+        if self.init is not None:
+            self.init(part)
 
 
 class Stateful(Protocol):
@@ -70,12 +115,8 @@ class Strategy(ABC):
     """Set under fp16: the loss it was given leaves gradients that are ``scaler.scale`` times too large."""
 
     @abstractmethod
-    def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
-        """Build the model with this rank's share of the parameters on ``device`` and set ``parts``.
-
-        ``build`` makes the whole model (on meta where the caller chose so); ``init`` fills the parameters of one part
-        after they have memory, None if ``build`` delivers them filled.
-        """
+    def materialize(self, spec: ModelSpec) -> None:
+        """Build the model with this rank's share of the parameters on ``device`` and set ``parts``."""
 
     @abstractmethod
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,9 +16,8 @@ from forgather_cli.config.schema import DDPSettings, PrecisionOption
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits
-from forgather_cli.models.init import allocate
 from forgather_cli.precision import Autocast, autocast_for
-from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, compressed
 from forgather_cli.strategies.local_sgd import LocalSGD
 
@@ -63,13 +62,9 @@ class DataParallel(Strategy):
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
-    def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
-        model = build()
-        if allocate(model, self.device) and init is None:
-            raise AssertionError("a model built on meta needs an init")
-        model.to(self.device)
-        if init is not None:
-            init(model)
+    def materialize(self, spec: ModelSpec) -> None:
+        model = spec.transformed(spec.whole())
+        spec.fill(model, self.device)
         self.parts = [model]
         # a buffer that is no part of the state follows from settings (rotary frequencies): it is equal everywhere
         self._sends_buffers = self._settings.broadcast_buffers and _has_buffers(model)

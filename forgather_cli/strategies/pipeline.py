@@ -6,39 +6,49 @@ Legend: B sequences, T tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from forgather_cli import distributed
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.pipeline_layout import Stage, layout_lines, stage_layout
-from forgather_cli.config.schema import PipelineSettings, PrecisionOption
-from forgather_cli.errors import ModelError
-from forgather_cli.loss import Loss, model_kwargs, model_logits, num_targets
-from forgather_cli.models.init import allocate
-from forgather_cli.models.stages import cuttable, fresh_models, hidden_states, replace_parameter, tied_names
-from forgather_cli.precision import Autocast, autocast_for
-from forgather_cli.strategies.base import Batch, Strategy
-from forgather_cli.strategies.pipeline_batch import chunks, labels_of, padded, stage_inputs
-from forgather_cli.strategies.pipeline_forward import forward_through
-from forgather_cli.strategies.pipeline_schedule import Boundary, StageModule, TrainingSchedule
+from forgather_cli.config.schema import FSDP2Settings, PipelineSettings, PrecisionOption
+from forgather_cli.errors import ConfigError, DataError, ModelError
+from forgather_cli.loss import IGNORED, Loss, model_kwargs, model_logits, num_targets
+from forgather_cli.models.stages import cuttable, fresh_models, replace_parameter, tied_names
+from forgather_cli.precision import autocast_for
+from forgather_cli.shards import local
+from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
+from forgather_cli.strategies.mesh import Degrees, mesh_of
+from forgather_cli.strategies.parallelize import Rounds, Sharding, parallelize, precision_policy
+from forgather_cli.strategies.pipeline_schedule import Boundary, StageModule, TrainingSchedule, forward_through
 
 log = logging.getLogger(__name__)
 
+MASKS = ("attention_mask", "document_ids", "position_ids")
+"""What a batch may hold beside ``input_ids`` and ``labels``; each stage makes its own mask and angles of them."""
+
 
 class Pipeline(Strategy):
-    """Trains with one of torch's pipeline schedules; evaluates and generates with a plain pass through the stages."""
+    """Trains with one of torch's pipeline schedules; evaluates and generates with a plain pass through the stages.
+
+    With ``shard`` there are so many pipelines, of ranks that are ``shard`` apart: each reads its slice of the data, and
+    the ranks of a stage, which are neighbours, each hold some rows of its parameters. Weights are gathered once for
+    all micro-batches of a schedule step, and gradients are summed at its end.
+    """
 
     name = "pipeline"
-    data_rank = 0
-    data_size = 1
 
-    def __init__(self, settings: PipelineSettings, device: torch.device, loss: Loss, autocast: Autocast) -> None:
-        """Raises ModelError for a loss that the schedule would have to split."""
+    def __init__(
+        self, settings: PipelineSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None = None
+    ) -> None:
+        """Collective. Raises ModelError for a loss that the schedule would have to split."""
         if settings.splits_backward and not loss.is_separable:
             raise ModelError(
                 f"loss: {type(loss).__name__} has one backward for inputs and weights, which "
@@ -47,60 +57,82 @@ class Pipeline(Strategy):
         self.device = device
         self.supports_compile = not settings.splits_backward
         self.batch_multiple = settings.n_microbatches
-        self._settings, self._loss, self._autocast = settings, loss, autocast
+        self._settings, self._loss = settings, loss
+        self._autocast = autocast_for(precision, device)
+        self._sharding: Sharding | None = None
         self._tied: list[nn.Parameter] = []
         self._tied_group: Any = None
         self._vocab_size: int | None = None
+        world = distributed.world()
+        self.data_rank, self.data_size = world.rank % settings.shard, settings.shard
+        self._group = world.group
+        """The ranks of this rank's pipeline."""
+        if settings.shard > 1:
+            if problems := list(settings.layout_problems(None, world.size)):
+                raise ConfigError(problems)
+            mesh = mesh_of(device, Degrees(pipeline=world.size // settings.shard, shard=settings.shard))
+            self._group = mesh.get_group("pipeline")
+            self._autocast = nullcontext  # instead there is a policy
+            # weights stay gathered from forward to backward: a stage has many forwards before its first backward
+            gathering = FSDP2Settings(reshard_after_forward=False)
+            policy = precision_policy(gathering, precision)
+            self._sharding = Sharding(mesh["shard"], mesh.get_group("shard"), device, gathering, policy)
+        self._rounds = Rounds(distributed.cpu_group() if settings.shard > 1 else None, device)
 
     @classmethod
     def from_settings(
         cls, option: PipelineSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None
     ) -> Pipeline:
         """As the config's options say."""
-        return cls(option, device, loss, autocast_for(precision, device))
+        return cls(option, device, loss, precision)
 
     # ------------------------------------------------------------------------------------------------------- building
 
-    def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
-        world = distributed.world()
+    def materialize(self, spec: ModelSpec) -> None:
+        world, shard = distributed.world(), self._settings.shard
         self.model_group = world.group
-        models = fresh_models(build)
+        models = fresh_models(spec.whole)
         whole = next(models)
         self._loss.check(whole)
         cut = cuttable(whole)
         layout = stage_layout(self._settings, cut.num_hidden_layers, world.size)
-        boundary = Boundary(cut.hidden_size, next(p.dtype for p in whole.parameters() if p.is_floating_point()))
         names = [name for name, _ in whole.named_parameters()]
-        mine = [stage for stage in layout if stage.rank == world.rank]
-        self.parts = [self._part(whole, mine[0], init)]
-        self.parts += [self._part(next(models), stage, init) for stage in mine[1:]]
-        self._owners = [stage.rank for stage in layout]
-        self._modules = [StageModule(m, s, boundary, self._loss) for m, s in zip(self.parts, mine, strict=True)]
-        self._schedule = TrainingSchedule(self._settings, self._modules, len(layout), self.device)
-        self._meet(layout, names, world.rank)
+        dtype = None if self._sharding is None else self._sharding.policy.param_dtype
+        dtype = dtype or next(p.dtype for p in whole.parameters() if p.is_floating_point())
+        boundary = Boundary(cut.hidden_size, dtype)
+        self._modules, self._units = [], []
+        for stage in (stage for stage in layout if stage.rank == world.rank // shard):
+            model = next(models) if self._modules else whole
+            self._modules.append(self._stage(model, stage, boundary, spec))
+        self.parts = [module.model for module in self._modules]
+        self._owners = [stage.rank * shard + self.data_rank for stage in layout]
+        self._schedule = TrainingSchedule(self._settings, self._modules, len(layout), self.device, self._group)
 
-    def _part(self, model: nn.Module, stage: Stage, init: Callable[[nn.Module], None] | None) -> nn.Module:
-        """One stage of ``model``, with memory and weights."""
-        cuttable(model).cut(stage.first_layer, stage.last_layer, is_first=stage.has_embedding, is_last=stage.has_head)
-        if allocate(model, self.device) and init is None:
-            raise AssertionError("a model built on meta needs an init")
-        model.to(self.device)
-        if init is not None:
-            init(model)
-        return model
-
-    def _meet(self, layout: list[Stage], names: list[str], rank: int) -> None:
-        """Collective. What each stage holds, told to all: ties are found, and rank 0 logs the layout."""
+        # what each stage holds, told to all: ties are found, and rank 0 logs the layout
         mine = {m.stage.index: {name: p.numel() for name, p in m.model.named_parameters()} for m in self._modules}
         held = gather(mine, dist.group.WORLD)
-        sizes = [held[stage.rank][stage.index] for stage in layout]
+        sizes = [held[stage.rank * shard][stage.index] for stage in layout]
         tied = tied_names(sizes, names)
-        if rank == 0:
-            self._tell(layout_lines(self._settings, layout, [sum(size.values()) for size in sizes]))
+        if world.rank == 0:
+            self._log_layout(layout_lines(self._settings, layout, [sum(size.values()) for size in sizes]))
         if tied:
-            self._tie(tied, rank)
+            self._tie(tied, world.rank)
+        if self.data_rank > 0:  # parameters that cannot be cut are held by all ranks of a stage
+            scalars = (p for part in self.parts for p in part.parameters() if not p.ndim)
+            self.duplicates |= frozenset(scalars)
 
-    def _tell(self, lines: list[str]) -> None:
+    def _stage(self, model: nn.Module, stage: Stage, boundary: Boundary, spec: ModelSpec) -> StageModule:
+        """Collective. One stage of a whole model, with memory and weights."""
+        cuttable(model).cut(stage.first_layer, stage.last_layer, is_first=stage.has_embedding, is_last=stage.has_head)
+        model = spec.transformed(model)
+        module = StageModule(model, stage, boundary, self._loss)
+        if self._sharding is None:
+            spec.fill(model, self.device)
+        else:
+            self._units += parallelize(module, model, spec, self._sharding)
+        return module
+
+    def _log_layout(self, lines: list[str]) -> None:
         for line in lines:
             log.info("%s", line)
         if self._schedule.whole_backward is not None:
@@ -118,7 +150,11 @@ class Pipeline(Strategy):
             for name in names if rank == first else ():
                 replace_parameter(self.parts[-1], name, self.parts[0].get_parameter(name))
             return
-        self._tied_group = dist.new_group([first, last])
+        for place in range(self._settings.shard):  # one pair in each pipeline, with the same rows; all ranks make all
+            pair = [owner - self.data_rank + place for owner in (first, last)]
+            group = dist.new_group(pair)
+            if rank in pair:
+                self._tied_group = group
         if rank in (first, last):
             part = self.parts[0] if rank == first else self.parts[-1]
             self._tied = [part.get_parameter(name) for name in names]
@@ -130,25 +166,24 @@ class Pipeline(Strategy):
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         ran = False
-        for batch in microbatches:
+        for batch in self._rounds.of(microbatches):
             labels_of(batch)
             if len(batch["input_ids"]) == 0:
-                continue
+                if self._sharding is None:
+                    continue
+                batch = self._rounds.empty()  # the other pipelines wait for this one at the end of a schedule step
             with self._autocast():
                 losses = self._schedule.step(padded(stage_inputs(batch), self.batch_multiple), num_tokens)
             for loss in losses:
                 share += loss.detach()
             ran = True
         if ran:
-            self._sum_tied_gradients()
+            # over the first and the last stage: each has the gradient of its own use of the weight
+            for parameter in self._tied:
+                if parameter.requires_grad:
+                    assert parameter.grad is not None
+                    dist.all_reduce(local(parameter.grad), group=self._tied_group)
         return share
-
-    def _sum_tied_gradients(self) -> None:
-        """Over the first and the last stage: each has the gradient of its own use of the weight."""
-        for parameter in self._tied:
-            if parameter.requires_grad:
-                assert parameter.grad is not None
-                dist.all_reduce(parameter.grad, group=self._tied_group)
 
     # ----------------------------------------------------------------------------------------- evaluation, generation
 
@@ -163,12 +198,11 @@ class Pipeline(Strategy):
             if module.stage.has_head:
                 labels = inputs["labels"]
                 return self._loss.total(module.model, model_kwargs(inputs), labels, None), num_targets(labels)
-            return _passed_on(module, model_kwargs(inputs))
+            return module.passed_on(model_kwargs(inputs))
 
-        with self._autocast():
-            for part_total, part_count in self._forward(batches, run):
-                total += part_total
-                count += part_count
+        for part_total, part_count in self._forward(batches, run):
+            total += part_total
+            count += part_count
         return total, count
 
     @torch.no_grad()
@@ -180,31 +214,81 @@ class Pipeline(Strategy):
                 cache.length = past  # a stage of this rank that ran before has moved it
             if module.stage.has_head:
                 return model_logits(module.model, inputs, last_only=last_only, cache=cache)
-            return _passed_on(module, inputs if cache is None else {**inputs, "cache": cache})
+            return module.passed_on(inputs if cache is None else {**inputs, "cache": cache})
 
         inputs = model_kwargs(stage_inputs(batch))
-        with self._autocast():
-            found = self._forward([inputs], run)
+        found = self._forward([inputs], run)
         logits = found[0] if found else None
-        return self._told_all(logits, len(inputs["input_ids"])) if last_only else logits
-
-    def _forward(self, batches: list[Batch], run: Callable[[StageModule, Batch], Any]) -> list[Any]:
-        modules = {module.stage.index: module for module in self._modules}
-        return forward_through(modules, self._owners, batches, self.device, run)
-
-    def _told_all(self, logits: Tensor | None, rows: int) -> Tensor:
-        """Collective. The last stage's logits (B, 1, V), fp32, on every rank."""
+        if not last_only:
+            return logits
+        # told to all ranks of the pipeline, (B, 1, V) in fp32
         source = self._owners[-1]
         if self._vocab_size is None:
             size = torch.tensor(0 if logits is None else logits.shape[-1], device=self.device)
-            dist.broadcast(size, source)
+            dist.broadcast(size, source, group=self._group)
             self._vocab_size = int(size)
         if logits is None:
-            logits = torch.empty(rows, 1, self._vocab_size, device=self.device)
+            logits = torch.empty(len(inputs["input_ids"]), 1, self._vocab_size, device=self.device)
         logits = logits.float().contiguous()
-        dist.broadcast(logits, source)
+        dist.broadcast(logits, source, group=self._group)
         return logits
 
+    def _forward(self, batches: list[Batch], run: Callable[[StageModule, Batch], Any]) -> list[Any]:
+        modules = {module.stage.index: module for module in self._modules}
+        with self._gathered(), self._autocast():
+            return forward_through(modules, self._owners, batches, self.device, self._group, run)
 
-def _passed_on(module: StageModule, inputs: dict[str, Any]) -> Tensor:
-    return hidden_states(module.model, inputs, module.boundary.hidden_size, module.boundary.dtype)
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Collective with ``shard``. The weights of this rank's stages, gathered once: pipelines may differ in what
+        they compute inside.
+        """
+        units: list[FSDPModule] = self._units
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+
+
+# ------------------------------------------------------------------------------------- batches on their way to stages
+
+
+def stage_inputs(batch: Batch) -> Batch:
+    """``batch`` with masks of one row, or without rows, expanded to (B, T). Raises DataError for what stages lack."""
+    others = sorted(batch.keys() - {"input_ids", "labels", *MASKS})
+    if others:
+        raise DataError(
+            f"trainer=pipeline: of a batch stages get {', '.join(MASKS)} and no other tensors, got "
+            f"{', '.join(others)}; leave them out in data_collator, or choose trainer=ddp or fsdp2"
+        )
+    rows = len(batch["input_ids"])
+    return {k: v.reshape(-1, v.shape[-1]).expand(rows, -1) if k in MASKS else v for k, v in batch.items()}
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """The labels (B, T). Raises DataError."""
+    labels = batch.get("labels")
+    if labels is None:
+        raise DataError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
+    return labels
+
+
+def padded(batch: Batch, multiple: int) -> Batch:
+    """``batch`` with its last row repeated, without targets, until B is a multiple of ``multiple``."""
+    rows = len(batch["input_ids"])
+    extra = -rows % multiple
+    if not extra:
+        return batch
+    filled = {key: torch.cat([value, value[-1:].expand(extra, -1)]) for key, value in batch.items()}
+    filled["labels"][rows:] = IGNORED
+    return filled
+
+
+def chunks(batch: Batch, number: int) -> list[Batch]:
+    """``batch`` cut by rows into up to ``number`` parts, none of them empty."""
+    rows = len(batch["input_ids"])
+    split = {key: value.tensor_split(min(number, rows)) for key, value in batch.items()}
+    return [dict(zip(split, part, strict=True)) for part in zip(*split.values(), strict=True)]

@@ -1,4 +1,4 @@
-"""Training through torch's pipeline schedules.
+"""What flows through the stages: training by torch's pipeline schedules, and a forward pass without one.
 
 Legend: B sequences, T tokens, E hidden size; b = B / n_microbatches.
 """
@@ -6,11 +6,12 @@ Legend: B sequences, T tokens, E hidden size; b = B / n_microbatches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -39,7 +40,9 @@ class Boundary:
 
 
 class StageModule(nn.Module):
-    """What a schedule runs: a stage's layers; in the last stage the head and the loss too."""
+    """What runs a stage: its layers; in the last stage the head and the loss too. With ``shard`` it is what is sharded
+    as a whole, so that all that runs in its forward finds weights gathered, the head's among them.
+    """
 
     def __init__(self, model: nn.Module, stage: Stage, boundary: Boundary, loss: Loss) -> None:
         super().__init__()
@@ -47,18 +50,33 @@ class StageModule(nn.Module):
         self.num_tokens = torch.ones(())
         """Targets of the optimizer step, set before each run of the schedule."""
 
-    def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+    def forward(self, x: Tensor, run: Callable[[StageModule, Batch], Any] | None = None, **batch: Tensor) -> Any:
         """Hidden states (b, T, E), or of the last stage the 0-dim share of the step's loss.
 
         ``x`` is token ids (b, T) in the first stage, else hidden states; ``batch`` holds masks and, on the rank of the
-        last stage, ``labels``.
+        last stage, ``labels``. With ``run`` what that makes of the stage and its batch.
         """
+        if run is not None:
+            return run(self, {**batch, "input_ids": x})
         inputs = {"input_ids": x, **model_kwargs(batch)}
         if self.stage.has_head:
             return self.loss.total(self.model, inputs, batch["labels"], self.num_tokens) / self.num_tokens
-        out = hidden_states(self.model, inputs, self.boundary.hidden_size, self.boundary.dtype)
+        out = self.passed_on(inputs)
         # a stage of frozen parameters alone: the schedules want something to go backward from
         return out if out.requires_grad else out.requires_grad_(torch.is_grad_enabled())
+
+    def passed_on(self, inputs: Mapping[str, Any]) -> Tensor:
+        """What the next stage gets, (b, T, E)."""
+        return hidden_states(self.model, inputs, self.boundary.hidden_size, self.boundary.dtype)
+
+
+class _Stage(PipelineStage):
+    """Keeps the gradients of the optimizer step's earlier micro-batches when it begins with another shape."""
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """torch sets gradients of sharded parameters to None here, as it would leave some from finding shapes by a
+        backward of its own (2.13, ``pipelining/stage.py``); it has been given the shapes.
+        """
 
 
 class TrainingSchedule:
@@ -69,9 +87,16 @@ class TrainingSchedule:
     """
 
     def __init__(
-        self, settings: PipelineSettings, modules: Sequence[StageModule], num_stages: int, device: torch.device
+        self,
+        settings: PipelineSettings,
+        modules: Sequence[StageModule],
+        num_stages: int,
+        device: torch.device,
+        group: Any,
     ) -> None:
-        self._settings, self._modules, self._num_stages, self._device = settings, modules, num_stages, device
+        """``group``: the ranks of the pipeline."""
+        self._settings, self._modules, self._num_stages = settings, modules, num_stages
+        self._device, self._group = device, group
         self._has_first = any(module.stage.has_embedding for module in modules)
         self._has_last = any(module.stage.has_head for module in modules)
         self.whole_backward = _inseparable(modules) if settings.splits_backward else None
@@ -116,23 +141,25 @@ class TrainingSchedule:
         return schedule(
             stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
             n_microbatches=self._settings.n_microbatches,
-            loss_fn=_as_it_is,
+            loss_fn=lambda loss, labels: loss,  # the last stage has made it already
             # it would divide all of .grad at each step, and so the sum over several steps wrongly; ``num_tokens`` does
             scale_grads=False,
         )
 
-    def _stage(self, module: StageModule, part: Tensor) -> PipelineStage:
+    def _stage(self, module: StageModule, part: Tensor) -> _Stage:
         """With shapes given: torch would otherwise find them by a forward and backward of its own."""
         meta = torch.device("meta")
         hidden = module.boundary.empty(part, meta, requires_grad=True)
-        return PipelineStage(
+        return _Stage(
             module,
             module.stage.index,
             self._num_stages,
             self._device,
             input_args=part.to(meta) if module.stage.has_embedding else hidden,
             output_args=torch.empty((), device=meta, requires_grad=True) if module.stage.has_head else hidden,
-            dw_builder=None if self.whole_backward is None else _nothing_left,
+            group=self._group,
+            # what remains to be done for the weights where the backward is not split: nothing
+            dw_builder=None if self.whole_backward is None else lambda: lambda: None,
         )
 
 
@@ -144,11 +171,48 @@ def _inseparable(modules: Sequence[StageModule]) -> str | None:
     return "precision=fp8" if any(computes_in_float8(module.model) for module in modules) else None
 
 
-def _nothing_left() -> Callable[..., None]:
-    """torch's ``dw_builder`` of a stage whose backward is not split: what remains to be done for the weights."""
-    return lambda: None
+def forward_through(
+    modules: Mapping[int, StageModule],
+    owners: Sequence[int],
+    batches: Sequence[Batch],
+    device: torch.device,
+    group: Any,
+    run: Callable[[StageModule, Batch], Any],
+) -> list[Any]:
+    """Collective. ``run`` on every stage in turn, for each of ``batches``; what the last stage returns, on its rank.
 
+    Without a schedule, of any shapes, no gradient: torch's own ``schedule.eval()`` hangs with V schedules (torch 2.13:
+    ``get_local_bwd_output`` raises in a stage without backward) and wants n_microbatches equal parts.
 
-def _as_it_is(loss: Tensor, labels: Tensor) -> Tensor:
-    """The schedules' ``loss_fn``: the last stage has made the loss already."""
-    return loss
+    ``modules`` are this rank's stages by index, ``owners`` the rank of each stage, ``group`` theirs. ``run`` gets the
+    batch with the stage's input as ``input_ids``. At tick t stage s has batch t - s: stages work at the same time, and
+    all that is sent after a tick goes in one batch, in which no order of sends and receives can block.
+    """
+    rank, last = dist.get_rank(), len(owners) - 1
+    waiting = {(0, index): batch["input_ids"] for index, batch in enumerate(batches)}
+    results: list[Any] = []
+    for tick in range(last + len(batches)):
+        moving = [(stage, tick - stage) for stage in range(last + 1) if 0 <= tick - stage < len(batches)]
+        made: dict[int, Tensor] = {}
+        for stage, index in moving:
+            if stage in modules:
+                others = {key: value for key, value in batches[index].items() if key != "input_ids"}
+                made[stage] = modules[stage](waiting.pop((stage, index)), run, **others)
+        if last in made:
+            results.append(made.pop(last))
+        operations: list[dist.P2POp] = []
+        for stage, index in moving:
+            if stage == last or rank not in (owners[stage], owners[stage + 1]):
+                continue
+            if owners[stage] == owners[stage + 1]:
+                waiting[stage + 1, index] = made[stage]
+            elif rank == owners[stage]:
+                operations.append(dist.P2POp(dist.isend, made[stage].contiguous(), owners[stage + 1], group))
+            else:
+                boundary = modules[stage + 1].boundary
+                received = boundary.empty(batches[index]["input_ids"], device)
+                operations.append(dist.P2POp(dist.irecv, received, owners[stage], group))
+                waiting[stage + 1, index] = received
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+    return results

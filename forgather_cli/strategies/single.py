@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forgather_cli.config.schema import PrecisionOption, SingleSettings
 from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits
-from forgather_cli.models.init import allocate
 from forgather_cli.precision import Autocast, autocast_for
-from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 
 
 class SingleDevice(Strategy):
@@ -38,13 +37,9 @@ class SingleDevice(Strategy):
         """As the config's options say."""
         return cls(device, loss, autocast_for(precision, device))
 
-    def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
-        model = build()
-        if allocate(model, self.device) and init is None:
-            raise AssertionError("a model built on meta needs an init")
-        model.to(self.device)
-        if init is not None:
-            init(model)
+    def materialize(self, spec: ModelSpec) -> None:
+        model = spec.transformed(spec.whole())
+        spec.fill(model, self.device)
         self.parts = [model]
         self._with_loss = ModelWithLoss(model, self._loss)
 

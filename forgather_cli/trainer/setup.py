@@ -23,8 +23,8 @@ from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.precision import parameter_dtype
-from forgather_cli.precision.convert import Conversion, converted, converts
-from forgather_cli.strategies.base import Strategy, check_supported
+from forgather_cli.precision.convert import converted, converts
+from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
 from forgather_cli.trainer.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -88,50 +88,52 @@ def collate_fn(args: RunSettings, model: nn.Module, collate: CollateFn | None) -
     return collate if kept is None and labels == "labels" else Columns(kept, labels, collate or default_collate)
 
 
-def transformed(
+def model_spec(
     build: Callable[[], nn.Module],
     args: Config | TrainingArguments,
     strategy: Strategy,
-    enable_checkpointing: Callable[[nn.Module], Any] | None,
-) -> Callable[[], nn.Module]:
-    """``build`` with dtype and layers of ``precision``, ``gradient_checkpointing`` (by the user's function where one is
-    given, which changes the model or returns another one) and ``torch_compile``.
-
-    Block by block and in this order, before the strategy cuts or shards the model: compiled code must hold the
-    recomputation, and not the strategy's hooks.
+    *,
+    init: Callable[[nn.Module], None] | None = None,
+    enable_checkpointing: Callable[[nn.Module], Any] | None = None,
+) -> ModelSpec:
+    """What ``build`` makes, with dtype and layers of ``precision``, ``gradient_checkpointing`` (by the user's function
+    where one is given, which changes the model or returns another one) and ``torch_compile``. Raises ConfigError.
     """
+    from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
+
     check_supported(args, strategy)
     dtype = parameter_dtype(args.precision)
-    if not (args.gradient_checkpointing or args.torch_compile or converts(args.precision) or dtype):
-        return build
-    told: list[Conversion] = []
+    told = world().rank > 0  # by rank 0, once: a pipeline builds the model once per stage
 
-    def built() -> nn.Module:
-        from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
-
-        model = build()
+    def adapt(model: nn.Module) -> nn.Module:
+        nonlocal told
         if dtype is not None:
             cast_parameters(model, dtype)
-        if done := converted(model, args.precision, strategy.device):
-            _tell_once(done, told)
-        if args.gradient_checkpointing and enable_checkpointing is not None:
-            changed = enable_checkpointing(model)
-            model = changed if isinstance(changed, nn.Module) else model
-        elif args.gradient_checkpointing:
-            apply_activation_checkpointing(model, **(args.gradient_checkpointing_kwargs or {}))
-        if args.torch_compile:
-            compile_blocks(model, args)
+        done = converted(model, args.precision, strategy.device)
+        if done and not told:
+            for line in done.lines():
+                _log.info("%s", line)
+            told = True
         return model
 
-    return built
+    def checkpoint(part: nn.Module) -> nn.Module:
+        if enable_checkpointing is None:
+            apply_activation_checkpointing(part, **(args.gradient_checkpointing_kwargs or {}))
+            return part
+        changed = enable_checkpointing(part)
+        return changed if isinstance(changed, nn.Module) else part
 
+    def compiled(part: nn.Module) -> nn.Module:
+        compile_blocks(part, args)
+        return part
 
-def _tell_once(done: Conversion, told: list[Conversion]) -> None:
-    """A pipeline builds the model once per stage, and every rank builds it."""
-    if not told and world().rank == 0:
-        for line in done.lines():
-            _log.info("%s", line)
-    told.append(done)
+    return ModelSpec(
+        build,
+        adapt=adapt if dtype is not None or converts(args.precision) else None,
+        checkpoint=checkpoint if args.gradient_checkpointing else None,
+        compile=compiled if args.torch_compile else None,
+        init=init,
+    )
 
 
 def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:

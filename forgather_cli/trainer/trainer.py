@@ -157,10 +157,14 @@ class Trainer:
         setup.prepare_process(self.args, self.seed)
         self.state, self.control = self._fresh_state(), TrainerControl()
         self.stopping = Stopping(self, should_stop, on_stop)
-        build = setup.transformed(
-            model_init or partial(_itself, model), self.args, self.strategy, enable_activation_checkpoint_fn
+        spec = setup.model_spec(
+            model_init or partial(_itself, model),
+            self.args,
+            self.strategy,
+            init=None if init_weights is None else lambda part: init_weights(part, self.seed),
+            enable_checkpointing=enable_activation_checkpoint_fn,
         )
-        self.strategy.materialize(build, None if init_weights is None else lambda part: init_weights(part, self.seed))
+        self.strategy.materialize(spec)
         self.model: nn.Module = self.strategy.parts[0]
         self.collate_fn = setup.collate_fn(self.args, self.model, data_collator)
         self.num_parameters = setup.num_parameters(self.strategy.parts, self.cpu_group)

@@ -13,6 +13,7 @@ import argparse
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Variant:
         from forgather_cli.models.build import build_model
         from forgather_cli.models.init import init_parameters
         from forgather_cli.strategies.build import build_strategy
-        from forgather_cli.trainer.setup import transformed
+        from forgather_cli.trainer.setup import model_spec
 
         compiled = ["torch_compile=true"] if args.compile else []
         words = [f"model={args.model}", f"device={args.device}", *overrides, *compiled]
@@ -61,8 +62,8 @@ class Variant:
             with torch.device("meta"):
                 return build_model(config.model, vocab_size=50304, seq_len=args.seq_len)
 
-        build_transformed = transformed(build, config, self.strategy, None)
-        self.strategy.materialize(build_transformed, lambda part: init_parameters(part, 0, device_generator=True))
+        init = partial(init_parameters, seed=0, device_generator=True)
+        self.strategy.materialize(model_spec(build, config, self.strategy, init=init))
         parameters = list(self.strategy.parts[0].parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=3e-4, fused=self.strategy.device.type == "cuda")
         self.seconds: list[float] = []

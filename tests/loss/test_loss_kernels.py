@@ -40,7 +40,7 @@ from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.loss import CutCrossEntropy, Liger, Loss, ModelWithLoss, build_loss
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
-from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.ddp import DataParallel
 from forgather_cli.strategies.fsdp2 import FullyShard
 from forgather_cli.tally import Tally
@@ -203,7 +203,7 @@ def trained() -> dict[str, tuple[float, dict[str, Tensor]]]:
         for name, make in STRATEGIES.items():
             for kind in (Liger, CutCrossEntropy):
                 strategy = make(kind())
-                strategy.materialize(on_meta, partial(init_parameters, seed=0))
+                strategy.materialize(ModelSpec(on_meta, init=partial(init_parameters, seed=0)))
                 mine = slice(strategy.data_rank, None, strategy.data_size)
                 share = strategy.forward_backward([{k: v[mine] for k, v in given.items()}], targets(given))
                 parameters = [item for part in strategy.parts for item in part.named_parameters()]

@@ -26,6 +26,7 @@ from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.precision import autocast_for
 from forgather_cli.precision.convert import Conversion, converted, emulated
 from forgather_cli.run_dir import RunDir
+from forgather_cli.strategies.base import ModelSpec
 from forgather_cli.strategies.single import SingleDevice
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def test_losses_and_gradients_are_torchaos(recipe: str) -> None:
     settings = FP8Settings(fp8_recipe=recipe)  # type: ignore[arg-type]
     converted(found, settings, CPU)
     strategy = SingleDevice(CPU, CrossEntropy(), autocast_for(settings, CPU))
-    strategy.materialize(lambda: found, None)
+    strategy.materialize(ModelSpec(lambda: found))
     plain = tiny.decoder()
 
     share = strategy.forward_backward([batch()], torch.tensor(60.0))

@@ -28,6 +28,7 @@ from forgather_cli.plan.parameters import parameter_rows
 from forgather_cli.precision.convert import converted
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import load_source
+from forgather_cli.strategies.base import ModelSpec
 from forgather_cli.strategies.single import SingleDevice
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def batch() -> dict[str, Tensor]:
 
 def loss_and_gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
     strategy = SingleDevice(CPU, CrossEntropy(), torch.enable_grad)
-    strategy.materialize(lambda: model, None)
+    strategy.materialize(ModelSpec(lambda: model))
     share = strategy.forward_backward([batch()], torch.tensor(60.0))
     return share.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -41,7 +41,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.strategies import ddp
-from forgather_cli.strategies.base import Batch
+from forgather_cli.strategies.base import Batch, ModelSpec
 from forgather_cli.strategies.ddp import DataParallel
 from forgather_cli.trainer import Trainer, TrainingArguments
 
@@ -308,7 +308,7 @@ def test_one_rank_is_a_single_device(settings: dict[str, Any]) -> None:
 
 def in_bf16() -> torch.dtype:
     strategy = DataParallel.from_settings(DDPSettings(), CPU, CrossEntropy(), BF16Settings())
-    strategy.materialize(tiny.decoder, None)
+    strategy.materialize(ModelSpec(tiny.decoder))
     seen = []
     strategy.parts[0].register_forward_hook(lambda module, inputs, logits: seen.append(logits.dtype))
     batch = global_batch(0)

@@ -49,7 +49,7 @@ from forgather_cli.models.transform import apply_activation_checkpointing, compi
 from forgather_cli.optim.build import build_optimizer
 from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.shards import local
-from forgather_cli.strategies.base import Batch
+from forgather_cli.strategies.base import Batch, ModelSpec
 from forgather_cli.strategies.fsdp2 import FullyShard
 from forgather_cli.trainer import Trainer, TrainingArguments
 
@@ -160,9 +160,9 @@ def net_on_meta(share: bool) -> Net:
 def trained_net(plan: Slices, settings: dict[str, Any], share: bool, meta: bool) -> dict[str, Any]:
     strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings))
     if meta:
-        strategy.materialize(lambda: net_on_meta(share), lambda part: init_parameters(part, 0))
+        strategy.materialize(ModelSpec(lambda: net_on_meta(share), init=lambda part: init_parameters(part, 0)))
     else:
-        strategy.materialize(lambda: net(dist.get_rank(), share), None)  # every rank draws other weights
+        strategy.materialize(ModelSpec(lambda: net(dist.get_rank(), share)))  # every rank draws other weights
     parameters = named(strategy)
     optimizer = torch.optim.AdamW(set(parameters.values()), lr=1e-3)
     losses, norms, grads = [], [], []
@@ -206,7 +206,7 @@ def messages() -> list[str]:
         (Net(), {"replicate": 3}),
     ):
         with pytest.raises((ModelError, SetupError)) as caught:
-            FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings)).materialize(lambda model=model: model, None)
+            FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings)).materialize(ModelSpec(lambda model=model: model))
         found.append(str(caught.value))
     return found
 
@@ -308,7 +308,7 @@ def test_bf16_is_a_policy(loss: str, settings: dict[str, Any]) -> None:
 
 def bf16_net() -> float:
     strategy = FullyShard(CPU, CrossEntropy(), precision=BF16Settings())
-    strategy.materialize(lambda: net(0, False), None)
+    strategy.materialize(ModelSpec(lambda: net(0, False)))
     batch = global_batch(0)
     return float(strategy.forward_backward([batch], 2 * targets(batch)))
 
@@ -322,7 +322,7 @@ def test_hidden_states_in_fp32_enter_blocks_in_bf16() -> None:
 
 def fused(option: Any, fuse: bool, replicate: int) -> tuple[list[float], dict[str, Tensor], bool]:
     strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(replicate=replicate))
-    strategy.materialize(lambda: net(0, False), None)
+    strategy.materialize(ModelSpec(lambda: net(0, False)))
     parameters = named(strategy)
     build = FusedBackward if fuse else build_optimizer
     optimizer: Any = build(option, parameters.items(), lr=1e-2, weight_decay=0.1)
@@ -403,7 +403,7 @@ def memory(directory: Path | None) -> dict[str, float]:
     strategy = FullyShard(CPU, CrossEntropy())
     init = (lambda part: load_pretrained(part, directory)) if directory else (lambda part: init_parameters(part, 0))
     with PeakMemory() as sharded:
-        strategy.materialize(lambda: on_meta(**LARGE), init)
+        strategy.materialize(ModelSpec(lambda: on_meta(**LARGE), init=init))
     with PeakMemory() as plain:
         tiny.decoder(**LARGE)
     parameters = named(strategy)
@@ -446,7 +446,7 @@ def pretrained(directory: Path, **model: Any) -> Path:
 
 def loaded(directory: Path, model: dict[str, Any]) -> dict[str, Tensor]:
     strategy = FullyShard(CPU, LinearCrossEntropy())
-    strategy.materialize(lambda: on_meta(**model), lambda part: load_pretrained(part, directory))
+    strategy.materialize(ModelSpec(lambda: on_meta(**model), init=lambda part: load_pretrained(part, directory)))
     return {name: whole(p) for name, p in named(strategy).items()}
 
 
@@ -460,7 +460,7 @@ def test_pretrained_weights_are_read_by_rows(tmp_path: Path, model: dict[str, An
 
 def constructed(offload: bool) -> dict[str, Tensor]:
     strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(cpu_offload=offload))
-    strategy.materialize(lambda: tiny.decoder(3, **ODD), lambda part: init_parameters(part, 0))
+    strategy.materialize(ModelSpec(lambda: tiny.decoder(3, **ODD), init=lambda part: init_parameters(part, 0)))
     return {name: whole(p) for name, p in named(strategy).items()}
 
 
@@ -498,7 +498,7 @@ def test_a_model_without_blocks_is_gathered_at_once(caplog: pytest.LogCaptureFix
             return self.out(self.embed(input_ids))
 
     strategy = FullyShard(CPU, CrossEntropy())
-    strategy.materialize(Flat, None)
+    strategy.materialize(ModelSpec(Flat))
     total, count = strategy.loss(global_batch(0))
     assert math.isfinite(total / count)
     assert "Flat has no list of equal blocks" in caplog.text

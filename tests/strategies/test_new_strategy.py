@@ -16,7 +16,6 @@ STRATEGY = '''
 import torch
 
 from forgather_cli.loss import model_kwargs, model_logits, num_targets
-from forgather_cli.models.init import allocate
 from forgather_cli.strategies.base import Strategy
 
 
@@ -27,10 +26,9 @@ class OneByOne(Strategy):
     def __init__(self, device, loss, autocast, rows=1):
         self.device, self._loss, self._rows = device, loss, rows
 
-    def materialize(self, build, init):
-        model = build()
-        allocate(model, self.device)
-        init(model)
+    def materialize(self, spec):
+        model = spec.transformed(spec.whole())
+        spec.fill(model, self.device)
         self.parts = [model]
 
     def forward_backward(self, microbatches, num_tokens):

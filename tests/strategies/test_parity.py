@@ -67,6 +67,8 @@ def _selected() -> set[Case]:
     """
     found = set()
     for i, (name, layout) in enumerate(LAYOUTS.items()):
+        if name in ("GPipe 2x2", "LoopedBFS 2x2"):  # as the other two are; their gradients are compared elsewhere
+            continue
         for n in range(2 if layout.ranks > 3 else 3):
             data, optimizer = DATA[(n + i) % 3], list(OPTIMIZERS)[(n + 2 * i) % 3]
             embeddings, loss = EMBEDDINGS[(n + i % 3) % 2], LOSSES[((n + 1) // 2 + i // 3) % 2]
@@ -108,8 +110,7 @@ def reference(given: tuple[str, ...], batch: int) -> Result:
 @pytest.mark.parametrize("case", CASES)
 def test_every_strategy_gives_the_result_of_one_device(tmp_path: Path, case: Case) -> None:
     layout = LAYOUTS[case.layout]
-    data_ranks = 1 if "trainer=pipeline" in layout.overrides else layout.ranks
-    own = [f"per_device_train_batch_size={SEQUENCES // data_ranks}", f"loss={case.loss}"]
+    own = [f"per_device_train_batch_size={SEQUENCES // (layout.data_ranks or layout.ranks)}", f"loss={case.loss}"]
     if case.loss == "linear_cross_entropy":
         own.append("chunk_size=20")
     expected = reference(settings(case), SEQUENCES * case.accumulation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankError, run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -36,6 +38,8 @@ from forgather_cli.models.init import init_parameters
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
+from forgather_cli.shards import is_sharded, local
+from forgather_cli.strategies.base import ModelSpec
 
 CPU = torch.device("cpu")
 V, T = 64, 12
@@ -62,6 +66,9 @@ class Case:
     bf16: bool = False
     frozen: str = "nothing"
     """Parameters whose name starts so are not trained."""
+    shard: int = 1
+    uneven: bool = False
+    """With ``shard`` the first slice of the data has all batches, the others none; else each has some rows of all."""
     batches: tuple[Batch, ...] = field(default=(), repr=False)
 
     def model(self) -> Decoder:
@@ -86,9 +93,13 @@ class Case:
     def strategy(self) -> Any:
         from forgather_cli.strategies.pipeline import Pipeline
 
-        settings = PipelineSettings(schedule=self.schedule, n_microbatches=self.n_microbatches)  # type: ignore[arg-type]
+        settings = PipelineSettings(
+            schedule=self.schedule,  # type: ignore[arg-type]
+            n_microbatches=self.n_microbatches,
+            shard=self.shard,
+        )
         pipeline = Pipeline.from_settings(settings, CPU, self.loss_of(), BF16Settings() if self.bf16 else None)
-        pipeline.materialize(self.on_meta, partial(init_parameters, seed=3))
+        pipeline.materialize(ModelSpec(self.on_meta, init=partial(init_parameters, seed=3)))
         return pipeline
 
     def loss_of(self) -> Loss:
@@ -96,6 +107,11 @@ class Case:
             return build_loss(loss_fn=mean_squared_surprise)
         fused = LinearCrossEntropySettings(chunk_size=10, z_loss=1e-3)
         return build_loss(fused if self.loss == "fused" else CrossEntropySettings(z_loss=1e-3))
+
+    def slice_of(self, data_rank: int) -> list[Batch]:
+        if self.uneven:
+            return list(self.batches) if data_rank == 0 else []
+        return [{k: v[data_rank :: self.shard] for k, v in each.items()} for each in self.batches]
 
     @property
     def targets(self) -> Tensor:
@@ -130,10 +146,21 @@ def batch(rows: int, *, length: int = T, ragged: bool = False, documents: bool =
 def stepped(case: Case) -> dict[str, Any]:
     """One step of a pipeline on this rank: gradients, norm and weights of its stages."""
     pipeline = case.strategy()
-    share = pipeline.forward_backward(iter(case.batches), case.targets)
+    share = pipeline.forward_backward(iter(case.slice_of(pipeline.data_rank)), case.targets)
     named = {n: p for part in pipeline.parts for n, p in part.named_parameters() if p.requires_grad}
     after = after_backward(named, pipeline.model_group, pipeline.duplicates)
     return {"share": share, "duplicates": len(pipeline.duplicates), **after}
+
+
+def whole(tensor: Any) -> Tensor:
+    """Collective for a sharded tensor. A copy of the full one."""
+    tensor = tensor.detach()
+    if not is_sharded(tensor):
+        return tensor.clone()
+    rows: list[Any] = [None] * tensor.device_mesh.size()
+    # not full_tensor(), which takes a group of an earlier function of this rank for that of an equal mesh (torch 2.13)
+    dist.all_gather_object(rows, local(tensor), group=tensor.device_mesh.get_group())
+    return torch.cat(rows)
 
 
 def all_stepped(cases: list[Case]) -> list[dict[str, Any]]:
@@ -142,11 +169,11 @@ def all_stepped(cases: list[Case]) -> list[dict[str, Any]]:
 
 def after_backward(named: dict[str, nn.Parameter], group: Any = None, duplicates: Any = ()) -> dict[str, Any]:
     """Clip, which changes the gradients here, and one step of AdamW."""
-    grads = {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
+    grads = {n: None if p.grad is None else whole(p.grad) for n, p in named.items()}
     norm = clip_grad_norm(list(named.values()), 0.5, group, duplicates)
     # where a gradient is next to nothing AdamW's first step is its sign, and a large eps keeps rounding out of that
     torch.optim.AdamW(named.values(), lr=1e-3, eps=1e-5).step()
-    return {"grads": grads, "norm": norm, "weights": {n: p.detach().clone() for n, p in named.items()}}
+    return {"grads": grads, "norm": norm, "weights": {n: whole(p) for n, p in named.items()}}
 
 
 def reference(case: Case) -> dict[str, Any]:
@@ -215,6 +242,21 @@ ON_FOUR: dict[str, Case] = {
     s: Case(s, layers=8, n_microbatches=8, tied=True, batches=(batch(8, ragged=True), batch(8, seed=1)))
     for s in ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 }
+SHARDED = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+"""Schedules whose stages may be sharded."""
+BY_TWO = {"shard": 2, "n_microbatches": 2}
+ON_FOUR |= {
+    **{f"{s}, sharded": Case(s, batches=TWO_BATCHES, **BY_TWO) for s in SHARDED},
+    "sharded, tied, fused": Case(tied=True, loss="fused", batches=TWO_BATCHES, **BY_TWO),
+    "sharded, interleaved, tied, recomputed": Case(
+        "Interleaved1F1B", tied=True, checkpointing=True, batches=TWO_BATCHES, **BY_TWO
+    ),
+    "sharded, compiled": Case(compiled=True, batches=(batch(8),), **BY_TWO),
+    "sharded, other shapes": Case(tied=True, batches=SHAPES[:3], **BY_TWO),
+    "sharded, one slice is empty": Case("LoopedBFS", tied=True, uneven=True, batches=TWO_BATCHES, **BY_TWO),
+    "sharded, bf16": Case(bf16=True, batches=TWO_BATCHES, **BY_TWO),
+    "sharded, frozen first stage": Case(frozen="model.embed_tokens", layers=2, batches=TWO_BATCHES, **BY_TWO),
+}
 
 
 @cache
@@ -232,7 +274,14 @@ def test_a_step_equals_the_unsplit_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_a_step_on_four_ranks_equals_the_unsplit_models(name: str) -> None:
-    assert_same(ON_FOUR[name], results(4)[name])
+    assert_same(ON_FOUR[name], results(4)[name], tolerance=2e-2 if ON_FOUR[name].bf16 else 1e-6)
+
+
+def test_torch_still_forgets_gradients_when_a_schedule_is_made_anew() -> None:
+    """Else the subclass of torch's stage that keeps them can go."""
+    from torch.distributed.pipelining import PipelineStage
+
+    assert ".grad = None" in inspect.getsource(PipelineStage._post_metadata_inference_cleanup)
 
 
 def test_tied_weights_stay_equal_and_are_counted_once() -> None:
@@ -383,7 +432,8 @@ def loaded_parts(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
         from forgather_cli.strategies.pipeline import Pipeline
 
         pipeline = Pipeline.from_settings(PipelineSettings(), CPU, build_loss(), None)
-        pipeline.materialize(Case(tied=True).on_meta, lambda part: models_build.load_pretrained(part, folder))
+        init = partial(models_build.load_pretrained, path=folder)
+        pipeline.materialize(ModelSpec(Case(tied=True).on_meta, init=init))
     finally:
         files.opened = opened
     return read, {n: p.detach() for part in pipeline.parts for n, p in part.named_parameters()}
@@ -437,7 +487,7 @@ def materialized(build: Callable[[], nn.Module], loss: Any = None, **settings: A
 
     torch.manual_seed(5)
     pipeline = Pipeline.from_settings(PipelineSettings(**settings), CPU, build_loss(loss), None)
-    pipeline.materialize(build, None)
+    pipeline.materialize(ModelSpec(build))
     return pipeline
 
 

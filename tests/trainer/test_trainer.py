@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.errors import CallbackError, ConfigError, DataError, DivergenceError, OutOfMemoryError
-from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.trainer import Trainer, TrainingArguments
 
 
@@ -33,8 +33,8 @@ class FakeStrategy(Strategy):
         self.gradient = gradient
         self.calls: list[tuple[int, float]] = []
 
-    def materialize(self, build: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None) -> None:
-        self.parts = [build()]
+    def materialize(self, spec: ModelSpec) -> None:
+        self.parts = [spec.whole()]
 
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
         count = sum(1 for _ in microbatches)

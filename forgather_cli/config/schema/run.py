@@ -182,7 +182,7 @@ class Config(RunSettings):
     def planned_batch(self) -> BatchPlan | None:
         """None where it depends on a number of ranks that only the launch knows. Raises ConfigError."""
         if isinstance(self.trainer, PipelineSettings):
-            return batch_plan(self, 1, multiple_of=self.trainer.n_microbatches)
+            return batch_plan(self, self.trainer.shard, multiple_of=self.trainer.n_microbatches)
         return None if self.known_world is None else batch_plan(self, self.known_world)
 
     def problems(self, config: Any = None) -> Iterator[str]:

@@ -33,8 +33,6 @@ class _Trainer(Settings):
     """The parameters that an optimizer gets are those of the model as it was built."""
     takes_built_model: ClassVar[bool] = True
     """It trains a model that is there already; else it builds its own."""
-    shards_parameters: ClassVar[bool] = False
-    """Each rank holds some rows of every parameter."""
     cuts_layers: ClassVar[bool] = False
     """Each rank holds some of the layers."""
 
@@ -49,6 +47,11 @@ class _Trainer(Settings):
                 f"fuse_optim_with_backward: not possible with trainer={self.type}; choose trainer=single or "
                 "trainer=fsdp2"
             )
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each rank holds some rows of its parameters."""
+        return False
 
 
 @settings
@@ -143,6 +146,11 @@ class PipelineSettings(_Trainer):
     split: Literal["auto"] | list[PositiveInt] = "auto"
     input_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
     output_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
+    shard: PositiveInt = 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.shard > 1
 
     @property
     def splits_backward(self) -> bool:
@@ -172,6 +180,12 @@ class PipelineSettings(_Trainer):
                 f"torch_compile: compiled blocks get wrong gradients from schedule={self.schedule}, which splits the "
                 "backward; set torch_compile=false or schedule=1F1B"
             )
+        if self.shard > 1 and self.splits_backward:
+            # it assigns gradients of weights by autograd.grad, where hooks that sum them over ranks never run
+            found.append(
+                f"shard: stages whose ranks share their parameters get wrong gradients from schedule={self.schedule}, "
+                f"which splits the backward, got {self.shard}; set shard=1 or schedule=Interleaved1F1B"
+            )
         wanted, has = self.stages_per_rank, f"stages_per_rank: schedule={self.schedule}"
         if wanted is not None and wanted != 1 and self.has_one_stage:
             remedy = "leave stages_per_rank out or set schedule=Interleaved1F1B"
@@ -190,10 +204,21 @@ class PipelineSettings(_Trainer):
 
         Limits of torch.distributed.pipelining's schedules, torch 2.13.
         """
-        if world < 2:
+        shard = self.shard
+        if world < 2 * shard:
+            least = (
+                f"pipeline with shard={shard} needs at least {2 * shard}" if shard > 1 else "pipeline needs at least 2"
+            )
             got = f"got {world} (nproc_per_node x nnodes)"
-            yield f"trainer: pipeline needs at least 2 ranks, {got}; choose trainer=single"
+            yield f"trainer: {least} ranks, {got}; choose trainer={'single' if world == 1 else 'fsdp2'}"
             return
+        if world % shard:
+            yield (
+                f"shard: {world} ranks cannot be divided into groups of {shard} that share a stage's parameters; "
+                f"set it to a divisor of {world}"
+            )
+            return
+        world //= shard  # ranks of each pipeline
         number, parts, schedule = world * self.stages_each, self.n_microbatches, self.schedule
         if schedule in ("1F1B", "DualPipeV") and parts < number:
             yield (
@@ -217,7 +242,8 @@ class PipelineSettings(_Trainer):
             if self.stages_per_rank is None and self.stages_each > 1 and world <= num_layers:
                 remedies.append("choose schedule=1F1B")
             ranks = num_layers // self.stages_each
-            remedies.append(f"take {ranks} ranks (nproc_per_node)" if ranks > 1 else "choose trainer=single")
+            few = "choose trainer=single" if shard == 1 else "choose trainer=fsdp2"
+            remedies.append(f"take {ranks * shard} ranks (nproc_per_node)" if ranks > 1 else few)
             yield (
                 f"trainer: {number} pipeline stages are more than num_hidden_layers={num_layers} (schedule={schedule}, "
                 f"{self.stages_each} on each of {world} ranks); {', or '.join(remedies)}"
@@ -227,7 +253,6 @@ class PipelineSettings(_Trainer):
 @settings
 class FSDP2Settings(_Trainer):
     trains_given_parameters: ClassVar[bool] = False
-    shards_parameters: ClassVar[bool] = True
 
     type: Literal["fsdp2"] = "fsdp2"
     reshard_after_forward: bool = True
@@ -237,6 +262,10 @@ class FSDP2Settings(_Trainer):
     replicate: PositiveInt = 1
     block_classes: list[str] | None = None  # null: the model's repeated blocks
     accelerate_config: str | None = None
+
+    @property
+    def shards_parameters(self) -> bool:
+        return True
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
