@@ -182,10 +182,14 @@ def _print_stages(made: RunPlan) -> None:
     )
     memory = {each.rank: each.total for each in made.ranks}
     rows = [
-        (str(s.index), str(s.rank), _layers(s), f"{s.parameters:,}", f"{s.share:.1%}", human_bytes(memory[s.rank]))
+        (str(s.index), _ranks(s), _layers(s), f"{s.parameters:,}", f"{s.share:.1%}", human_bytes(memory[s.rank]))
         for s in made.stages
     ]
     print_table(columns, rows)
+
+
+def _ranks(stage: PlannedStage) -> str:
+    return str(stage.rank) if stage.ranks == 1 else f"{stage.rank}-{stage.rank + stage.ranks - 1}"
 
 
 def _layers(stage: PlannedStage) -> str:

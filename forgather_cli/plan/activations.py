@@ -15,6 +15,7 @@ from forgather_cli.config.schema import (
     FSDP2Settings,
     LigerSettings,
     LinearCrossEntropySettings,
+    PipelineSettings,
     QATSettings,
 )
 from forgather_cli.plan.memory import HALF_PRODUCTS
@@ -102,5 +103,7 @@ def _widths(config: Config) -> tuple[int, int]:
     """Bytes of an activation inside of layers, and in the residual stream, which stays fp32 under autocast."""
     if config.precision.type not in HALF_PRODUCTS:
         return FP32, FP32
-    autocast = config.precision.type != "bf16_true" and not isinstance(config.trainer, FSDP2Settings)
+    trainer = config.trainer
+    has_policy = isinstance(trainer, FSDP2Settings) or (isinstance(trainer, PipelineSettings) and trainer.shard > 1)
+    autocast = config.precision.type != "bf16_true" and not has_policy
     return HALF, FP32 if autocast else HALF

@@ -106,11 +106,12 @@ def _predictor(config: Config) -> Callable[[int], int]:
 
 def _sizes(config: Config) -> Sequence[int]:
     """Possible micro-batches, ascending: what divides a rank's share of the global batch, or any."""
-    piped = isinstance(config.trainer, PipelineSettings)
-    unit = config.trainer.n_microbatches if isinstance(config.trainer, PipelineSettings) else 1
+    unit, data_ranks = 1, plan_layout(config).world
+    if isinstance(config.trainer, PipelineSettings):
+        unit, data_ranks = config.trainer.n_microbatches, config.trainer.shard
     if config.global_batch_size is None:
         return range(unit, _MOST + unit, unit)
-    share = config.global_batch_size // (1 if piped else plan_layout(config).world)
+    share = config.global_batch_size // data_ranks
     if config.fuse_optim_with_backward:  # which does not accumulate
         return [share]
     return [size for size in range(unit, share + 1, unit) if share % size == 0]

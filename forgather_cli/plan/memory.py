@@ -108,27 +108,31 @@ def sharded(
     """FSDP2: each rank holds a slice of the rows of every parameter; with ``replicate`` several ranks the same."""
     shards = max(1, world // trainer.replicate)
     buffers = _gathered_bytes(config, trainer, rows) + rounded_copies(config, rows)
-    return [_shard(config, trainer, rows, rank, shards, activations, buffers) for rank in range(world)]
+    made = [shard_of(config, rows, rank, shards, activations, buffers) for rank in range(world)]
+    if not trainer.cpu_offload:
+        return made
+    return [replace(r, in_host_memory=r.weights + r.gradients + (r.optimizer or 0)) for r in made]
 
 
-def _shard(
+def shard_of(
     config: Config,
-    trainer: FSDP2Settings,
     rows: Sequence[PlannedParameter],
     rank: int,
     shards: int,
     activations: int | None,
     buffers: int,
 ) -> RankMemory:
-    """Weights and gradients are padded to equal rows on all ranks (torch 2.13, ``_fsdp_param.py``), moments are not."""
+    """Of a rank that shares all rows of ``rows`` with its ``shards - 1`` neighbours.
+
+    Weights and gradients are padded to equal rows on all ranks (torch 2.13, ``_fsdp_param.py``), moments are not.
+    """
     padded = {row.name: row.width * _rows_of(row, shards) * _row_size(row) for row in rows}
     weights = sum(padded.values())
     fused = max(sum(padded[row.name] for row in unit) for unit in units(rows))
     gradients = fused if config.fuse_optim_with_backward else weights
     states = [_state_bytes(row, rank % shards, shards) for row in rows]
     optimizer = None if None in states else sum(state or 0 for state in states)
-    held = weights + gradients + (optimizer or 0)
-    return RankMemory(rank, weights, gradients, optimizer, activations, buffers, held if trainer.cpu_offload else 0)
+    return RankMemory(rank, weights, gradients, optimizer, activations, buffers)
 
 
 def _rows_of(row: PlannedParameter, shards: int) -> int:
@@ -155,13 +159,17 @@ def _gathered_bytes(config: Config, trainer: FSDP2Settings, rows: Sequence[Plann
     The unit at work and the one fetched ahead of it, beside the root's (embedding, norm, head), which stays from
     forward to backward; all of them with ``reshard_after_forward=false``.
     """
-    half = config.precision.type in HALF_PRODUCTS
-    width = _WIDTH[trainer.param_dtype or ("bf16" if half else "fp32")]
+    width = gathered_width(config, trainer.param_dtype)
     reduced = _WIDTH[trainer.reduce_dtype or "fp32"]
     root, *blocks = ([row.numel for row in unit] for unit in units(rows))
     sizes = sorted((sum(block) for block in blocks), reverse=True)
     gathered = sum(sizes[:2]) if trainer.reshard_after_forward else sum(sizes)
     return width * (sum(root) + gathered) + reduced * max([sum(root), *sizes[:1]])
+
+
+def gathered_width(config: Config, param_dtype: str | None = None) -> int:
+    """Bytes of a gathered weight."""
+    return _WIDTH[param_dtype or ("bf16" if config.precision.type in HALF_PRODUCTS else "fp32")]
 
 
 def units(rows: Sequence[PlannedParameter]) -> list[list[PlannedParameter]]:

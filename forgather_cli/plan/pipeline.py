@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from forgather_cli.config.pipeline_layout import Stage, stage_layout
 from forgather_cli.config.schema import Config, PipelineSettings
 from forgather_cli.plan.activations import Activations
-from forgather_cli.plan.memory import RankMemory, half_copies
-from forgather_cli.plan.parameters import PlannedParameter, optimizer_bytes, weight_bytes
+from forgather_cli.plan.memory import RankMemory, gathered_width, half_copies, rounded_copies, shard_of
+from forgather_cli.plan.parameters import FP32, PlannedParameter, optimizer_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +22,9 @@ class PlannedStage:
 
     index: int
     rank: int
+    """The first of its ranks."""
+    ranks: int
+    """How many share its parameters."""
     first_layer: int
     last_layer: int
     has_embedding: bool
@@ -50,11 +53,11 @@ def stages_of(
     return stages
 
 
-def described(stages: Sequence[tuple[Stage, list[PlannedParameter]]], total: int) -> list[PlannedStage]:
-    """For people and programs; ``total``: the model's number of parameters."""
+def described(stages: Sequence[tuple[Stage, list[PlannedParameter]]], total: int, shard: int) -> list[PlannedStage]:
+    """For people and programs; ``total``: the model's number of parameters, ``shard`` ranks share a stage."""
     sums = [sum(row.numel for row in rows) for _, rows in stages]
     return [
-        PlannedStage(**vars(stage), parameters=count, share=count / total)
+        PlannedStage(**vars(stage) | {"rank": stage.rank * shard}, ranks=shard, parameters=count, share=count / total)
         for (stage, _), count in zip(stages, sums, strict=True)
     ]
 
@@ -69,17 +72,23 @@ def by_rank(
 ) -> list[RankMemory]:
     """Memory of each rank; ``tokens``: of a micro-batch on its way through the stages.
 
-    A tied weight whose two ends are on one rank (V schedules) is held once.
+    A tied weight whose two ends are on one rank (V schedules) is held once. With ``shard`` each rank keeps its rows of
+    weights, gradients and moments, and beside them, until the last micro-batch of a schedule step, its stages' whole
+    weights and the sums of their whole gradients in fp32 (torch 2.13, ``pipelining/stage.py``).
     """
-    memory = []
+    memory, shard = [], trainer.shard
     for rank in range(world):
-        own = [(stage, rows) for stage, rows in stages if stage.rank == rank]
+        place = rank // shard
+        own = [(stage, rows) for stage, rows in stages if stage.rank == place]
         held = list({row.name: row for _, rows in own for row in rows}.values())
-        weights = weight_bytes(held)
-        waiting = in_flight(trainer, rank, world)
+        waiting = in_flight(trainer, place, world // shard)
         kept = None if activations is None else _kept(activations, [stage for stage, _ in own], waiting, tokens)
-        copies = half_copies(config, held)
-        memory.append(RankMemory(rank, weights, weights, optimizer_bytes(held), kept, copies))
+        if shard > 1:
+            whole = sum(row.numel for row in held) * (gathered_width(config) + FP32)
+            memory.append(shard_of(config, held, rank, shard, kept, whole + rounded_copies(config, held)))
+        else:
+            weights = weight_bytes(held)
+            memory.append(RankMemory(rank, weights, weights, optimizer_bytes(held), kept, half_copies(config, held)))
     return memory
 
 

@@ -114,9 +114,9 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
         flops_per_token=Flops.of([model]).of_sequence(seq_len) / seq_len if seq_len else None,
         ranks=_memory(config, rows, stages, world_size, costs, made.micro_batch * (seq_len or 1)),
         checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
-        stages=pipeline.described(stages, sum(row.numel for row in rows)),
+        stages=pipeline.described(stages, sum(row.numel for row in rows), piped.shard if piped else 1),
         schedule=piped.schedule if piped else None,
-        bubble=bubble(piped, world_size) if piped else None,
+        bubble=bubble(piped, world_size // piped.shard) if piped else None,
     )
 
 
@@ -141,7 +141,7 @@ def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
 def _batch(config: Config, world: int) -> BatchPlan:
     """A user's strategy is taken for data parallel."""
     if isinstance(config.trainer, PipelineSettings):
-        return batch_plan(config, 1, multiple_of=config.trainer.n_microbatches)
+        return batch_plan(config, config.trainer.shard, multiple_of=config.trainer.n_microbatches)
     return batch_plan(config, world)
 
 

@@ -333,6 +333,11 @@ CONTRADICTIONS = {
     "trainer=pipeline schedule=DualPipeV nproc_per_node=2 n_microbatches=2": "DualPipeV with 4 stages needs at least",
     "trainer=pipeline schedule=InterleavedZeroBubble nproc_per_node=2 n_microbatches=5 global_batch_size=null "
     "per_device_train_batch_size=5": "n_microbatches: schedule=InterleavedZeroBubble on 2 ranks needs a multiple of 2",
+    "trainer=pipeline shard=2 nproc_per_node=2": "trainer: pipeline with shard=2 needs at least 4 ranks, got 2",
+    "trainer=pipeline shard=2 nproc_per_node=5": "shard: 5 ranks cannot be divided into groups of 2",
+    "trainer=pipeline shard=2 schedule=ZBVZeroBubble": "set shard=1 or schedule=Interleaved1F1B",
+    "trainer=pipeline shard=2 nproc_per_node=4 optimizer=adafactor": "optimizer: adafactor cannot train parameters",
+    "trainer=pipeline shard=2 nproc_per_node=4 global_batch_size=7": "global_batch_size: 7 sequences cannot be shared",
     "trainer=pipeline schedule=GPipe stages_per_rank=2": "schedule=GPipe runs one stage per rank, got 2",
     "trainer=pipeline schedule=ZBVZeroBubble stages_per_rank=4": "runs exactly two stages per rank, got 4",
     "trainer=pipeline schedule=LoopedBFS stages_per_rank=1": "interleaves several stages per rank, got 1",

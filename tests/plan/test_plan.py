@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp2, 3 ranks": (3, ("trainer=fsdp2", "global_batch_size=6")),
     "hsdp": (4, ("trainer=fsdp2", "replicate=2")),
     "1F1B": (2, ("trainer=pipeline",)),
+    "1F1B, sharded": (4, ("trainer=pipeline", "shard=2")),
     "1F1B, tied": (2, ("trainer=pipeline", TIED)),
     "ZBVZeroBubble": (2, ("trainer=pipeline", "schedule=ZBVZeroBubble")),
     "bf16_true": (1, ("trainer=single", "precision=bf16_true")),
@@ -99,11 +100,13 @@ def test_data_ranks_share_the_batch(tmp_path: Path) -> None:
         assert (made.micro_batch, made.accumulation, made.global_batch) == (*expected, 24)
     made = plan(tmp_path, 2, "trainer=pipeline", *batch)
     assert (made.micro_batch, made.accumulation, made.global_batch) == (4, 6, 24)
+    made = plan(tmp_path, 4, "trainer=pipeline", "shard=2", *batch)
+    assert (made.micro_batch, made.accumulation, made.global_batch) == (4, 3, 24)
     single = plan(tmp_path, 1, "trainer=single", *batch)
     assert single.tokens_per_step == made.tokens_per_step
 
 
-@pytest.mark.parametrize("case", ["single", "ddp", "fsdp2", "hsdp", "1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("case", ["single", "ddp", "fsdp2", "hsdp", "1F1B", "1F1B, sharded", "ZBVZeroBubble"])
 def test_ranks_share_the_copy_that_a_save_makes(tmp_path: Path, case: str) -> None:
     world, overrides = CASES[case]
     saving = plan(tmp_path, world, *overrides, "save_strategy=epoch")
