@@ -108,7 +108,7 @@ def parallelize(root: nn.Module, model: nn.Module, spec: ModelSpec, sharding: Sh
     for scalar in (p for p in model.parameters() if not p.ndim):
         scalar.data = scalar.data.to(device)
         if scalar.requires_grad and sharding.group is not None:
-            scalar.register_hook(lambda gradient: all_sum(gradient.clone(), sharding.group))
+            scalar.register_hook(lambda gradient: all_sum(gradient.clone(), sharding.group))  # type: ignore[no-untyped-call]
     if spec.init is not None:
         spec.init(model)
     for unit in units:

@@ -100,7 +100,8 @@ class Pipeline(Strategy):
         dtype = None if self._sharding is None else self._sharding.policy.param_dtype
         dtype = dtype or next(p.dtype for p in whole.parameters() if p.is_floating_point())
         boundary = Boundary(cut.hidden_size, dtype)
-        self._modules, self._units = [], []
+        self._modules: list[StageModule] = []
+        self._units: list[FSDPModule] = []
         for stage in (stage for stage in layout if stage.rank == world.rank // shard):
             model = next(models) if self._modules else whole
             self._modules.append(self._stage(model, stage, boundary, spec))
@@ -243,13 +244,12 @@ class Pipeline(Strategy):
         """Collective with ``shard``. The weights of this rank's stages, gathered once: pipelines may differ in what
         they compute inside.
         """
-        units: list[FSDPModule] = self._units
-        for unit in units:
+        for unit in self._units:
             unit.unshard()
         try:
             yield
         finally:
-            for unit in units:
+            for unit in self._units:
                 unit.reshard()
 
 

@@ -36,7 +36,6 @@ class _Trainer(Settings):
     cuts_layers: ClassVar[bool] = False
     """Each rank holds some of the layers."""
 
-<<<<<<< HEAD
     def problems(self, config: Any) -> Iterator[str]:
         if config.precision.type == "fp16" and not self.supports_fp16:
             yield (
@@ -54,8 +53,6 @@ class _Trainer(Settings):
         """Each rank holds some rows of its parameters."""
         return False
 
-=======
->>>>>>> aa926bd (plan, rules, README and tests know a pipeline whose stages are sharded)
 
 @settings
 class SingleSettings(_Trainer):
@@ -151,13 +148,10 @@ class PipelineSettings(_Trainer):
     output_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
     shard: PositiveInt = 1
 
-<<<<<<< HEAD
     @property
     def shards_parameters(self) -> bool:
         return self.shard > 1
 
-=======
->>>>>>> aa926bd (plan, rules, README and tests know a pipeline whose stages are sharded)
     @property
     def splits_backward(self) -> bool:
         """A zero-bubble schedule: gradients of inputs and of weights are computed at different times."""
