@@ -215,6 +215,11 @@ class TrainerControlCallback(TrainerCallback):
         """What the job is at, for JSON. Called in the server's threads, while training changes what it reads."""
         state, run = self._trainer.state, self._trainer.run_dir
         step = state.global_step
+        newest = state.log_history[: -_NEWEST - 1 : -1]
+        logs: dict[str, Any] = next((record for record in newest if "loss" in record), {})
+        evaluation: dict[str, Any] = next((record for record in newest if "eval_loss" in record), {})
+        metrics = {key: value for key, value in evaluation.items() if key.startswith("eval_")}
+        metrics |= {key: value for key, value in logs.items() if key != "step"}
         document = {
             **self._about,
             "state": self._state(),
@@ -222,7 +227,7 @@ class TrainerControlCallback(TrainerCallback):
             "max_steps": state.max_steps or None,
             "epoch": state.epoch,
             "eta_seconds": self._seconds_left(step, state.max_steps),
-            "metrics": _newest_metrics(state.log_history[-_NEWEST:]),
+            "metrics": metrics,
             "checkpoints": [{"step": n, "path": str(run.checkpoint(n).absolute())} for n in run.checkpoint_steps()],
             "commands": [command.document() for command in self._open()],
             "strategy": self._trainer.strategy.name,
@@ -249,14 +254,6 @@ class TrainerControlCallback(TrainerCallback):
             return None
         since, first = self._pace
         return max(0, max_steps - step) * (time.monotonic() - since) / (step - first)
-
-
-def _newest_metrics(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the newest training log, and of the newest evaluation."""
-    logs: dict[str, Any] = next((record for record in reversed(history) if "loss" in record), {})
-    evaluation: dict[str, Any] = next((record for record in reversed(history) if "eval_loss" in record), {})
-    evaluated = {key: value for key, value in evaluation.items() if key.startswith("eval_")}
-    return {**evaluated, **{key: value for key, value in logs.items() if key != "step"}}
 
 
 def _told(error: object) -> str:

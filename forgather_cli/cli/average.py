@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from forgather_cli.cli.common import AsJson, console, only_json, print_json
+from forgather_cli.cli.output import AsJson, console, only_json, print_json
 from forgather_cli.errors import CheckpointError, ConfigError
 from forgather_cli.run_dir import RunDir
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from forgather_cli.cli.common import only_json, print_json
-from forgather_cli.cli.screen import show, tell_of_limit
+from forgather_cli.cli.output import only_json, print_json, show, tell_of_limit
 from forgather_cli.errors import SetupError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forgather_cli.cli.average import average
-from forgather_cli.cli.common import AsJson, Col, human_bytes, print_facts, print_json, print_table
 from forgather_cli.cli.edit import edit
+from forgather_cli.cli.output import AsJson, Col, human_bytes, print_facts, print_json, print_table
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forgather_cli.cli.common import AsJson, ConfigDir, Words, console, load, print_json
+from forgather_cli.cli.output import AsJson, console, print_json
 from forgather_cli.cli.style import Command, Group
+from forgather_cli.cli.words import ConfigDir, Words, load
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import AsJson, Col, console, human_seconds, print_facts, print_json, print_table
+from forgather_cli.cli.output import AsJson, Col, console, human_seconds, print_facts, print_json, print_table
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.control import client, records, registry
 from forgather_cli.control.records import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import AsJson, Overrides, check_overrides, only_json, print_json, quoted
+from forgather_cli.cli.output import AsJson, only_json, print_json
 from forgather_cli.cli.source import TrustConfig
+from forgather_cli.cli.words import Overrides, check_overrides, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
 from forgather_cli.run_dir import run_of
 

@@ -7,10 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import (
+from forgather_cli.cli.output import (
     AsJson,
-    Overrides,
-    check_overrides,
     human_seconds,
     interruptible,
     only_json,
@@ -20,6 +18,7 @@ from forgather_cli.cli.common import (
     write_json,
 )
 from forgather_cli.cli.source import SourcePath, TrustConfig, check_source, config_to_evaluate
+from forgather_cli.cli.words import Overrides, check_overrides
 from forgather_cli.launch.place import joined
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from forgather_cli.cli.common import AsJson, console, human, human_bytes, only_json, print_facts, print_json
+from forgather_cli.cli.output import AsJson, console, human, human_bytes, only_json, print_facts, print_json
 from forgather_cli.cli.source import SourcePath, TrustConfig, check_source
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from forgather_cli.cli.common import Col, human_bytes, only_json, print_facts, print_json, print_table
+from forgather_cli.cli.output import Col, human_bytes, only_json, print_facts, print_json, print_table
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forgather_cli.cli.chat import converse
-from forgather_cli.cli.common import AsJson, interruptible, only_json, print_json, writable, write_json
+from forgather_cli.cli.output import (
+    AsJson,
+    interruptible,
+    on_screen,
+    only_json,
+    print_json,
+    show,
+    tell_of_limit,
+    writable,
+    write_json,
+)
 from forgather_cli.cli.prompts import Prompt, read_prompts, write_all
-from forgather_cli.cli.screen import on_screen, show, tell_of_limit
 from forgather_cli.cli.source import SourcePath, TrustConfig, check_source
 from forgather_cli.config.schema import wrong_device
 from forgather_cli.errors import ConfigError

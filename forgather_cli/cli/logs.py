@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from forgather_cli.cli.common import AsJson, Col, human, human_seconds, print_json, print_table
+from forgather_cli.cli.output import AsJson, Col, human, human_seconds, print_json, print_table
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.errors import ConfigError
 from forgather_cli.report.runs import find_runs

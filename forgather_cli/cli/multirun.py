@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from forgather_cli.cli.common import Col, human_seconds, print_json, print_table, quoted
+from forgather_cli.cli.output import Col, human_seconds, print_json, print_table
+from forgather_cli.cli.words import quoted
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.process import end_with_parent

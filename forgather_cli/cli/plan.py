@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import (
+from forgather_cli.cli.fit import show_fit
+from forgather_cli.cli.output import (
     AsJson,
     Col,
-    ConfigDir,
-    Words,
     human,
     human_bytes,
     human_flops,
@@ -21,8 +20,8 @@ from forgather_cli.cli.common import (
     print_json,
     print_table,
 )
-from forgather_cli.cli.fit import show_fit
 from forgather_cli.cli.source import TrustConfig, load_run_or_recipe
+from forgather_cli.cli.words import ConfigDir, Words
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from forgather_cli.cli.common import json_text, only_json
-from forgather_cli.cli.screen import on_screen, tell_of_limit
+from forgather_cli.cli.output import json_text, on_screen, only_json, tell_of_limit
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.input_files import parse_json, parse_yaml, read_text
 

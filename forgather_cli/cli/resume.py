@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import ConfigDir, Overrides, check_overrides
 from forgather_cli.cli.train import start
+from forgather_cli.cli.words import ConfigDir, Overrides, check_overrides
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir
 

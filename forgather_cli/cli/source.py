@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forgather_cli.cli.common import load, quoted, split_words
+from forgather_cli.cli.words import load, quoted, split_words
 from forgather_cli.config.options import GROUPS
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.run_dir import RunDir, run_of, step_of

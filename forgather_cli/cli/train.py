@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.common import AsJson, ConfigDir, Words, load, only_json, print_json, split_words
+from forgather_cli.cli.output import AsJson, only_json, print_json
+from forgather_cli.cli.words import ConfigDir, Words, load, split_words
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.place import Place, joined
 

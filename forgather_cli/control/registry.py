@@ -78,21 +78,17 @@ def start_of(pid: int) -> str | None:
     Linux counts ticks since the system started, so the name of that start belongs to it.
     """
     if not Path("/proc/self/stat").exists():
-        return _start_by_ps(pid)
+        try:
+            found = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        return found.stdout.strip() or None
     try:
         fields_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
     return None if fields_[0] in "ZX" else f"{fields_[19]}@{boot}"  # state; starttime (man 5 proc)
-
-
-def _start_by_ps(pid: int) -> str | None:
-    try:
-        found = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return found.stdout.strip() or None
 
 
 # -------------------------------------------------------------------------------------------------------- a job's side
@@ -112,7 +108,10 @@ def register(entry: Entry, token: str | None) -> None:
         _write(temporary / _ENDPOINT, json.dumps(asdict(entry), indent=2) + "\n")
         if token is not None:
             _write(temporary / _TOKEN, token + "\n")
-        _clear(place)
+        if is_taken(place.name):
+            raise ControlError(f"job_id: {place.name} is the id of a job that runs")
+        if place.is_dir():
+            _remove(place)
         temporary.rename(place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -134,14 +133,6 @@ def _write(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
-
-
-def _clear(place: Path) -> None:
-    """Make room for an entry of the same id, unless its job runs."""
-    if is_taken(place.name):
-        raise ControlError(f"job_id: {place.name} is the id of a job that runs")
-    if place.is_dir():
-        _remove(place)
 
 
 def _remove(place: Path) -> None:
@@ -173,16 +164,25 @@ def resolve(word: str | None) -> Entry:
     if word is None or word == "latest":
         return _newest(only=word is None)
     known = entries()
-    in_directory = [entry for entry in known if _same_directory(entry.run_dir, word)]
-    for candidates in ([e for e in known if e.job_id == word], in_directory, _beginning_with(word, known)):
+    named = [entry for entry in known if entry.job_id == word]
+    path = os.path.realpath(word) if word and "\0" not in word else None
+    in_directory = [entry for entry in known if os.path.realpath(entry.run_dir) == path]
+    beginning = [entry for entry in known if word and entry.job_id.startswith(word)]
+    for candidates in (named, in_directory, beginning):
         alive = [entry for entry in candidates if entry.is_running is not False]
         if len(alive) > 1:
             raise ControlError(f"{word}: {len(alive)} jobs begin with that: {_listed(alive)}; give more of the id")
         if alive:
             return alive[0]
         if candidates:
-            raise ControlError(_gone(candidates[-1]))
-    raise ControlError(_unknown(word))
+            gone = candidates[-1]
+            raise ControlError(
+                f"{gone.job_id}: does not run any more (process {gone.pid} on {gone.hostname}, in {gone.run_dir}); "
+                "forgather control cleanup removes what it left"
+            )
+    alive = running()
+    there = f"; running: {_listed(alive)}" if alive else f", none is running on {socket.gethostname()}"
+    raise ControlError(f"{word}: no such job{there}")
 
 
 def cleanup() -> list[str]:
@@ -194,7 +194,8 @@ def cleanup() -> list[str]:
     try:
         for place in _places():
             entry = _read(place)
-            if (entry is None and not _is_being_written(place)) or (entry is not None and entry.is_running is False):
+            new = place.name.startswith(".") and time.time() - place.stat().st_mtime < _TEMPORARY_AGE  # being written
+            if not new if entry is None else entry.is_running is False:
                 _remove(place)
                 removed.append(place.name)
     except OSError as error:
@@ -210,10 +211,6 @@ def _places() -> Iterator[Path]:
     except OSError as error:
         raise ControlError(f"{jobs_directory()}: cannot be read: {error.strerror}") from error
     yield from (path for path in found if path.is_dir() and not path.is_symlink())
-
-
-def _is_being_written(place: Path) -> bool:
-    return place.name.startswith(".") and time.time() - place.stat().st_mtime < _TEMPORARY_AGE
 
 
 def _read(place: Path) -> Entry | None:
@@ -232,14 +229,6 @@ def _text(path: Path) -> str:
     return read_bytes(path, _MAX_BYTES).decode()
 
 
-def _beginning_with(word: str, known: list[Entry]) -> list[Entry]:
-    return [entry for entry in known if word and entry.job_id.startswith(word)]
-
-
-def _same_directory(run_dir: str, word: str) -> bool:
-    return bool(word) and "\0" not in word and os.path.realpath(run_dir) == os.path.realpath(word)
-
-
 def _newest(*, only: bool) -> Entry:
     alive = running()
     if not alive:
@@ -254,21 +243,6 @@ def _newest(*, only: bool) -> Entry:
 def _listed(found: list[Entry]) -> str:
     shown = ", ".join(entry.job_id for entry in found[-5:])
     return f"{shown} and {len(found) - 5} more" if len(found) > 5 else shown
-
-
-def _gone(entry: Entry) -> str:
-    return f"{entry.job_id}: does not run any more ({_process(entry)}); forgather control cleanup removes what it left"
-
-
-def _process(entry: Entry) -> str:
-    return f"process {entry.pid} on {entry.hostname}, in {entry.run_dir}"
-
-
-def _unknown(word: str) -> str:
-    alive = running()
-    if not alive:
-        return f"{word}: no such job, none is running on {socket.gethostname()}"
-    return f"{word}: no such job; running: {_listed(alive)}"
 
 
 def new_job_id(pid: int) -> str:

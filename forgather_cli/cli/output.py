@@ -1,4 +1,4 @@
-"""What the commands share: how RECIPE and OVERRIDEs are read, and how results are printed."""
+"""How commands print: tables, JSON, numbers for people, and what a model writes."""
 
 from __future__ import annotations
 
@@ -6,82 +6,22 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.completion import complete_override, complete_words
 from forgather_cli.errors import ConfigError, SetupError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forgather_cli.config.load import Loaded
+    from forgather_cli.generation import Generator, Text
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RECIPE] [OVERRIDE]...",
-        help="A recipe's name or file, and settings as [cyan]key=value[/], [cyan]group=option[/], [cyan]+key=value[/], "
-        "[cyan]~key[/].",
-        autocompletion=complete_words,
-        show_default=False,
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[OVERRIDE]...",
-        help="Settings to change, as [cyan]key=value[/] or [cyan]group=option[/].",
-        autocompletion=complete_override,
-        show_default=False,
-    ),
-]
-ConfigDir = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Folder with groups and recipes of yours, beside ./conf and ./recipes."),
-]
 PLAIN_WIDTH = 160  # columns of a table where it is written to no terminal
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-
-
-def is_override(word: str) -> bool:
-    """True for ``key=value`` in any of Hydra's forms and ``~key``; else the word can only be a recipe."""
-    return "=" in word or word.startswith("~")
-
-
-def split_words(words: Sequence[str] | None) -> tuple[str, list[str]]:
-    """The recipe (``default`` if none is named) and the overrides. Raises ConfigError for a second recipe."""
-    named = [word for word in words or [] if not is_override(word)]
-    if len(named) > 1:
-        hint = f"write key=value (the recipe is {named[0]})"
-        raise ConfigError([f"{word}: not an override; {hint}" for word in named[1:]])
-    return (named[0] if named else "default"), [word for word in words or [] if is_override(word)]
-
-
-def check_overrides(words: Sequence[str] | None) -> list[str]:
-    """The words, all of which must be overrides. Raises ConfigError for others."""
-    wrong = [word for word in words or [] if not is_override(word)]
-    if wrong:
-        raise ConfigError([f"{word}: not an override; write key=value" for word in wrong])
-    return list(words or [])
-
-
-def quoted(path: Path | str) -> str:
-    """A path, or a pattern of some, as a value in Hydra's grammar."""
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
-
-
-def load(words: Sequence[str] | None, config_dir: Path | None) -> Loaded:
-    """Compose and check a run from the words of the command line. Raises ConfigError."""
-    from forgather_cli.config.load import load_config
-
-    recipe, overrides = split_words(words)
-    return load_config(recipe, overrides, config_dir=config_dir)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -238,3 +178,27 @@ def human_seconds(seconds: float | None) -> str:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def on_screen(text: str) -> str:
+    """``text`` as it may go to standard output: no bytes of a model's drive a terminal."""
+    from forgather_cli.callbacks.console import printable
+
+    if sys.stdout.isatty():
+        return printable(text, "stdout")
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, errors="replace").decode(encoding)
+
+
+def show(text: str) -> None:
+    """Write a piece of a text now."""
+    typer.echo(on_screen(text), nl=False)
+    sys.stdout.flush()
+
+
+def tell_of_limit(model: Generator, texts: Iterable[Text]) -> None:
+    """Say where a text ended since the model knows no more positions, and not since it was done."""
+    cut = sum(text.finish_reason == "limit" for text in texts)
+    if cut:
+        what = "the text ends" if cut == 1 else f"{cut} texts end"
+        typer.echo(f"note: {what} at token {model.limit} (prompt and text), where the model's positions end", err=True)

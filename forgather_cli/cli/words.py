@@ -1,0 +1,119 @@
+"""The words of a command line: RECIPE and OVERRIDEs, read, checked and completed in the shell."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forgather_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forgather_cli.config.load import Loaded
+
+Candidate = tuple[str, str]
+"""What may stand there, and what it is."""
+
+
+def complete_words(ctx: typer.Context, incomplete: str) -> list[Candidate]:
+    """What may follow: recipes, settings, options of a group."""
+    return _completions(ctx, "words", incomplete)
+
+
+def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
+    """Settings and options of a group, without recipes."""
+    return _completions(ctx, "overrides", incomplete)
+
+
+def _completions(ctx: typer.Context, argument: str, incomplete: str) -> list[Candidate]:
+    """What may follow the words that ``argument`` has so far, with what the user's ``--config-dir`` adds."""
+    with contextlib.suppress(Exception):  # a broken recipe must not print into the user's prompt
+        from forgather_cli.config.complete import complete
+
+        candidates = partial(complete, config_dir=ctx.params.get("config_dir"))
+        words, incomplete, given = _joined(list(ctx.params.get(argument) or []), incomplete, candidates)
+        found = candidates(incomplete, words)
+        if argument == "overrides":
+            found = [(text, about) for text, about in found if is_override(text)]
+        return [(text[given:], about) for text, about in found]
+    return []
+
+
+def _joined(
+    words: list[str], incomplete: str, candidates: Callable[[str, list[str]], list[Candidate]]
+) -> tuple[list[str], str, int]:
+    """Undo bash's splitting at ``=`` (COMP_WORDBREAKS): ``["model", "="], "na"`` is ``model=na``.
+
+    Of a word that ends with the ``=`` only the key arrives, so a setting's bare name before nothing is taken for that.
+    Returns also how many characters of the joined word the shell has settled and wants left out.
+    """
+    if len(words) >= 2 and words[-1] == "=":
+        return words[:-2], f"{words[-2]}={incomplete}", len(words[-2]) + 1
+    if not incomplete and words and "=" not in words[-1] and candidates(f"{words[-1]}=", words[:-1]):
+        return words[:-1], f"{words[-1]}=", len(words[-1]) + 1
+    return words, incomplete, 0
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [OVERRIDE]...",
+        help="A recipe's name or file, and settings as [cyan]key=value[/], [cyan]group=option[/], [cyan]+key=value[/], "
+        "[cyan]~key[/].",
+        autocompletion=complete_words,
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDE]...",
+        help="Settings to change, as [cyan]key=value[/] or [cyan]group=option[/].",
+        autocompletion=complete_override,
+        show_default=False,
+    ),
+]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder with groups and recipes of yours, beside ./conf and ./recipes."),
+]
+
+
+def is_override(word: str) -> bool:
+    """True for ``key=value`` in any of Hydra's forms and ``~key``; else the word can only be a recipe."""
+    return "=" in word or word.startswith("~")
+
+
+def split_words(words: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The recipe (``default`` if none is named) and the overrides. Raises ConfigError for a second recipe."""
+    named = [word for word in words or [] if not is_override(word)]
+    if len(named) > 1:
+        hint = f"write key=value (the recipe is {named[0]})"
+        raise ConfigError([f"{word}: not an override; {hint}" for word in named[1:]])
+    return (named[0] if named else "default"), [word for word in words or [] if is_override(word)]
+
+
+def check_overrides(words: Sequence[str] | None) -> list[str]:
+    """The words, all of which must be overrides. Raises ConfigError for others."""
+    wrong = [word for word in words or [] if not is_override(word)]
+    if wrong:
+        raise ConfigError([f"{word}: not an override; write key=value" for word in wrong])
+    return list(words or [])
+
+
+def quoted(path: Path | str) -> str:
+    """A path, or a pattern of some, as a value in Hydra's grammar."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def load(words: Sequence[str] | None, config_dir: Path | None) -> Loaded:
+    """Compose and check a run from the words of the command line. Raises ConfigError."""
+    from forgather_cli.config.load import load_config
+
+    recipe, overrides = split_words(words)
+    return load_config(recipe, overrides, config_dir=config_dir)
