@@ -30,7 +30,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: a case that only --full runs")
 
 
-_LONGEST = ("test_crash", "test_faults", "test_parity", "launch", "strategies", "trainer", "cli", "finalize", "plan")
+_LONGEST = (
+    "strategies/test_parity",
+    "checkpoint/test_crash",
+    "launch",
+    "strategies",
+    "trainer",
+    "cli",
+    "finalize",
+    "plan",
+)
 """Files and folders whose tests take long: they come first, lest one process of xdist ends long after the others."""
 
 
@@ -45,7 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _turn(item: pytest.Item) -> int:
-    return next((turn for turn, name in enumerate(_LONGEST) if name in item.nodeid), len(_LONGEST))
+    file = item.location[0]
+    return next((turn for turn, name in enumerate(_LONGEST) if f"tests/{name}" in file), len(_LONGEST))
 
 
 @pytest.fixture

@@ -47,9 +47,9 @@ def test_looks_random() -> None:
 
 
 def test_seek_needs_no_walk_through_the_data() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(Order(10**12, 3, 1)[10**12 - 8 : 10**12]) == 8
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, 4096, 10_001])
