@@ -56,7 +56,7 @@ def run(
     trainer = Trainer(
         model_init=lambda: construct(config, data, device),
         init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
-        args=config,
+        args=replace(config, output_dir=str(run.root)),
         train_dataset=data.train,
         eval_dataset=data.eval,
         processing_class=data.tokenizer,

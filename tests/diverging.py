@@ -25,7 +25,7 @@ class _Once(TrainerCallback):
         if state.global_step != self._at:
             return
         trainer = kwargs["trainer"]
-        done = trainer.run_dir.root / f"{type(self).__name__}-{trainer.world.rank}"
+        done = trainer.run_dir.root / f"{type(self).__name__}-{trainer.run.world.rank}"
         count = int(done.read_text()) if done.exists() else 0
         if count < self._times:
             done.write_text(str(count + 1))
@@ -62,7 +62,7 @@ class Notes(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = kwargs["trainer"]
-        plain, path = trainer.strategy.forward_backward, Path(f"notes-{trainer.world.rank}.jsonl")
+        plain, path = trainer.strategy.forward_backward, Path(f"notes-{trainer.run.world.rank}.jsonl")
 
         def noted(microbatches: Any, num_tokens: Any) -> Any:
             kept = _Kept(microbatches)

@@ -35,7 +35,7 @@ ALLOWED = {
     },
     "launch": {
         "checkpoint.manifest", "checkpoint.retention", "config", "distributed", "evaluation",
-        "trainer.finish", "worker",
+        "worker",
     },
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.exit_status", "launch.layout",
@@ -62,7 +62,7 @@ ALLOWED = {
         "checkpoint.gather", "checkpoint.messages", "control", "distributed", "models.generate", "models.parts",
         "config.schedule",
     },
-    "control": {"launch.exit_status", "trainer.commands"},
+    "control": {"callbacks.base", "launch.exit_status"},
     "distributed": set(),
     "checkpoint": set(),
     "models": set(),

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 from forgather_cli.config.schema import EVENTS
 from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
@@ -48,6 +48,33 @@ class TrainerControl:
     should_log: bool = False
     should_abort_without_save: bool = False
     divergence: Divergence | None = None
+
+
+class Asked(NamedTuple):
+    """How often each was asked for since the job began. Saving and stopping at once counts in both.
+
+    Counts, not flags, are summed: a sum that is never read loses nothing, and one command in two sums acts once.
+    """
+
+    saves: int = 0
+    stops: int = 0
+    """Finish the step, save by ``save_strategy``, leave."""
+    aborts: int = 0
+    """Leave at once, save nothing."""
+
+    def since(self, earlier: Asked) -> Asked:
+        """What has come after ``earlier``."""
+        return Asked(self.saves - earlier.saves, self.stops - earlier.stops, self.aborts - earlier.aborts)
+
+
+class Commands(Protocol):
+    """Where commands come from. Read in the main thread of every rank; only rank 0 is ever asked for anything."""
+
+    def asked(self) -> Asked:
+        """What this rank was asked for so far."""
+
+    def agreed(self, all_ranks: Asked) -> None:
+        """Every rank acts on these now; called when they have changed."""
 
 
 @dataclass
@@ -182,7 +209,8 @@ class CallbackList:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Any] = {}
-        self._handlers: dict[str, list[tuple[str, Any]]] = {event: [] for event in EVENTS}
+        self.handlers: dict[str, list[tuple[str, Any]]] = {event: [] for event in EVENTS}
+        """By event: (name, method) of the callbacks that handle it, in their order."""
         self.lost: Counter[tuple[str, str]] = Counter()
         """How often (callback, event) could not write, since the disk was full."""
         self.stopped = ""
@@ -208,20 +236,17 @@ class CallbackList:
         self.by_name[unique] = callback
         for event in EVENTS:
             if _handles(callback, event):
-                self._handlers[event].append((unique, _handler(getattr(callback, event))))
+                self.handlers[event].append((unique, _handler(getattr(callback, event))))
         return unique
 
     def pop(self, callback: Any) -> Any:
         """Remove and return a callback: this object, or the first of this class; None if there is none."""
         for name, each in self.by_name.items():
             if (type(each) if isinstance(callback, type) else each) is callback:
-                for event, handlers in self._handlers.items():
-                    self._handlers[event] = [handler for handler in handlers if handler[0] != name]
+                for event, handlers in self.handlers.items():
+                    self.handlers[event] = [handler for handler in handlers if handler[0] != name]
                 return self.by_name.pop(name)
         return None
-
-    def handles(self, event: str) -> bool:
-        return bool(self._handlers[event])
 
     def emit(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Call every handler in order. Raises CallbackError, naming callback and event, from what a handler raised.
@@ -229,7 +254,7 @@ class CallbackList:
         A full disk is an error in the log: what a callback writes is worth less than the run.
         The callback that first asks to stop is named in the log.
         """
-        for name, method in self._handlers[event]:
+        for name, method in self.handlers[event]:
             stopping = control.should_training_stop or control.should_abort_without_save
             try:
                 answer = method(args, state, control, **kwargs)

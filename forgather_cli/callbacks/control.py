@@ -31,7 +31,7 @@ _NEWEST = 50  # records of the log history that the newest metrics are looked fo
 class TrainerControlCallback(TrainerCallback):
     """Takes commands on world rank 0, lets all ranks agree on them, and answers each when it has come to its end.
 
-    The loop acts on commands by itself (``trainer.stopping``); here is told what became of them. A step costs one call;
+    The loop acts on commands by itself (``trainer.run.sync``); here is told what became of them. A step costs one call;
     what ``status`` tells is read when it is asked for. Nothing here raises: a job that cannot be controlled trains on.
     """
 
@@ -67,7 +67,7 @@ class TrainerControlCallback(TrainerCallback):
             job_id = f"{job_id}_{os.getpid()}"
         self._evaluating, self._pace, self._targets, self._published = False, None, {}, {}
         self._queue = CommandQueue(trainer.run_dir, job_id, step=lambda: state.global_step)
-        trainer.stopping.commands = self._queue
+        trainer.run.sync.commands = self._queue
         if not state.is_world_process_zero:
             return
         resumed = trainer.run_dir.checkpoint(state.resumed_step)
@@ -155,7 +155,7 @@ class TrainerControlCallback(TrainerCallback):
         """Why the checkpoint of a step was not published; None if it was, or may still be."""
         if step in self._published:
             return None
-        return next((why for failed, why in reversed(self._trainer.persistence.failures) if failed == step), None)
+        return next((why for failed, why in reversed(self._trainer.checkpoints.failures) if failed == step), None)
 
     # ------------------------------------------------------------------------------------------------------- listening
 
@@ -231,7 +231,7 @@ class TrainerControlCallback(TrainerCallback):
             "checkpoints": [{"step": n, "path": str(run.checkpoint(n).absolute())} for n in run.checkpoint_steps()],
             "commands": [command.document() for command in self._open()],
             "strategy": self._trainer.strategy.name,
-            "world_size": self._trainer.world.size,
+            "world_size": self._trainer.run.world.size,
         }
         found: dict[str, Any] = plain(document)
         return found
@@ -240,11 +240,11 @@ class TrainerControlCallback(TrainerCallback):
         """starting, training, evaluating, saving (in the background, too) or stopping."""
         trainer = self._trainer
         control = trainer.control
-        if control.should_training_stop or control.should_abort_without_save or trainer.stopped_by is not None:
+        if control.should_training_stop or control.should_abort_without_save or trainer.run.sync.signum is not None:
             return "stopping"
         if self._evaluating:
             return "evaluating"
-        if not trainer.persistence.is_done:
+        if not trainer.checkpoints.is_done:
             return "saving"
         return "starting" if self._pace is None else "training"
 

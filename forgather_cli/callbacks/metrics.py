@@ -83,8 +83,8 @@ class DefaultMetrics(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = kwargs["trainer"]
-        self._device, self._group = trainer.strategy.device, trainer.cpu_group
-        self._rank, self._world = trainer.world.rank, trainer.world.size
+        self._device, self._group = trainer.run.strategy.device, trainer.run.cpu_group
+        self._rank, self._world = trainer.run.world.rank, trainer.run.world.size
         self._peak = self.settings.peak_hardware_flops
         if self._peak is None and self._device.type == "cuda":
             self._peak = peak_flops(torch.cuda.get_device_name(self._device), _matmul_kind(args))

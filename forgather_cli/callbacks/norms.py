@@ -29,14 +29,14 @@ class FullParameters:
         strategy = trainer.strategy
         self.device: torch.device = strategy.device
         apart = strategy.averaging is not None
-        self._group: Any = trainer.world.group if apart else strategy.model_group
-        self._copies = trainer.world.size if apart else 1
+        self._group: Any = trainer.run.world.group if apart else strategy.model_group
+        self._copies = trainer.run.world.size if apart else 1
         held = {n: t for n, t in named_tensors(strategy.parts).items() if isinstance(t, nn.Parameter)}
         own = {n: p for n, p in held.items() if p.requires_grad or not trained_only}
         counted = {n: p for n, p in own.items() if p not in strategy.duplicates}
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of the full parameters, by name; equal on all ranks, also in their order."""
-        for shapes in gather({n: tuple(p.shape) for n, p in counted.items()}, trainer.cpu_group):
+        for shapes in gather({n: tuple(p.shape) for n, p in counted.items()}, trainer.run.cpu_group):
             self.shapes |= shapes
         self.held: list[tuple[int, nn.Parameter]] = [
             (place, counted[name]) for place, name in enumerate(self.shapes) if name in counted

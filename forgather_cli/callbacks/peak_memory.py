@@ -94,7 +94,7 @@ class PeakMemory(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = kwargs["trainer"]
-        self._device, self._rank = trainer.strategy.device, trainer.world.rank
+        self._device, self._rank = trainer.run.strategy.device, trainer.run.world.rank
         if not self.settings.enable_memory_snapshot:
             return
         if self._device.type != "cuda":

@@ -70,7 +70,7 @@ class TextgenCallback(TrainerCallback):
 
     def _sample(self, state: TrainerState, kwargs: dict[str, Any]) -> None:
         tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
-        generator = _generator(trainer.strategy.device, trainer.seed, state.global_step)
+        generator = _generator(trainer.strategy.device, trainer.run.seed, state.global_step)
         with evaluation_mode(trainer.strategy.parts):
             completions = self._generate(trainer, tokenizer, generator)
         if state.is_world_process_zero:
@@ -95,8 +95,8 @@ class TextgenCallback(TrainerCallback):
             eos_token_id=eos,
             pad_token_id=pad,
             generator=generator,
-            agree=_that_of_rank_0(trainer.cpu_group),
-            on_token=lambda _: trainer.poll_stop(),  # all ranks end it together
+            agree=_that_of_rank_0(trainer.run.cpu_group),
+            on_token=lambda _: trainer.run.sync.poll(),  # all ranks end it together
         )
         new = output[:, input_ids.shape[1] :].tolist()
         return [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]

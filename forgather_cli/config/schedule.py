@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.errors import DataError
 
 
 def log_due(args: RunSettings, step: int) -> bool:
@@ -32,27 +29,3 @@ def evaluates(args: RunSettings) -> bool:
 
 def save_due(args: RunSettings, step: int) -> bool:
     return args.save_strategy == "steps" and step % args.save_steps == 0
-
-
-def check_epochs(args: RunSettings, steps_per_epoch: int | None) -> None:
-    """Raise DataError where the end of training cannot be told: a part of an epoch of unknown length."""
-    epochs = args.num_train_epochs
-    if steps_per_epoch is None and args.max_steps <= 0 and epochs >= 0 and not epochs.is_integer():
-        raise DataError(
-            f"num_train_epochs: {epochs:g} is no whole number, and the training data does not tell its length; "
-            "set whole epochs, max_steps, or epoch_train_steps"
-        )
-
-
-def total_steps(args: RunSettings, *, steps_per_epoch: int | None, done: int, epochs_done: float) -> int:
-    """Optimizer step at which training ends, 0 for "when the data has ended as often as there are epochs".
-
-    ``done`` steps and ``epochs_done`` epochs lie behind. ``max_steps`` wins over epochs. A fraction of an epoch is
-    rounded up to whole steps, as in Hugging Face.
-    """
-    if args.max_steps > 0:
-        return args.max_steps
-    left = max(0.0, args.num_train_epochs - epochs_done)
-    if steps_per_epoch is None:
-        return 0 if left else done
-    return done + math.ceil(left * steps_per_epoch - 1e-9)

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from forgather_cli.callbacks.base import Asked
 from forgather_cli.control import records
 from forgather_cli.control.records import ABORT, APPLIED, QUEUED, SAVE, SAVE_AND_STOP, STOP, Command
 from forgather_cli.errors import ControlError
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer.commands import Asked
 
 MAX_OPEN = 100
 """Commands that may wait for an answer at once."""
@@ -21,7 +21,7 @@ _COUNTS = {SAVE: Asked(saves=1), STOP: Asked(stops=1), SAVE_AND_STOP: Asked(save
 
 
 class CommandQueue:
-    """What one job was asked for. Implements ``trainer.commands.Commands``.
+    """What one job was asked for. Implements ``callbacks.base.Commands``.
 
     Every command is written to RUN/control at each change, so that its answer outlives the job. Ranks that no server
     asks have one too, which stays empty.
@@ -67,7 +67,7 @@ class CommandQueue:
         with self._lock:
             for command_id, asked in self._open.items():
                 command = self._commands[command_id]
-                if command.state == QUEUED and min(all_ranks.since(asked).numbers()) >= 0:
+                if command.state == QUEUED and min(all_ranks.since(asked)) >= 0:
                     self._set(command.applied(self._step()))
 
     @property

@@ -138,17 +138,15 @@ class Rank:
             if start.run.evaluation.exists():
                 return self._evaluate(config, start.run)
             from forgather_cli import worker
-            from forgather_cli.trainer.finish import finish
 
-            trainer = worker.run(
+            return worker.run(
                 config,
                 start.run,
                 should_stop=lambda: self.stop.signum,
                 on_stop=self.stop.honour,
                 on_step=self._stepped,
                 stacks=lambda: {"ranks": [asdict(standing) for standing in hang.standings_of_all(self)]},
-            )
-            return finish(config, start.run, trainer)
+            ).finish()
 
     def _evaluate(self, config: Config, run: RunDir) -> ExitStatus:
         """Of ``forgather eval``. Signals end it at once, since nobody asks ``stop`` for them."""

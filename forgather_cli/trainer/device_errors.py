@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -14,9 +13,8 @@ from forgather_cli.config.batch import smaller_micro_batch
 from forgather_cli.config.schema import FusedLoss, RunSettings
 from forgather_cli.errors import OutOfMemoryError
 from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.trainer.run import Run
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Rounds = Iterator[tuple[Batch, bool]]
 
 _EARLY = 10  # first steps of a process, in which auto_find_batch_size starts again
@@ -33,28 +31,20 @@ def _is_of_device(error: RuntimeError | MemoryError) -> bool:
     return isinstance(error, torch.AcceleratorError) or bool(_OF_DEVICE.search(str(error)))
 
 
-def step_explained(step: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Of a Trainer's step: out of memory becomes an OutOfMemoryError that says what helps; other errors of the device
-    get a note with step, shapes and memory.
+def explain_step(error: RuntimeError | MemoryError, run: Run, batches: list[Batch]) -> None:
+    """Of an error in a training step: raises OutOfMemoryError, which says what helps, or gives other errors of the
+    device a note with step, shapes and memory.
     """
-
-    @functools.wraps(step)
-    def explained(trainer: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return step(trainer, *args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            batches: list[Batch] = args[0].microbatches  # type: ignore[attr-defined]  # of a WorldStep
-            place = f"in step {trainer.state.global_step + 1}, micro-batches of {_shapes(batches)}"
-            memory = _memory(trainer.strategy, trainer.optimizer, gradients=True)
-            if _is_out_of_memory(error):
-                batch, smaller = trainer.batch_plan.micro_batch, _smaller_batch(trainer)
-                told = _out_of_memory(place, memory, error, _helps_training(trainer.args))
-                raise OutOfMemoryError(told, batch, smaller) from error
-            if _is_of_device(error):
-                error.add_note(_note(place, memory))
-            raise
-
-    return explained  # type: ignore[return-value]  # positional self against a named one
+    place = f"in step {run.state.global_step + 1}, micro-batches of {_shapes(batches)}"
+    memory = _memory(run.strategy, run.optimizer, gradients=True)
+    if _is_out_of_memory(error):
+        smaller: int | None = None  # what to start again with, where that is asked for
+        if run.args.auto_find_batch_size and run.state.global_step - run.state.resumed_step < _EARLY:
+            smaller = smaller_micro_batch(run.batch_plan, run.strategy.batch_multiple)
+        told = _out_of_memory(place, memory, error, _helps_training(run.args))
+        raise OutOfMemoryError(told, run.batch_plan.micro_batch, smaller) from error
+    if _is_of_device(error):
+        error.add_note(_note(place, memory))
 
 
 @contextmanager
@@ -79,14 +69,6 @@ def evaluation_explained(
         if _is_of_device(error):
             error.add_note(_note(place, memory))
         raise
-
-
-def _smaller_batch(trainer: Any) -> int | None:
-    """What to start again with; None where that is not asked for, or training is past its first steps."""
-    done = trainer.state.global_step - trainer.state.resumed_step
-    if not trainer.args.auto_find_batch_size or done >= _EARLY:
-        return None
-    return smaller_micro_batch(trainer.batch_plan, trainer.strategy.batch_multiple)
 
 
 # ------------------------------------------------------------------------------------------------------------ the words

@@ -1,25 +1,18 @@
-"""Where training stands in its data: the next step, agreed among ranks, and epochs, their length, and when they end."""
+"""Where training stands in its data: the next step, epochs and their length, and when training ends."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
-from forgather_cli.config import schedule
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.data.loaders.collate import Batch, Step
-from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
-from forgather_cli.trainer.step_sync import Agreed, Counts, Ticket
-
-
-def length(loader: TrainLoader | EvalLoader) -> int | None:
-    """Steps or batches of a loader; None where the data has no length."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
+from forgather_cli.data.loaders.loader import TrainLoader
+from forgather_cli.errors import DataError
+from forgather_cli.trainer.step_sync import Counts, StepSync
 
 
 @dataclass(frozen=True)
@@ -32,6 +25,8 @@ class WorldStep:
 
 class Microbatches:
     """A step's batches on this rank, with the events around each: the strategy asks for the next when it is done."""
+
+    EVENTS = ("on_forward_backward_begin", "on_forward_backward_end", "on_substep_end")
 
     def __init__(self, batches: list[Batch], emit: Callable[[str], None]) -> None:
         self._batches, self._emit = batches, emit
@@ -47,23 +42,13 @@ class Microbatches:
             self._emit("on_substep_end")
 
 
-@dataclass
-class _Ahead:
-    """A step that was fetched before its turn, with its ticket. ``step`` None: this rank has no more data."""
-
-    step: Step | None
-    position: dict[str, Any]
-    """The loader's, after this step."""
-    ticket: Ticket
-
-
 class Epochs:
     """Hands out steps and knows how many epochs lie behind.
 
-    Where there are several ranks, the step after the one that is trained is fetched already, since its ticket travels
-    meanwhile; the position that is saved does not count it. An epoch ends for all ranks when one has no more data, when
-    a callback asks for that, or after ``epoch_train_steps``, which leaves the data where it is. Raises DataError for a
-    part of an epoch whose length is not known.
+    Where there are several ranks, which agree on each step by ``sync``, the step after the one that is trained is
+    fetched already, since the agreement on it travels meanwhile; the position that is saved does not count it. An epoch
+    ends for all ranks when one has no more data, when a callback asks for that, or after ``epoch_train_steps``, which
+    leaves the data where it is. Raises DataError for a part of an epoch whose length is not known.
     """
 
     def __init__(
@@ -72,15 +57,19 @@ class Epochs:
         state: TrainerState,
         control: TrainerControl,
         loader: TrainLoader,
-        ticket: Callable[[Step | None], Ticket],
         *,
-        look_ahead: bool,
+        sync: StepSync | None,
+        is_saved: Callable[[], bool],
     ) -> None:
-        self._args, self._state, self._control, self._loader = args, state, control, loader
-        self._ticket, self._look_ahead = ticket, look_ahead
-        self._data_length = length(loader)
+        """``is_saved``: whether this rank has written its part of the newest checkpoint, which ``sync`` tells all."""
+        self._args, self._state, self._control, self.loader = args, state, control, loader
+        self._sync, self._is_saved = sync, is_saved
+        try:
+            self._data_length: int | None = len(loader)
+        except TypeError:  # data without a length
+            self._data_length = None
         self._steps_per_epoch = args.epoch_train_steps or self._data_length
-        schedule.check_epochs(args, self._steps_per_epoch)
+        _check_end(args, self._steps_per_epoch)
         self._position = loader.state_dict()
         self._skipped = 0
         """Steps by which epochs of ``epoch_train_steps`` were cut short."""
@@ -89,37 +78,40 @@ class Epochs:
         self._before = 0.0
         """Epochs of the data that lay behind when steps were counted from 0."""
         self._stream: Iterator[Step] | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: tuple[Step | None, dict[str, Any]] | None = None
+        """A step that was fetched before its turn (None: this rank has no more data), and the position after it."""
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def next_step(self) -> WorldStep | None:
         """Collective. The next step's data; None once a rank has none left."""
-        agreed = self.agreed()
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.step is None or not agreed.has_data:
+        step, position = self._ahead or self._fetch()
+        has_data, counts = True, None
+        if self._sync is not None:
+            agreed = self._sync.read()
+            assert agreed is not None
+            has_data, counts = agreed.has_data, agreed.counts
+        self._forget_ahead()
+        if step is None or not has_data:
             return None
-        self._position = ahead.position
-        if self._look_ahead:
+        self._position = position
+        if self._sync is not None:
             self._fetch()
-        return WorldStep(ahead.step.microbatches, agreed.counts)
+        return WorldStep(step.microbatches, counts or Counts.of(step))
 
-    def agreed(self) -> Agreed:
-        """Collective. The ticket of the step that ``next_step`` will hand out."""
-        if self._ahead is None:
-            self._fetch()
-        assert self._ahead is not None
-        return self._ahead.ticket.read()
-
-    def pending(self) -> Agreed | None:
-        """Collective. The next step's ticket, if it is under way already."""
-        return None if self._ahead is None else self._ahead.ticket.read()
-
-    def _fetch(self) -> None:
+    def _fetch(self) -> tuple[Step | None, dict[str, Any]]:
         if self._stream is None:
-            self._stream = iter(self._loader)
+            self._stream = iter(self.loader)
         step = next(self._stream, None)
-        self._ahead = _Ahead(step, self._loader.state_dict(), self._ticket(step))
+        self._ahead = step, self.loader.state_dict()
+        if self._sync is not None:
+            self._sync.start(step, saved=self._is_saved())
+        return self._ahead
+
+    def _forget_ahead(self) -> None:
+        self._ahead = None
+        if self._sync is not None:
+            self._sync.clear()
 
     # ------------------------------------------------------------------------------------------------------- position
 
@@ -138,7 +130,7 @@ class Epochs:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         position = dict(state)
         self._skipped = position.pop("skipped_steps", 0)
-        self._loader.load_state_dict(position)
+        self.loader.load_state_dict(position)
         self._restart()
 
     def begin(self) -> None:
@@ -153,31 +145,36 @@ class Epochs:
         stopped = self._control.should_epoch_stop
         self._skipped += self._steps_left() if stopped else 0
         if data_ended or stopped or self._data_is_used_up():
-            self._loader.set_epoch(self.epoch + 1)
+            self.loader.set_epoch(self.epoch + 1)
             self._restart()
         self._control.should_epoch_stop = False
-        self.reckon()
+        self.update_max_steps()
 
     def _restart(self) -> None:
         """At the loader's position, with nothing fetched."""
-        self._position = self._loader.state_dict()
-        self._stream, self._ahead = None, None
+        self._position, self._stream = self.loader.state_dict(), None
+        self._forget_ahead()
 
     # --------------------------------------------------------------------------------------------------------- epochs
 
-    def reckon(self) -> None:
-        """Say in the state how many epochs lie behind, and when training ends: at step 0 where the data will tell."""
-        self._state.epoch = self.done()
-        if not self._state.global_step:
-            self._before = self._state.epoch
-        self._state.max_steps = self._total_steps()
+    def update_max_steps(self) -> None:
+        """Say in the state how many epochs lie behind, and at which step training ends: 0 where the data will tell.
 
-    def _total_steps(self) -> int:
-        step, args = self._state.global_step, self._args
-        if args.max_steps <= 0 and args.num_train_epochs < 0:  # one pass over the data, into whatever epochs it is cut
-            return step if self.epoch else 0
-        behind = self._state.epoch - self._before
-        return schedule.total_steps(args, steps_per_epoch=self._steps_per_epoch, done=step, epochs_done=behind)
+        ``max_steps`` wins over epochs. A fraction of an epoch is rounded up to whole steps, as in Hugging Face.
+        """
+        state, args, step = self._state, self._args, self._state.global_step
+        state.epoch = self.done()
+        if not step:
+            self._before = state.epoch
+        left = max(0.0, args.num_train_epochs - (state.epoch - self._before))
+        if args.max_steps > 0:
+            state.max_steps = args.max_steps
+        elif args.num_train_epochs < 0:  # one pass over the data, into whatever epochs it is cut
+            state.max_steps = step if self.epoch else 0
+        elif self._steps_per_epoch is None:
+            state.max_steps = 0 if left else step
+        else:
+            state.max_steps = step + math.ceil(left * self._steps_per_epoch - 1e-9)
 
     def done(self) -> float:
         """Epochs behind, with the fraction of the current one where its length is known."""
@@ -205,4 +202,14 @@ class Epochs:
 
     def _steps_behind(self) -> int:
         """Steps of this epoch that are done: by the number of samples, so that it holds when the batch size changes."""
-        return -(-int(self._position["sample"]) // self._loader.global_batch_size)
+        return -(-int(self._position["sample"]) // self.loader.global_batch_size)
+
+
+def _check_end(args: RunSettings, steps_per_epoch: int | None) -> None:
+    """Raise DataError where the end of training cannot be told: a part of an epoch of unknown length."""
+    epochs = args.num_train_epochs
+    if steps_per_epoch is None and args.max_steps <= 0 and epochs >= 0 and not epochs.is_integer():
+        raise DataError(
+            f"num_train_epochs: {epochs:g} is no whole number, and the training data does not tell its length; "
+            "set whole epochs, max_steps, or epoch_train_steps"
+        )

@@ -1,4 +1,4 @@
-"""Evaluation and prediction over one split; every example counts once."""
+"""Evaluation and prediction over one split, every example of which counts once; and which evaluation was the best."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from forgather_cli import distributed
+from forgather_cli.callbacks.base import TrainerState
 from forgather_cli.checkpoint.gather import gather
+from forgather_cli.checkpoint.manifest import BestBy
+from forgather_cli.config.schema import RunSettings
 from forgather_cli.distributed import World
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy
-from forgather_cli.trainer.step_sync import Sum, without_targets
+from forgather_cli.trainer.step_sync import StepSync, Sum, without_targets
 
 log = logging.getLogger(__name__)
 
@@ -26,44 +29,24 @@ class EvaluationStopped(Exception):
     """A stop was asked for; the unfinished evaluation is discarded."""
 
 
-class Interrupts(Protocol):
-    """How a pass over a split can be cut off, by all ranks alike."""
-
-    def ask(self) -> list[int]:
-        """What this rank has been told, as numbers to be summed over ranks."""
-
-    def heed(self, sums: list[int]) -> bool:
-        """Called with the sums; True gives the pass up."""
-
-
-class Uninterrupted:
-    """A pass that nothing cuts off."""
-
-    def ask(self) -> list[int]:
-        return []
-
-    def heed(self, sums: list[int]) -> bool:
-        return False
-
-
-def in_rounds(batches: Iterable[Batch], group: Any, interrupts: Interrupts) -> Iterator[tuple[Batch, bool]]:
+def in_rounds(batches: Iterable[Batch], group: Any, sync: StepSync | None = None) -> Iterator[tuple[Batch, bool]]:
     """Collective. (batch, True) until every rank of ``group`` has run out.
 
     A rank that has none left gets its last one without targets, and False: every pass through the model is collective
-    under some strategies. The agreement on a round travels while the one before it is computed. Raises
-    EvaluationStopped, DataError for a rank that has no batch at all.
+    under some strategies. The agreement on a round travels while the one before it is computed. ``sync``: whose
+    requests to stop cut it off. Raises EvaluationStopped, DataError for a rank that has no batch at all.
     """
     source = iter(batches)
 
     def fetch() -> tuple[Batch | None, Sum]:
         batch = next(source, None)
-        return batch, Sum([int(batch is not None), *interrupts.ask()], group)
+        return batch, Sum([int(batch is not None), *(sync.requests() if sync is not None else ())], group)
 
     ahead, agreement = fetch()
     last: Batch | None = None
     while True:
-        ready, *told = agreement.read()
-        if interrupts.heed(told):
+        ready, *requests = agreement.read()
+        if sync is not None and sync.apply_requests(requests):
             raise EvaluationStopped
         if not ready:
             return
@@ -236,3 +219,38 @@ def _padded(chunk: torch.Tensor, length: int) -> torch.Tensor:
     filled = chunk.new_full((chunk.shape[0], length, *chunk.shape[2:]), -100)
     filled[:, : chunk.shape[1]] = chunk
     return filled
+
+
+# ------------------------------------------------------------------------------------------------------ the best one
+
+
+def track_best(args: RunSettings, state: TrainerState, metrics: dict[str, float]) -> None:
+    """Note the step of an evaluation that is better than those before. What is no finite number is not the best."""
+    value = BestBy(args.metric_for_best_model, args.greater_is_better).value(metrics)
+    if value is None:
+        return
+    best = state.best_metric
+    if best is None or (value > best if args.greater_is_better else value < best):
+        state.best_metric, state.best_global_step = value, state.global_step
+
+
+def check_metric(args: RunSettings, step: int, metrics: dict[str, float], group: Any) -> None:
+    """Collective. Raise ConfigError, on all ranks, where ``load_best_model_at_end`` compares what an evaluation lacks.
+
+    A callback may have added to the metrics of rank 0 alone: these count.
+    """
+    if not args.load_best_model_at_end:
+        return
+    metric, found = args.metric_for_best_model, gather(list(metrics), group)[0]
+    if metric in found or f"eval_{metric}" in found:
+        return
+    if metric.removeprefix("eval_") in ("loss", "perplexity"):
+        raise ConfigError(
+            f"metric_for_best_model: the evaluation at step {step} has no {metric}, since it has no targets (every "
+            "label is -100); mend the labels of the evaluation split, or set load_best_model_at_end=false"
+        )
+    names = ", ".join(name for name in found if name != "epoch")
+    raise ConfigError(
+        f"metric_for_best_model: the evaluation at step {step} has no {metric}; set it to one that it has ({names}), "
+        "or load_best_model_at_end=false"
+    )

@@ -5,64 +5,61 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from forgather_cli.config.schema import RunSettings
+from forgather_cli.callbacks.base import CallbackList
+from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
 from forgather_cli.errors import TrainingError
 from forgather_cli.launch.exit_status import DONE, FAILED, STOPPED, ExitStatus, Kind, done, write_exit_record
 from forgather_cli.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from forgather_cli.checkpoint.retention import CheckpointInfo
-    from forgather_cli.trainer.trainer import Trainer
+from forgather_cli.trainer.resume import Checkpoints
+from forgather_cli.trainer.run import Run
 
 
-def finish(config: RunSettings, run: RunDir, trainer: Trainer) -> ExitStatus:
+def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitStatus:
     """How training has ended on this rank; rank 0 writes ``exit.json`` and prints the places.
 
     Raises TrainingError where its last checkpoint was asked for, or ``exit.json``, and could not be written.
     """
-    step, rank = trainer.state.global_step, trainer.world.rank
-    status = _status(trainer)
-    told = ", ".join(
-        f"{count} of callback {each} in {event}" for (each, event), count in trainer.callbacks.lost.items()
-    )
+    args, run_dir, step = run.args, run.run_dir, run.state.global_step
+    status = _status(run, callbacks.stopped)
+    told = ", ".join(f"{count} of callback {each} in {event}" for (each, event), count in callbacks.lost.items())
     reason = f"{status.message} at step {step}"
     if told:
         told = f"the disk was full, and records were lost: {told}"
         status = replace(status, message=f"{status.message}; {told}")
-    if rank != 0:
+    if run.world.rank != 0:
         return status
-    failed = any(unsaved == step for unsaved, _ in trainer.persistence.failures)
-    wanted = trainer.stopped_by is not None or config.save_strategy != "no" or failed
-    if wanted and status.state != "aborted" and step not in run.checkpoint_steps():
-        raise TrainingError(_but(run, reason, "that step could not be saved (see above)", told))
-    if status.state == "done" and 0 < step == trainer.state.resumed_step:
-        setting = "max_steps" if config.max_steps > 0 else "num_train_epochs"
+    failed = any(unsaved == step for unsaved, _ in checkpoints.failures)
+    wanted = run.sync.signum is not None or args.save_strategy != "no" or failed
+    if wanted and status.state != "aborted" and step not in run_dir.checkpoint_steps():
+        raise TrainingError(_but(run_dir, reason, "that step could not be saved (see above)", told))
+    if status.state == "done" and 0 < step == run.state.resumed_step:
+        setting = "max_steps" if args.max_steps > 0 else "num_train_epochs"
         print(f"\nnothing left to train: step {step} is the last; raise {setting} to go on")
     try:
-        write_exit_record(run, status.state, status.code, status.message, step)
+        write_exit_record(run_dir, status.state, status.code, status.message, step)
     except OSError as error:
-        what = f"{run.exit} cannot be written ({error.strerror}): make room, and go on with the run to have it written"
-        raise TrainingError(_but(run, reason, what, told)) from error
-    _print_places(run)
+        what = (
+            f"{run_dir.exit} cannot be written ({error.strerror}): make room, and go on with the run to have it written"
+        )
+        raise TrainingError(_but(run_dir, reason, what, told)) from error
+    _print_places(run_dir)
     if told:
         print(told, flush=True)
     return status
 
 
-def _status(trainer: Trainer) -> ExitStatus:
-    """What has ended training. A callback of the user's that stops it is a rule of the run, so the run is done."""
-    rank, step, last = trainer.world.rank, trainer.state.global_step, trainer.state.max_steps
-    told, callback = trainer.stopping.obeyed, trainer.callbacks.stopped
-    if trainer.control.should_abort_without_save:
-        by = " by a command" if told.aborts else f" by {callback}" if callback else ""
+def _status(run: Run, callback: str) -> ExitStatus:
+    """What has ended training: maybe a ``callback``. One of the user's is a rule of the run, so the run is done."""
+    rank, step, signum = run.world.rank, run.state.global_step, run.sync.signum
+    if run.control.should_abort_without_save:
+        by = " by a command" if run.sync.applied.aborts else f" by {callback}" if callback else ""
         return ExitStatus(rank, Kind.ABORTED, FAILED, f"aborted{by} at step {step}; nothing was saved")
-    if trainer.stopped_by is not None:
-        return ExitStatus(rank, Kind.STOPPED, STOPPED, f"stopped by {signal.Signals(trainer.stopped_by).name}")
-    if 0 < last <= step:
+    if signum is not None:
+        return ExitStatus(rank, Kind.STOPPED, STOPPED, f"stopped by {signal.Signals(signum).name}")
+    if 0 < run.state.max_steps <= step:
         return done(rank)
-    if told.stops:
+    if run.sync.applied.stops:
         return ExitStatus(rank, Kind.STOPPED, DONE, f"stopped by a command at step {step}")
     return done(rank, f"stopped by {callback} at step {step}" if callback else "done")
 
@@ -76,8 +73,6 @@ def _but(run: RunDir, reason: str, problem: str, lost: str) -> str:
 
 def _print_places(run: RunDir) -> None:
     """Where the run and its checkpoints are, as paths to copy."""
-    from forgather_cli.checkpoint.retention import list_checkpoints
-
     found = list_checkpoints(run)
     best = next((info for info in found if info.best), None)
     newest = found[-1] if found else None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from forgather_cli import distributed
 from forgather_cli.checkpoint.gather import gather
 from forgather_cli.distributed import World
+from forgather_cli.trainer.step_sync import Counts
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class TrainMetrics:
         device: torch.device,
         world: World,
         skip_steps: int,
+        flops: Flops,
         *,
         norms_differ: bool = False,
         may_overflow: bool = False,
@@ -52,7 +54,7 @@ class TrainMetrics:
         """``norms_differ``: ranks have gradient norms of their own, of which the mean square is told. ``may_overflow``:
         the number of ``skipped_steps`` is told.
         """
-        self._world, self._norms_differ = world, norms_differ
+        self._world, self._norms_differ, self._flops = world, norms_differ, flops
         self._skip_steps = skip_steps  # steps of this process whose times are not counted (compilation, warm-up)
         # float64: a sum of 1000 losses weighted by tokens keeps more digits than one fp32 loss has
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -66,59 +68,47 @@ class TrainMetrics:
         self._run_loss = 0.0
         self._run_targets = 0
         self._process_steps = 0
-        self._paused = 0.0
-        self._data_seconds = 0.0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Begin a new timed interval now."""
+        self._mark = time.perf_counter()
+        self.paused_seconds = 0.0
+        """Spent in evaluation and saving: no active time."""
+        self.data_seconds = 0.0
+        """Spent waiting for data."""
         self._timed_steps = self._timed_tokens = 0
         self._timed_flops = 0.0
-        self._mark = time.perf_counter()
 
-    def add(self, loss: Tensor, norm: Tensor, *, targets: int, tokens: int, samples: int, flops: float) -> None:
-        """Count one optimizer step: this rank's share of its loss, its global gradient norm, and world-wide counts."""
-        self._loss_sum.add_(loss, alpha=targets)
-        self._targets += targets
-        self._norm_square_sum.addcmul_(norm, norm)
-        torch.maximum(self._norm_max, norm, out=self._norm_max)
-        self._count(tokens, samples, flops)
+    def add(self, counts: Counts, loss: Tensor, norm: Tensor, *, skipped: bool = False) -> None:
+        """Count one optimizer step: what it held over all ranks, this rank's share of its loss, its global gradient
+        norm.
 
-    def add_skipped(self, loss: Tensor, norm: Tensor, *, targets: int, tokens: int, samples: int, flops: float) -> None:
-        """Collective. Count a step whose gradients overflowed: its norm says nothing, and its loss counts only if it is
-        finite. Waits for the device.
+        ``skipped`` (collective, waits for the device): its gradients overflowed, so its norm says nothing, and its loss
+        counts only if it is finite.
         """
-        if bool(distributed.all_sum(loss.clone(), self._world.group).isfinite()):
-            self._loss_sum.add_(loss, alpha=targets)
-            self._targets += targets
-        self._skipped += 1
-        self._total_skipped = (self._total_skipped or 0) + 1
-        self._count(tokens, samples, flops)
-
-    def _count(self, tokens: int, samples: int, flops: float) -> None:
+        if skipped:
+            self._skipped += 1
+            self._total_skipped = (self._total_skipped or 0) + 1
+        else:
+            self._norm_square_sum.addcmul_(norm, norm)
+            torch.maximum(self._norm_max, norm, out=self._norm_max)
+        if not skipped or bool(distributed.all_sum(loss.clone(), self._world.group).isfinite()):
+            self._loss_sum.add_(loss, alpha=counts.targets)
+            self._targets += counts.targets
+        flops = counts.tokens * self._flops.weights + counts.square_lengths * self._flops.attention
         self._steps += 1
-        self._tokens += tokens
-        self.total_tokens += tokens
-        self.total_samples += samples
+        self._tokens += counts.tokens
+        self.total_tokens += counts.tokens
+        self.total_samples += counts.samples
         self.total_flops += flops
         self._process_steps += 1
         if self._process_steps <= self._skip_steps:
             self.restart_clock()
         else:
             self._timed_steps += 1
-            self._timed_tokens += tokens
+            self._timed_tokens += counts.tokens
             self._timed_flops += flops
-
-    def restart_clock(self) -> None:
-        """Begin a new timed interval now."""
-        self._mark = time.perf_counter()
-        self._paused = self._data_seconds = 0.0
-        self._timed_steps = self._timed_tokens = 0
-        self._timed_flops = 0.0
-
-    def pause(self, seconds: float) -> None:
-        """Take ``seconds`` of evaluation or saving out of the active time."""
-        self._paused += seconds
-
-    def waited(self, seconds: float) -> None:
-        """Count ``seconds`` spent waiting for data."""
-        self._data_seconds += seconds
 
     @property
     def pending(self) -> bool:
@@ -133,25 +123,18 @@ class TrainMetrics:
             sums[:shared] = distributed.all_sum(sums[:shared].clone(), self._world.group)
             sums[1:shared] /= self._world.size
         loss_sum, norm_square_sum, norm_max = sums.tolist()
-        interval = self._interval()
         self._run_loss += loss_sum
         self._run_targets += self._targets
-        logs = {
-            **self._of_losses_and_norms(loss_sum, norm_square_sum, norm_max),
-            "tokens": self._tokens,
-            "total_tokens": self.total_tokens,
-            "total_flos": self.total_flops,
-        }
-        if interval.steps:
-            logs["tok_per_sec"] = interval.tokens / interval.active_seconds
-            logs["step_time"] = interval.active_seconds / interval.steps
-            logs["data_time"] = interval.data_seconds / interval.steps
-        self._reset()
-        return logs, interval
-
-    def _of_losses_and_norms(self, loss_sum: float, norm_square_sum: float, norm_max: float) -> dict[str, float]:
-        """Without what no step of the interval had, since all of them overflowed."""
-        logs: dict[str, float] = {}
+        seconds = max(time.perf_counter() - self._mark, 1e-9)
+        interval = Interval(
+            steps=self._timed_steps,
+            seconds=seconds,
+            active_seconds=max(seconds - self.paused_seconds, 1e-9),
+            data_seconds=self.data_seconds,
+            tokens=self._timed_tokens,
+            flops=self._timed_flops,
+        )
+        logs: dict[str, float] = {}  # without what no step of the interval had, since all of them overflowed
         if self._targets or not self._skipped:
             logs["loss"] = loss_sum / max(self._targets, 1)
         if self._steps > self._skipped or not self._steps:
@@ -159,25 +142,16 @@ class TrainMetrics:
             logs["max_grad_norm"] = norm_max
         if self._total_skipped is not None:
             logs["skipped_steps"] = self._total_skipped
-        return logs
-
-    def _interval(self) -> Interval:
-        seconds = max(time.perf_counter() - self._mark, 1e-9)
-        return Interval(
-            steps=self._timed_steps,
-            seconds=seconds,
-            active_seconds=max(seconds - self._paused, 1e-9),
-            data_seconds=self._data_seconds,
-            tokens=self._timed_tokens,
-            flops=self._timed_flops,
-        )
-
-    def _reset(self) -> None:
-        self._loss_sum.zero_()
-        self._norm_square_sum.zero_()
-        self._norm_max.zero_()
+        logs |= {"tokens": self._tokens, "total_tokens": self.total_tokens, "total_flos": self.total_flops}
+        if interval.steps:
+            logs["tok_per_sec"] = interval.tokens / interval.active_seconds
+            logs["step_time"] = interval.active_seconds / interval.steps
+            logs["data_time"] = interval.data_seconds / interval.steps
+        for tensor in (self._loss_sum, self._norm_square_sum, self._norm_max):
+            tensor.zero_()
         self._steps = self._targets = self._tokens = self._skipped = 0
         self.restart_clock()
+        return logs, interval
 
     def mean_loss(self) -> float:
         """Token-weighted mean loss of the whole run, up to the last read."""
@@ -282,11 +256,7 @@ class Flops:
 
     def of_sequence(self, seq_len: int) -> float:
         """Of one sequence of ``seq_len`` tokens."""
-        return self.of_tokens(seq_len, seq_len * seq_len)
-
-    def of_tokens(self, tokens: int, square_lengths: int) -> float:
-        """Of sequences with so many tokens together, ``square_lengths`` being the sum of their lengths squared."""
-        return tokens * self.weights + square_lengths * self.attention
+        return seq_len * self.weights + seq_len * seq_len * self.attention
 
 
 def _attention(model: nn.Module) -> float:

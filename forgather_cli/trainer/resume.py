@@ -1,4 +1,4 @@
-"""What of a Trainer goes into a checkpoint, and how it comes back."""
+"""What of a run goes into a checkpoint, and how it comes back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +17,19 @@ from torch import Tensor
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
 from forgather_cli.checkpoint.gather import gather
+from forgather_cli.checkpoint.layout import plan
 from forgather_cli.checkpoint.load import Reader, best_valid, named, newest_valid
 from forgather_cli.checkpoint.restore import restore_components
 from forgather_cli.checkpoint.save import Checkpointer
+from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
+from forgather_cli.checkpoint.tensors import host_copy, write_index, write_share
 from forgather_cli.distributed import all_sum
 from forgather_cli.errors import CheckpointError
 from forgather_cli.models.parts import named_tensors, trainable_parameters
-from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import merge_group_states
 from forgather_cli.shards import box_of, local
 from forgather_cli.strategies.base import Stateful
-
-if TYPE_CHECKING:
-    from forgather_cli.trainer.trainer import Trainer
+from forgather_cli.trainer.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +44,20 @@ class _TrainerState:
 
     FIELDS = ("global_step", "best_metric", "best_global_step", "epoch")
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def state_dict(self) -> dict[str, Any]:
-        t = self._trainer
-        fields = {name: getattr(t.state, name) for name in self.FIELDS}
-        return {**fields, "seed": t.seed, "metrics": t.metrics.state_dict()}
+        run = self._run
+        fields = {name: getattr(run.state, name) for name in self.FIELDS}
+        return {**fields, "seed": run.seed, "metrics": run.metrics.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        t = self._trainer
+        run = self._run
         for name in self.FIELDS:
-            setattr(t.state, name, state[name])
-        t.metrics.load_state_dict(state["metrics"])
-        t.state.num_input_tokens_seen = t.metrics.total_tokens
+            setattr(run.state, name, state[name])
+        run.metrics.load_state_dict(state["metrics"])
+        run.state.num_input_tokens_seen = run.metrics.total_tokens
 
 
 class _RandomState:
@@ -83,17 +84,15 @@ class _RandomState:
 class _CallbackStates:
     """The states of all callbacks that have one, by name."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, callbacks: Mapping[str, Any]) -> None:
+        self._callbacks = callbacks
 
     def state_dict(self) -> dict[str, Any]:
-        stateful = {
-            n: c for n, c in self._trainer.callbacks.by_name.items() if callable(getattr(c, "state_dict", None))
-        }
+        stateful = {n: c for n, c in self._callbacks.items() if callable(getattr(c, "state_dict", None))}
         return {name: callback.state_dict() for name, callback in stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, callback in self._trainer.callbacks.by_name.items():
+        for name, callback in self._callbacks.items():
             if name in state and callable(getattr(callback, "load_state_dict", None)):
                 callback.load_state_dict(state[name])
 
@@ -125,66 +124,25 @@ class _ToCompare:
         raise AssertionError("never restored as a whole")
 
 
-class Persistence:
-    """A Trainer's checkpoints: saving, publishing, restoring. A context manager: leaving it ends the writer thread."""
+class Checkpoints:
+    """A run's checkpoints: saving, publishing, restoring. A context manager: leaving it ends the writer thread."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        world = trainer.world
+    def __init__(self, run: Run, callbacks: Mapping[str, Any]) -> None:
+        """``callbacks``: the run's, by name."""
+        self._run, self._callbacks = run, callbacks
         self._checkpointer = Checkpointer(
-            trainer.run_dir, args=trainer.args, group=trainer.cpu_group, rank=world.rank, world_size=world.size
+            run.run_dir, args=run.args, group=run.cpu_group, rank=run.world.rank, world_size=run.world.size
         )
         self._checkpointer.clean()
 
-    def __enter__(self) -> Persistence:
+    def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if failure is None:
-            self._checkpointer.close()
-        else:  # the other ranks may be gone, for whom a save would wait until save_timeout
-            self._checkpointer.close(patience=_PATIENCE)
+        # after a failure the other ranks may be gone, for whom a save would wait until save_timeout
+        self._checkpointer.close(patience=None if failure is None else _PATIENCE)
 
-    def _restorable(self) -> list[Component]:
-        t = self._trainer
-        assert t.train_loader is not None
-        position = Sharing.PER_RANK if t.train_loader.state_is_per_rank else Sharing.GLOBAL
-        return [
-            Component("trainer", _TrainerState(t), Sharing.GLOBAL),
-            Component("scheduler", t.lr_scheduler, Sharing.REPLICATED),
-            Component("data", t.epochs, position),
-            Component("callbacks", _CallbackStates(t), Sharing.GLOBAL),
-            Component("rng", _RandomState(), Sharing.PER_RANK),
-        ]
-
-    def _of_strategy(self) -> list[Component]:
-        own = self._trainer.strategy.own_state
-        return [] if own is None else [Component("strategy", _StrategyState(own), Sharing.PER_RANK)]
-
-    def _of_scaling(self) -> list[Component]:
-        scaler = self._trainer.strategy.scaler
-        return [] if scaler is None else [Component("loss_scale", scaler, Sharing.REPLICATED)]
-
-    def _components(self) -> list[Component]:
-        """Collective."""
-        t = self._trainer
-        groups = _ToCompare(merge_group_states(gather(t.optimizer.group_state(), t.cpu_group)))
-        identity = _ToCompare(self._identity())
-        moments = _ToCompare(t.optimizer.state_tensors() if t.strategy.averaging is not None else {})
-        own = [Component(OWN_MOMENTS, moments, Sharing.PER_RANK)] if t.strategy.averaging is not None else []
-        if t.args.save_only_model:
-            return [*self._restorable(), *self._of_scaling(), Component("identity", identity, Sharing.GLOBAL)]
-        return [
-            *self._restorable(),
-            *self._of_strategy(),
-            *self._of_scaling(),
-            *own,
-            Component("optimizer", groups, Sharing.GLOBAL),
-            Component("identity", identity, Sharing.GLOBAL),
-        ]
-
-    def _identity(self) -> dict[str, Any]:
-        return {"config": self._trainer.config_tree, "data": self._trainer.data_description}
+    # --------------------------------------------------------------------------------------------------------- saving
 
     def trial(self) -> None:
         """Collective. Before the first step: try to store every state, to write, and look for room. Whatever
@@ -192,44 +150,35 @@ class Persistence:
         """
         model, optimizer = self._model_rows(), self._optimizer_rows()
         # AdamW's two moments, before the first step makes them
-        expected = 0 if optimizer or self._trainer.args.save_only_model else 2 * total_bytes(model)
+        expected = 0 if optimizer or self._run.args.save_only_model else 2 * total_bytes(model)
         self._checkpointer.trial(self._components(), rows={**model, **optimizer}, num_bytes=expected)
 
-    def save(self, metrics: dict[str, float], *, final: bool) -> bool:
-        """Collective. Begin a checkpoint of this step; returns once the state is copied. False: it failed."""
-        t = self._trainer
-        t.metrics.fold()
+    def save(self, metrics: dict[str, float], *, rollbacks: int) -> bool:
+        """Collective. Begin a checkpoint of this step; returns once the state is copied. False: it failed.
+
+        ``rollbacks``: how many of them lie behind.
+        """
+        run, identity = self._run, self._identity()
+        run.metrics.fold()
         return self._checkpointer.save(
-            t.state.global_step,
+            run.state.global_step,
             model=self._model_rows(),
             optimizer=self._optimizer_rows(),
             components=self._components(),
-            write_model_files=lambda directory: write_model_files(t.model, t.processing_class, directory),
+            write_model_files=run.write_model_files,
             info={
-                "strategy": t.strategy.name,
-                "final": final,
-                "rollbacks": t.recovery.behind,
-                "epoch": t.state.epoch,
-                "config_fingerprint": _fingerprint(self._identity()),
+                "strategy": run.strategy.name,
+                "final": run.state.global_step == run.state.max_steps,
+                "rollbacks": rollbacks,
+                "epoch": run.state.epoch,
+                # a checkpoint of another run at the same step is not taken for this one's
+                "config_fingerprint": hashlib.sha256(
+                    json.dumps(identity, sort_keys=True, default=str).encode()
+                ).hexdigest()[:16],
             },
             metrics=metrics,
-            healthy=t.state.healthy,
+            healthy=run.state.healthy,
         )
-
-    def _model_rows(self) -> dict[str, LocalShard]:
-        """Buffers, which may differ between ranks (batch statistics), are those of the first data rank."""
-        strategy = self._trainer.strategy
-        kept = {n: t for n, t in named_tensors(strategy.parts).items() if _is_parameter(t) or strategy.data_rank == 0}
-        # a buffer may be a mask of infinities
-        return {n: LocalShard(t, must_be_finite=_is_parameter(t)) for n, t in kept.items()}
-
-    def _optimizer_rows(self) -> dict[str, LocalShard]:
-        """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
-        t = self._trainer
-        tensors = {} if t.args.save_only_model else t.optimizer.state_tensors()
-        if t.strategy.averaging is not None:
-            tensors = {n: all_sum(v.detach().clone(), t.world.group).div_(t.world.size) for n, v in tensors.items()}
-        return {name: LocalShard(tensor) for name, tensor in tensors.items()}
 
     @property
     def is_done(self) -> bool:
@@ -243,14 +192,65 @@ class Persistence:
 
     def published(self) -> list[Path]:
         """Checkpoints published since the last call."""
-        paths = self._checkpointer.poll()
-        for path in paths:
-            self._trainer.recovery.published(path)
-        return paths
+        return self._checkpointer.poll()
 
     def wait(self) -> None:
         """Until the save in flight is published or has failed."""
         self._checkpointer.wait()
+
+    def _components(self) -> list[Component]:
+        """Collective. All that is saved beside weights and moments."""
+        run = self._run
+        groups = _ToCompare(merge_group_states(gather(run.optimizer.group_state(), run.cpu_group)))
+        identity = Component("identity", _ToCompare(self._identity()), Sharing.GLOBAL)
+        if run.args.save_only_model:
+            return [*self._restorable(), *self._of_scaling(), identity]
+        own = [] if run.strategy.averaging is None else [_ToCompare(run.optimizer.state_tensors())]
+        return [
+            *self._restorable(),
+            *self._of_strategy(),
+            *self._of_scaling(),
+            *(Component(OWN_MOMENTS, moments, Sharing.PER_RANK) for moments in own),
+            Component("optimizer", groups, Sharing.GLOBAL),
+            identity,
+        ]
+
+    def _restorable(self) -> list[Component]:
+        run = self._run
+        position = Sharing.PER_RANK if run.epochs.loader.state_is_per_rank else Sharing.GLOBAL
+        return [
+            Component("trainer", _TrainerState(run), Sharing.GLOBAL),
+            Component("scheduler", run.lr_scheduler, Sharing.REPLICATED),
+            Component("data", run.epochs, position),
+            Component("callbacks", _CallbackStates(self._callbacks), Sharing.GLOBAL),
+            Component("rng", _RandomState(), Sharing.PER_RANK),
+        ]
+
+    def _of_strategy(self) -> list[Component]:
+        own = self._run.strategy.own_state
+        return [] if own is None else [Component("strategy", _StrategyState(own), Sharing.PER_RANK)]
+
+    def _of_scaling(self) -> list[Component]:
+        scaler = self._run.strategy.scaler
+        return [] if scaler is None else [Component("loss_scale", scaler, Sharing.REPLICATED)]
+
+    def _identity(self) -> dict[str, Any]:
+        return {"config": self._run.config_tree, "data": self._run.data_description}
+
+    def _model_rows(self) -> dict[str, LocalShard]:
+        """Buffers, which may differ between ranks (batch statistics), are those of the first data rank."""
+        strategy = self._run.strategy
+        kept = {n: t for n, t in named_tensors(strategy.parts).items() if _is_parameter(t) or strategy.data_rank == 0}
+        # a buffer may be a mask of infinities
+        return {n: LocalShard(t, must_be_finite=_is_parameter(t)) for n, t in kept.items()}
+
+    def _optimizer_rows(self) -> dict[str, LocalShard]:
+        """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
+        run = self._run
+        tensors = {} if run.args.save_only_model else run.optimizer.state_tensors()
+        if run.strategy.averaging is not None:
+            tensors = {n: all_sum(v.detach().clone(), run.world.group).div_(run.world.size) for n, v in tensors.items()}
+        return {name: LocalShard(tensor) for name, tensor in tensors.items()}
 
     # ------------------------------------------------------------------------------------------------------ restoring
 
@@ -259,121 +259,123 @@ class Persistence:
 
         Raises CheckpointError.
         """
-        verify = self._trainer.args.verify_checkpoint
+        verify, group = self._run.args.verify_checkpoint, self._run.cpu_group
         if resume is not True:
-            return named(Path(str(resume)), verify, self._trainer.cpu_group)
-        newest = newest_valid(self._trainer.run_dir, verify, self._trainer.cpu_group)
+            return named(Path(str(resume)), verify, group)
+        newest = newest_valid(self._run.run_dir, verify, group)
         if newest is None:
-            log.info("no checkpoint in %s yet: starting fresh", self._trainer.run_dir.root)
+            log.info("no checkpoint in %s yet: starting fresh", self._run.run_dir.root)
         return newest
 
-    def restore(self, reader: Reader) -> None:
-        """Collective. Put the run back to a checkpoint. Raises CheckpointError when it does not fit this run."""
-        t, wanted = self._trainer, self._wanted()
-        self._compare(reader, wanted)
-        if t.args.ignore_data_skip:
+    def restore(self, reader: Reader, position: Callable[[Reader], Any]) -> None:
+        """Collective. Put the run back to a checkpoint, and the data to the ``position`` that belongs to it.
+
+        Raises CheckpointError when it does not fit this run.
+        """
+        run = self._run
+        components = run.args.resume_components
+        wanted: set[str] = {*COMPONENTS} if components == "all" else {*components}
+        if "identity" in reader.components():
+            refused, logged = compare_configs(reader.state("identity"), self._identity(), wanted)
+            if refused:
+                raise CheckpointError(f"cannot resume from {reader.path}:\n" + "\n".join(refused))
+            for line in logged:
+                log.warning("%s", line)
+        if run.args.ignore_data_skip:
             wanted.discard("data")
         if "data" in wanted and "data" in reader.components():
-            t.epochs.load_state_dict(t.recovery.position(reader))
+            run.epochs.load_state_dict(position(reader))
             wanted.discard("data")
         self.put_back(reader, wanted)
-        t.state.resumed_step = t.state.global_step
+        run.state.resumed_step = run.state.global_step
         log.info("resumed from %s at step %d", reader.path, reader.step)
 
     def put_back(self, reader: Reader, wanted: set[str]) -> None:
         """Collective. The components ``wanted``, as a checkpoint has them."""
-        t = self._trainer
+        run = self._run
+        rank, size = run.world.rank, run.world.size
         if "model" in wanted:
-            load_model(reader, named_tensors(t.strategy.parts), t.cpu_group)
+            load_model(reader, named_tensors(run.strategy.parts), run.cpu_group)
         if "optimizer" in wanted:
             self._restore_optimizer(reader)
             restore_components(reader, self._of_scaling())
-        restore_components(reader, self._restorable(), rank=t.world.rank, world_size=t.world.size, only=wanted)
+        restore_components(reader, self._restorable(), rank=rank, world_size=size, only=wanted)
         if "optimizer" in wanted and "strategy" in reader.components():
             # how gradients come about belongs to how they are used; another number of ranks goes on with rank 0's
-            same = reader.manifest.world_size == t.world.size
-            restore_components(reader, self._of_strategy(), rank=t.world.rank if same else 0)
-
-    def _wanted(self) -> set[str]:
-        wanted = self._trainer.args.resume_components
-        return set(COMPONENTS) if wanted == "all" else set(wanted)
-
-    def _compare(self, reader: Reader, wanted: set[str]) -> None:
-        t = self._trainer
-        if "identity" not in reader.components():
-            return
-        saved = reader.state("identity")
-        refused, logged = compare_configs(saved, {"config": t.config_tree, "data": t.data_description}, wanted)
-        if refused:
-            raise CheckpointError(f"cannot resume from {reader.path}:\n" + "\n".join(refused))
-        for line in logged:
-            log.warning("%s", line)
+            restore_components(reader, self._of_strategy(), rank=rank if reader.manifest.world_size == size else 0)
 
     def _restore_optimizer(self, reader: Reader) -> None:
         """Collective. Each rank reads the rows of moments that it holds of the parameters."""
-        t = self._trainer
+        run = self._run
         if "optimizer" not in reader.components():
             log.warning("%s has no optimizer state: moments start at zero", reader.path)
             return
         groups = reader.state("optimizer")
-        parameters = dict(trainable_parameters(t.strategy.parts))
-        tensors = self._own_moments(reader) or {
-            f"{name}.{key}": self._read_moment(reader, name, key, parameter)
-            for name, parameter in parameters.items()
-            for key in groups["tensors"].get(name, ())
-        }
-        trained = set().union(*gather(list(parameters), t.cpu_group))
-        changes = t.optimizer.load(tensors, groups, all_names=trained)
-        if not t.config_tree:  # else the settings behind them have been told already
+        parameters = dict(trainable_parameters(run.strategy.parts))
+        tensors: dict[str, Tensor] = {}
+        if run.strategy.averaging is not None and OWN_MOMENTS in reader.components():
+            if reader.manifest.world_size == run.world.size:
+                tensors = reader.state(OWN_MOMENTS, run.world.rank)
+            else:
+                log.warning(
+                    "each rank's own moments were saved by %d ranks: going on with their mean",
+                    reader.manifest.world_size,
+                )
+        if not tensors:
+            tensors = {
+                f"{name}.{key}": _read_moment(reader, name, key, parameter)
+                for name, parameter in parameters.items()
+                for key in groups["tensors"].get(name, ())
+            }
+        trained = set().union(*gather(list(parameters), run.cpu_group))
+        changes = run.optimizer.load(tensors, groups, all_names=trained)
+        if not run.config_tree:  # else the settings behind them have been told already
             for line in changes:
                 log.warning("optimizer: %s", line)
 
-    def _own_moments(self, reader: Reader) -> dict[str, Tensor]:
-        """This rank's, where ranks have moments of their own and this is one of the ranks that saved them."""
-        t = self._trainer
-        if t.strategy.averaging is None or OWN_MOMENTS not in reader.components():
-            return {}
-        if reader.manifest.world_size != t.world.size:
-            log.warning(
-                "each rank's own moments were saved by %d ranks: going on with their mean", reader.manifest.world_size
-            )
-            return {}
-        own: dict[str, Tensor] = reader.state(OWN_MOMENTS, t.world.rank)
-        return own
-
-    def _read_moment(self, reader: Reader, name: str, key: str, parameter: Tensor) -> Tensor:
-        """The parameter's rows of a moment of its shape; others, like step counters, whole. Moments in the dtype of
-        their weights follow these into another one (``precision`` has been changed).
-        """
-        moment = f"{name}.{key}"
-        whole = reader.shape(moment, "optimizer") != tuple(parameter.shape) or not parameter.ndim
-        read = reader.read(moment, "optimizer") if whole else reader.read_box(moment, "optimizer", box_of(parameter))
-        follows = key != "step" and reader.dtype(moment, "optimizer") == reader.dtype(name)
-        return read.to(parameter.dtype) if follows else read
-
     def load_best(self) -> None:
         """Collective. Put the best of the checkpoints that are kept and whole into the model, and say which it is."""
-        t, rule = self._trainer, self._checkpointer.best_by
-        best = best_valid(t.run_dir, rule, t.args.verify_checkpoint, t.cpu_group)
+        run, rule = self._run, self._checkpointer.best_by
+        best = best_valid(run.run_dir, rule, run.args.verify_checkpoint, run.cpu_group)
         if best is None:
             log.warning(
                 "load_best_model_at_end: no whole and healthy checkpoint has %s; the weights stay those of step %d",
-                rule.metric, t.state.global_step,
+                rule.metric, run.state.global_step,
             )  # fmt: skip
             return
-        load_model(best, named_tensors(t.strategy.parts), t.cpu_group)
-        t.state.best_model_checkpoint = str(best.path)
+        load_model(best, named_tensors(run.strategy.parts), run.cpu_group)
+        run.state.best_model_checkpoint = str(best.path)
         value = rule.value(best.manifest.metrics)
         log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, rule.metric, value, best.path)
+
+
+def _read_moment(reader: Reader, name: str, key: str, parameter: Tensor) -> Tensor:
+    """The parameter's rows of a moment of its shape; others, like step counters, whole. Moments in the dtype of their
+    weights follow these into another one (``precision`` has been changed).
+    """
+    moment = f"{name}.{key}"
+    whole = reader.shape(moment, "optimizer") != tuple(parameter.shape) or not parameter.ndim
+    read = reader.read(moment, "optimizer") if whole else reader.read_box(moment, "optimizer", box_of(parameter))
+    follows = key != "step" and reader.dtype(moment, "optimizer") == reader.dtype(name)
+    return read.to(parameter.dtype) if follows else read
 
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-def _fingerprint(identity: dict[str, Any]) -> str:
-    """Of settings and data: a checkpoint of another run at the same step is not taken for this one's."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def save_model(run: Run, directory: Path) -> None:
+    """Collective. Write a Hugging Face directory: weights, and config and tokenizer where they are known."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rank, group = run.world.rank, run.cpu_group
+    shards = {name: LocalShard(tensor) for name, tensor in named_tensors(run.strategy.parts).items()}
+    files = plan(gather([shard.piece(name) for name, shard in shards.items()], group), "model")
+    parts = parts_to_write(files, rank, shards, exchange_of(shards.values()))
+    write_share(directory, files, rank, {name: host_copy(rows) for name, rows in parts})
+    if rank == 0:
+        write_index(directory, files)
+        run.write_model_files(directory)
+    gather(None, group)  # no rank goes on before the directory is whole
 
 
 @torch.no_grad()

@@ -1,25 +1,26 @@
-"""What ranks agree on: small sums of int64 over an own CPU group, started early and read late.
+"""What ranks agree on: how much data the next step has, and whether the run was asked to save, to stop or to abort.
 
-The ticket of a training step travels while the step before it is computed, so the device never waits for it. Nothing
-else is agreed on between ranks, except where they all wait anyway (evaluation batches, generated tokens).
+A step's numbers are summed over an own CPU group. The sum is started when the step is fetched, while the one before it
+is computed, so the device never waits for it. On one device nothing is summed: after each step it looks for requests.
+Nothing else is agreed on between ranks, except where they all wait anyway (evaluation batches, generated tokens).
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forgather_cli.callbacks.base import Asked, Commands, TrainerControl
 from forgather_cli.data.loaders.collate import Batch, Step
 
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """In the order in which they win, when ranks have got different ones."""
-NUM_STOPS = len(_STOPS)
 
 
 class Sum:
@@ -41,8 +42,7 @@ class Sum:
         return self._numbers
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What the batches of one optimizer step hold."""
 
     targets: int = 0
@@ -62,58 +62,110 @@ class Counts:
             squares += rows * length * length
         return cls(step.num_targets, tokens, squares, step.num_samples)
 
-    def numbers(self) -> list[int]:
-        return [self.targets, self.tokens, self.square_lengths, self.samples]
-
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks read from one ticket alike."""
+    """What all ranks know of the step that comes next."""
 
     counts: Counts
     """Of the whole step: data that several ranks read alike counts once."""
     has_data: bool
     """No rank has run out."""
-    asked: list[int]
-    """Sums of what ranks were told (``Stopping.ask``)."""
     saved: bool
     """No rank is still writing a checkpoint."""
+    requests: list[int]
+    """Sums of what ranks were asked for (``StepSync.requests``)."""
 
 
-class Ticket:
-    """The agreement on the step that comes next. ``copies``: ranks that read the same data."""
+class StepSync:
+    """The agreement of all ranks on each step, and on what the run is asked for: by a signal, which ``should_stop``
+    tells on the rank that got it and ``on_stop`` hears once all act on it, by ``commands``, or by a callback that
+    aborts on one rank.
+
+    ``group``: a CPU group of all ranks, None on one device; ``copies``: ranks that read the same data.
+    """
 
     def __init__(
-        self, step: Step | None, *, asked: Sequence[int], saved: bool, world: int, copies: int, group: Any
+        self,
+        control: TrainerControl,
+        should_stop: Callable[[], int | None],
+        on_stop: Callable[[int], None],
+        *,
+        group: Any = None,
+        world_size: int = 1,
+        copies: int = 1,
     ) -> None:
-        """Collective. ``asked``: what this rank was told, as numbers to be summed."""
-        counts = Counts() if step is None else Counts.of(step)
-        self._world, self._copies = world, copies
-        self._sum = Sum([*counts.numbers(), int(step is not None), int(saved), *asked], group)
+        self._control, self._should_stop, self._on_stop = control, should_stop, on_stop
+        self._group, self._world_size, self._copies = group, world_size, copies
+        self._under_way: Sum | None = None
         self._agreed: Agreed | None = None
+        self.commands: Commands | None = None
+        """May be set until training begins, on every rank; on all but rank 0 it is asked for nothing."""
+        self.signum: int | None = None
+        """The signal that ends training, once it is agreed on."""
+        self.applied = Asked()
+        """The commands that all ranks have acted on."""
 
-    def read(self) -> Agreed:
-        """What was agreed; waits for the ranks that are behind."""
-        if self._agreed is None:
-            *counts, ready, saved = (sums := self._sum.read())[:6]
-            self._agreed = Agreed(
-                counts=Counts(*(count // self._copies for count in counts)),
-                has_data=ready == self._world,
-                asked=sums[6:],
-                saved=saved == self._world,
-            )
+    # -------------------------------------------------------------------------------------------------- the next step
+
+    def start(self, step: Step | None, *, saved: bool) -> None:
+        """Collective. Begin to agree on the step that this rank has fetched; None: it has no more data."""
+        counts = Counts() if step is None else Counts.of(step)
+        self._agreed = None
+        self._under_way = Sum([*counts, int(step is not None), int(saved), *self.requests()], self._group)
+
+    def read(self) -> Agreed | None:
+        """What was agreed on the next step, None if none is fetched yet; waits for the ranks that are behind."""
+        if self._agreed is None and self._under_way is not None:
+            *counts, ready, saved = (sums := self._under_way.read())[:6]
+            whole = Counts(*(count // self._copies for count in counts))
+            self._agreed = Agreed(whole, ready == self._world_size, saved == self._world_size, sums[6:])
         return self._agreed
 
+    def clear(self) -> None:
+        """The next step is not fetched any more: it was handed out, or the data go on elsewhere."""
+        self._under_way = self._agreed = None
 
-def stop_numbers(stop: int | None) -> list[int]:
-    """A signal as numbers to be summed; one that is not known counts as SIGTERM."""
-    known = stop if stop in _STOPS else signal.SIGTERM
-    return [int(bool(stop) and known == signum) for signum in _STOPS]
+    # ------------------------------------------------------------------------------------------------------- requests
 
+    def poll(self) -> bool:
+        """Collective. True if any rank was asked to stop. Waits for all ranks."""
+        if self._group is not None:
+            return self.apply_requests(Sum(self.requests(), self._group).read())
+        stop = self._should_stop()
+        asked = self.applied if self.commands is None else self.commands.asked()
+        if not stop and asked == self.applied:  # as after nearly every step
+            return self._control.should_abort_without_save or self.signum is not None
+        return self.apply_requests(self._as_numbers(stop, asked))
 
-def stop_of(sums: Sequence[int]) -> int | None:
-    """The signal that any rank has got."""
-    return next((int(signum) for signum, count in zip(_STOPS, sums, strict=True) if count), None)
+    def requests(self) -> list[int]:
+        """What this rank was asked for, as numbers to be summed over ranks."""
+        return self._as_numbers(self._should_stop(), Asked() if self.commands is None else self.commands.asked())
+
+    def _as_numbers(self, stop: int | None, asked: Asked) -> list[int]:
+        known = stop if stop in STOP_SIGNALS else signal.SIGTERM
+        stops = [int(bool(stop) and known == signum) for signum in STOP_SIGNALS]
+        return [int(self._control.should_abort_without_save), *stops, *asked]
+
+    def apply_requests(self, sums: Sequence[int]) -> bool:
+        """Act on what any rank was asked for; True if an evaluation or a generation is to be given up."""
+        control, commands = self._control, 1 + len(STOP_SIGNALS)
+        control.should_abort_without_save |= sums[0] > 0
+        signum = next((int(s) for s, count in zip(STOP_SIGNALS, sums[1:commands], strict=True) if count), None)
+        if signum is not None and self.signum is None:
+            self.signum = signum
+            self._on_stop(signum)
+        asked = Asked(*sums[commands:])
+        new = asked.since(self.applied)
+        if max(new) > 0:  # below zero: a sum that was started before the last one
+            self.applied = asked
+            control.should_save |= new.saves > 0
+            control.should_training_stop |= new.stops > 0 or new.aborts > 0
+            control.should_abort_without_save |= new.aborts > 0
+            if self.commands is not None:
+                self.commands.agreed(asked)
+        stops = max(new.stops, new.aborts) > 0
+        return control.should_abort_without_save or self.signum is not None or stops
 
 
 def without_targets(batch: Batch) -> Batch:

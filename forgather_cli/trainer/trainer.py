@@ -1,7 +1,7 @@
 """The training loop: one for all models, data and strategies.
 
 ``Trainer.train`` repeats epochs, ``Trainer.step`` is one optimizer step, ``Strategy.forward_backward`` computes its
-gradients. What to do between steps (log, evaluate, save, stop) is decided by absolute step numbers (``schedule``).
+gradients. What to do after a step (log, evaluate, save, stop) is decided by absolute step numbers (``StepEnd``).
 """
 
 from __future__ import annotations
@@ -24,35 +24,38 @@ from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.loaders.data_ranks import DataRanks
-from forgather_cli.data.loaders.loader import EvalLoader, Microbatched, TrainLoader
+from forgather_cli.data.loaders.loader import EvalLoader, Microbatched
 from forgather_cli.distributed import clip_grad_norm, cpu_group, world
 from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.models.parts import trainable_parameters
+from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
-from forgather_cli.trainer import results, setup
+from forgather_cli.trainer import loaders, run_files
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, placed
-from forgather_cli.trainer.best import track_best
-from forgather_cli.trainer.describe import describe
-from forgather_cli.trainer.device_errors import evaluation_explained, step_explained
+from forgather_cli.trainer.device_errors import evaluation_explained, explain_step
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
 from forgather_cli.trainer.evaluate import (
     PredictionOutput,
     Predictions,
-    Uninterrupted,
     evaluate,
     in_rounds,
+    track_best,
     users_metrics,
 )
+from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.from_python import Objects, checked_config, described_data
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings
-from forgather_cli.trainer.process import garbage_collection, seed_step
+from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
-from forgather_cli.trainer.resume import Persistence
+from forgather_cli.trainer.resume import Checkpoints, save_model
+from forgather_cli.trainer.run import Run, describe
 from forgather_cli.trainer.run_files import RunFiles
-from forgather_cli.trainer.step_end import BetweenSteps
-from forgather_cli.trainer.stopping import Stopping
+from forgather_cli.trainer.setup import model_spec, num_parameters
+from forgather_cli.trainer.step_end import StepEnd
+from forgather_cli.trainer.step_sync import StepSync
 
 log = logging.getLogger(__name__)
 
@@ -115,17 +118,12 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
-        self.config_tree = config_tree or {}
-        self.data_description = data_description or {}
-        logging_dir = None if self.args.logging_dir is None else Path(self.args.logging_dir)
-        self.run_dir = RunDir(Path(self.args.output_dir or "trainer_output"), logging_dir)
-        self.optimizer: Any = None
-        self.lr_scheduler: Any = None
-        self.used_lr: float | None = None
-        """Of the newest update."""
-        self.train_loader: TrainLoader | None = None
-        self.eval_loader: EvalLoader | None = None
+        self._should_stop, self._on_stop = should_stop, on_stop
         self._warned_no_targets = False
+        run_dir = RunDir(
+            Path(self.args.output_dir or "trainer_output"),
+            None if self.args.logging_dir is None else Path(self.args.logging_dir),
+        )
         self._make_optimizer = OptimizerRecipe(
             self.args,
             optimizers,
@@ -134,6 +132,9 @@ class Trainer:
             lr_scheduler_factory,
             as_group_settings(optimizer_groups),
         )
+
+        # A script's settings and objects are checked, recorded and shown like a recipe.
+        callbacks = list(callbacks)
         self._files: RunFiles | None = None
         if isinstance(self.args, TrainingArguments):
             objects = Objects(
@@ -147,28 +148,43 @@ class Trainer:
                 enable_checkpointing=enable_activation_checkpoint_fn,
             )
             config = checked_config(self.args, objects)
-            self._files = RunFiles(self, config)
-            self.config_tree, self.data_description = self._files.tree, described_data(objects)
-            callbacks = [*self._files.callbacks(config, given := list(callbacks)), *given]
+            self._files = RunFiles(run_dir, config)
+            config_tree, data_description = self._files.tree, described_data(objects)
+            callbacks = [*self._files.callbacks(config, callbacks), *callbacks]
 
-        self.strategy = made_strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
-        self.world, self.cpu_group = world(), cpu_group()
-        self.seed = self._agreed_seed()
-        setup.prepare_process(self.args, self.seed)
-        self.state, self.control = self._fresh_state(), TrainerControl()
-        self.stopping = Stopping(self, should_stop, on_stop)
-        spec = setup.model_spec(
-            model_init or partial(_itself, model),
+        # The strategy joins the ranks: from here on they can agree on something.
+        strategy = made_strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
+        here, group = world(), cpu_group()
+        drawn = int.from_bytes(os.urandom(4), "little") >> 1
+        seed = self.args.seed if self.args.seed >= 0 else gather(drawn, group)[0]
+        prepare_process(self.args, seed)
+
+        # The model: built, adapted, cut and filled as the strategy does it.
+        spec = model_spec(
+            model_init or partial(_same, model),
             self.args,
-            self.strategy,
-            init=None if init_weights is None else lambda part: init_weights(part, self.seed),
+            strategy,
+            init=None if init_weights is None else lambda part: init_weights(part, seed),
             enable_checkpointing=enable_activation_checkpoint_fn,
         )
-        self.strategy.materialize(spec)
-        self.model: nn.Module = self.strategy.parts[0]
-        self.collate_fn = setup.collate_fn(self.args, self.model, data_collator)
-        self.num_parameters = setup.num_parameters(self.strategy.parts, self.cpu_group)
+        strategy.materialize(spec)
+        self.model: nn.Module = strategy.parts[0]
+        self.num_parameters = num_parameters(strategy.parts, group)
+        self._collate_fn = loaders.collate_fn(self.args, self.model, data_collator)
 
+        self.run = Run(
+            args=self.args,
+            run_dir=run_dir,
+            config_tree=config_tree or {},
+            data_description=data_description or {},
+            world=here,
+            cpu_group=group,
+            strategy=strategy,
+            seed=seed,
+            emit=self.emit,
+            write_model_files=lambda directory: write_model_files(self.model, self.processing_class, directory),
+        )
+        self._start_over()
         self.callbacks = CallbackList()
         for entry in callbacks:
             name, callback = entry if isinstance(entry, tuple) else (None, entry)
@@ -198,46 +214,46 @@ class Trainer:
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self._files is None:  # whoever gave a recipe's settings has the directory
             return self._train(resume)
-        with self._files.taken(resume=resume is not False):
+        with self._files.taken(self.run, self.callbacks, self.finish, resume=resume is not False):
             return self._train(resume)
 
     def _train(self, resume: bool | str) -> TrainOutput:
         self._prepare(resume)
+        run = self.run
         try:
-            with garbage_collection(self.args) as self._garbage, self.persistence:
+            with garbage_collection(self.args) as self._garbage, self.checkpoints:
                 self.emit("on_train_begin")
-                self._between_steps.at_start()
-                while not self._finished():
+                self._step_end.at_start()
+                while not self._is_finished():
                     self._train_epoch()
-                    if self._finished():
-                        self._between_steps.last_look()  # which may find that training goes on, some steps back
-                metrics = self._between_steps.finish()
+                    if self._is_finished():
+                        self._step_end.after_last_step()  # which may find that training goes on, some steps back
+                metrics = self._step_end.finish()
                 self.emit("on_train_end")
-                self.recovery.raise_if_diverged()
+                self._recovery.raise_if_diverged()
         except BaseException as error:
             self.emit("on_exception", quietly=True, exception=error)
             raise
-        return TrainOutput(self.state.global_step, self.metrics.mean_loss(), metrics)
+        return TrainOutput(run.state.global_step, run.metrics.mean_loss(), metrics)
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Loss and perplexity over the whole evaluation split. Builds no optimizer. Emits on_log and on_evaluate."""
-        what = f"the evaluation at step {self.state.global_step}"
+        state = self.state
+        what = f"the evaluation at step {state.global_step}"
         predictions = None if self.compute_metrics is None else self._predictions()
-        metrics = self._evaluated(eval_dataset, metric_key_prefix, what, self.stopping, predictions)[1]
-        metrics["epoch"] = self.state.epoch
-        self.state.log_history.append({**metrics, "step": self.state.global_step})
+        _, metrics = self._evaluated(eval_dataset, metric_key_prefix, what, self.run.sync, predictions)
+        metrics["epoch"] = state.epoch
+        state.log_history.append({**metrics, "step": state.global_step})
         self.emit("on_log", logs=metrics)
         self.emit("on_evaluate", metrics=metrics)
-        track_best(self.args, self.state, metrics)  # after it: Hugging Face's early stopping compares with the old best
+        track_best(self.args, state, metrics)  # after it: Hugging Face's early stopping compares with the old best
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Logits and labels of every example, the loss, and the metrics of ``compute_metrics``. Builds no optimizer.
         Emits on_predict.
         """
-        arrays, metrics = self._evaluated(
-            test_dataset, metric_key_prefix, "the prediction", Uninterrupted(), self._predictions()
-        )
+        arrays, metrics = self._evaluated(test_dataset, metric_key_prefix, "the prediction", None, self._predictions())
         self.emit("on_predict", metrics=metrics)
         return PredictionOutput(arrays.get("predictions"), arrays.get("labels"), metrics)
 
@@ -254,16 +270,17 @@ class Trainer:
         )
 
     def _evaluated(
-        self, dataset: Any, prefix: str, what: str, interrupts: Any, predictions: Predictions | None
+        self, dataset: Any, prefix: str, what: str, sync: StepSync | None, predictions: Predictions | None
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Collective. What the model says of a split, by name, where ``predictions`` keeps it; and the metrics."""
-        rounds = in_rounds(self._eval_loader(dataset), self.cpu_group, interrupts)
+        run = self.run
+        rounds = in_rounds(self.get_eval_dataloader(dataset), run.cpu_group, sync)
         on_batch = partial(self.emit, "on_prediction_step")
-        with evaluation_explained(what, rounds, self.args, self.strategy, self.optimizer) as watched:
+        with evaluation_explained(what, rounds, self.args, run.strategy, run.optimizer) as watched:
             metrics = evaluate(
-                self.strategy, watched, self.world, prefix=prefix, on_batch=on_batch, predictions=predictions
+                run.strategy, watched, run.world, prefix=prefix, on_batch=on_batch, predictions=predictions
             )
-        arrays = {} if predictions is None else predictions.gathered(self.cpu_group)
+        arrays = {} if predictions is None else predictions.gathered(run.cpu_group)
         if self.compute_metrics is not None and arrays.get("labels") is not None:
             metrics |= users_metrics(self.compute_metrics, arrays, prefix)
         return arrays, metrics
@@ -272,12 +289,46 @@ class Trainer:
         """Collective. One epoch of this rank's training batches, from its beginning, in the order of training."""
         if self.train_dataset is None:
             raise DataError("train_dataset: missing; give the Trainer one")
-        self.batch_plan = batch_plan(self.args, self.strategy.data_size, multiple_of=self.strategy.batch_multiple)
-        return Microbatched(setup.train_loader(self))
+        strategy = self.strategy
+        self.run.batch_plan = batch_plan(self.args, strategy.data_size, multiple_of=strategy.batch_multiple)
+        return Microbatched(loaders.train_loader(self.run, self.train_dataset, self._collate_fn, self._data_ranks))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:
         """Collective. This rank's batches of a split (default: ``eval_dataset``), every example once over all ranks."""
-        return self._eval_loader(eval_dataset)
+        run, dataset = self.run, self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise DataError("eval_dataset: missing; evaluation needs one (or set eval_strategy=no)")
+        if run.eval_loader is None or run.eval_loader.dataset is not dataset:
+            run.eval_loader = loaders.eval_loader(self.args, run.strategy, dataset, self._data_ranks, self._collate_fn)
+        return run.eval_loader
+
+    @property
+    def state(self) -> TrainerState:
+        """How far training is."""
+        return self.run.state
+
+    @property
+    def control(self) -> TrainerControl:
+        """What is asked of the loop."""
+        return self.run.control
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.run.strategy
+
+    @property
+    def optimizer(self) -> Any:
+        """None before training."""
+        return self.run.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """None before training."""
+        return self.run.lr_scheduler
+
+    @property
+    def run_dir(self) -> RunDir:
+        return self.run.run_dir
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0 of all."""
@@ -290,21 +341,21 @@ class Trainer:
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of ``split`` (train, eval, test), on rank 0."""
         if self.is_world_process_zero():
-            results.show(split, metrics)
+            run_files.print_metrics(split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write ``<split>_results.json`` into ``output_dir``, and with ``combined`` add to ``all_results.json``."""
         if self.is_world_process_zero():
-            results.save(self.run_dir.root, split, metrics, combined=combined)
+            run_files.save_metrics(self.run_dir.root, split, metrics, combined=combined)
 
     def save_state(self) -> None:
         """Write the counters and the log history as ``trainer_state.json`` into ``output_dir``."""
         if self.is_world_process_zero():
-            results.write(self.run_dir.root / "trainer_state.json", asdict(self.state))
+            run_files.write_json(self.run_dir.root / "trainer_state.json", asdict(self.state))
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and tokenizer as a Hugging Face directory (default: ``output_dir``)."""
-        setup.save_model(self, Path(output_dir or self.run_dir.root))
+        save_model(self.run, Path(output_dir or self.run_dir.root))
 
     @property
     def tensorboard(self) -> Any:
@@ -317,103 +368,116 @@ class Trainer:
 
     def info(self) -> dict[str, Any]:
         """What is about to be trained, flat and printable."""
-        return describe(self)
+        return describe(self.run, self.num_parameters)
 
-    # --------------------------------------------------------------------------------------------------- preparation
+    def finish(self) -> ExitStatus:
+        """How training has ended; rank 0 leaves it in the run directory. Raises TrainingError (``finish``)."""
+        return finish(self.run, self.callbacks, self.checkpoints)
+
+    # ---------------------------------------------------------------------------------------------------- preparation
 
     @cached_property
-    def data_ranks(self) -> DataRanks | None:
+    def _data_ranks(self) -> DataRanks | None:
         """Collective. The ranks as data sees them, with a group that rank 0 may send batches over; None alone."""
-        if self.world.size == 1:
-            return None
-        return DataRanks(cpu_group(), self.world.rank, self.strategy.data_rank)
+        return (
+            None if self.run.world.size == 1 else DataRanks(cpu_group(), self.run.world.rank, self.strategy.data_rank)
+        )
 
-    def _agreed_seed(self) -> int:
-        """Collective. The setting's, or a random one of rank 0."""
-        drawn = int.from_bytes(os.urandom(4), "little") >> 1
-        return self.args.seed if self.args.seed >= 0 else gather(drawn, self.cpu_group)[0]
-
-    def _fresh_state(self) -> TrainerState:
-        return TrainerState(
-            train_batch_size=self.args.per_device_train_batch_size,
-            is_world_process_zero=self.world.rank == 0,
-            is_local_process_zero=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+    def _start_over(self) -> None:
+        """Nothing was trained or asked for so far."""
+        run, args = self.run, self.args
+        run.state, run.control = TrainerState(), TrainerControl()
+        run.state.train_batch_size = args.per_device_train_batch_size
+        run.state.is_world_process_zero = run.world.rank == 0
+        run.state.is_local_process_zero = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        run.sync = StepSync(
+            run.control,
+            self._should_stop,
+            self._on_stop,
+            group=run.cpu_group,
+            world_size=run.world.size,
+            copies=run.world.size // run.strategy.data_size,
         )
 
     def _prepare(self, resume: bool | str) -> None:
-        """Build what training needs, restore a checkpoint, and try everything that can fail before the first step."""
+        """Make what training needs, restore a checkpoint, and try everything that can fail before the first step."""
         if self.train_dataset is None:
             raise DataError("train_dataset: missing; training needs one")
-        self.state = self._fresh_state()
-        self.control = TrainerControl()
-        self.stopping.begin()
-        args, state, strategy = self.args, self.state, self.strategy
-        self.batch_plan = batch_plan(args, strategy.data_size, multiple_of=strategy.batch_multiple)
-        self.persistence, self.recovery = Persistence(self), Recovery(self)
-        reader = self.persistence.find(resume) if resume else None
+        self._start_over()
+        run, args, state, strategy = self.run, self.args, self.run.state, self.run.strategy
+        run.batch_plan = batch_plan(args, strategy.data_size, multiple_of=strategy.batch_multiple)
+        self.checkpoints = Checkpoints(run, self.callbacks.by_name)
+        self._recovery = Recovery(run, self.checkpoints)
+        reader = self.checkpoints.find(resume) if resume else None
         if reader is not None and args.seed < 0:
-            self.seed = reader.state("trainer")["seed"]  # drawn at random by the first start
-        self.train_loader = setup.train_loader(self)
-        ticket, look_ahead = self.stopping.ticket, self.cpu_group is not None
-        self.epochs = Epochs(args, state, self.control, self.train_loader, ticket, look_ahead=look_ahead)
-        self.epochs.reckon()
-        self.optimizer, self.lr_scheduler, callback = self._make_optimizer(strategy, state.max_steps or None)
-        if callback is not None:
+            run.seed = reader.state("trainer")["seed"]  # drawn at random by the first start
+
+        # data, optimizer and metrics, as of step 0
+        run.train_loader = loaders.train_loader(run, self.train_dataset, self._collate_fn, self._data_ranks)
+        run.epochs = Epochs(
+            args,
+            state,
+            run.control,
+            run.train_loader,
+            sync=None if run.cpu_group is None else run.sync,
+            is_saved=lambda: self.checkpoints.is_done,
+        )
+        run.epochs.update_max_steps()
+        run.optimizer, run.lr_scheduler, callback = self._make_optimizer(strategy, state.max_steps or None)
+        if callback is not None:  # a scheduler of the user's that is one, too
             self.callbacks.add(callback)
         self._parameters = [p for _, p in trainable_parameters(strategy.parts)]  # once where two parts share one
-        self._flops = Flops.of(strategy.parts, self.cpu_group)
-        self.metrics = TrainMetrics(
+        run.metrics = TrainMetrics(
             strategy.device,
-            self.world,
+            run.world,
             args.speed_metrics_start_step,
+            Flops.of(strategy.parts, run.cpu_group),
             norms_differ=strategy.averaging is not None,
             may_overflow=strategy.scaler is not None,
         )
+
+        # as of the checkpoint
         if reader is not None:
-            self.persistence.restore(reader)
-            self.epochs.reckon()
-        self.recovery.begin(reader)
-        self.persistence.trial()
+            self.checkpoints.restore(reader, self._recovery.position)
+            run.epochs.update_max_steps()
+        self._recovery.begin(reader)
+        self.checkpoints.trial()
         if self.eval_dataset is not None and schedule.evaluates(args):
-            self._eval_loader(None)
+            self.get_eval_dataloader()
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps, state.save_steps = args.logging_steps, args.eval_steps, args.save_steps
-        self._between_steps = BetweenSteps(self)
+        can_evaluate = self.eval_dataset is not None
+        self._step_end = StepEnd(run, self.checkpoints, self._recovery, self.evaluate, can_evaluate=can_evaluate)
         for part in strategy.parts:
             part.train()
 
-    def _eval_loader(self, dataset: Any) -> EvalLoader:
-        dataset = self.eval_dataset if dataset is None else dataset
-        if dataset is None:
-            raise DataError("eval_dataset: missing; evaluation needs one (or set eval_strategy=no)")
-        if self.eval_loader is None or self.eval_loader.dataset is not dataset:
-            self.eval_loader = setup.eval_loader(self.args, self.strategy, dataset, self.data_ranks, self.collate_fn)
-        return self.eval_loader
-
-    # ------------------------------------------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------------------------------------------- the loop
 
     def _train_epoch(self) -> None:
         """Steps until the data or the epoch ends, or training does; then the work that is due once per epoch."""
-        control, epochs, data_ended = self.control, self.epochs, False
+        run, control, epochs, data_ended = self.run, self.run.control, self.run.epochs, False
         epochs.begin()
         self.emit("on_epoch_begin")
-        while not (self._finished() or control.should_epoch_stop or epochs.is_full()):
+        while not (self._is_finished() or control.should_epoch_stop or epochs.is_full()):
             start = time.perf_counter()
             step = epochs.next_step()
-            self.metrics.waited(time.perf_counter() - start)
+            run.metrics.data_seconds += time.perf_counter() - start
             if step is None:
                 data_ended = True
                 break
-            loss, norm = self.step(step)
-            self.state.epoch = epochs.done()
-            self._between_steps.after_step(loss, norm)
-            self._garbage.after_step(self.state.global_step)
-        if self.stopped_by is not None or control.should_abort_without_save:
+            try:
+                loss, norm = self.step(step)
+            except (RuntimeError, MemoryError) as error:
+                explain_step(error, run, step.microbatches)
+                raise
+            run.state.epoch = epochs.done()
+            self._step_end.after_step(loss, norm)
+            self._garbage.after_step(run.state.global_step)
+        if run.sync.signum is not None or control.should_abort_without_save:
             return  # in the middle of an epoch, which a resume ends
         epochs.end(data_ended=data_ended)  # before a save, so that a resume from it begins the next epoch
-        self._between_steps.after_epoch()
+        self._step_end.after_epoch()
 
-    @step_explained
     def step(self, step: WorldStep) -> tuple[Tensor, Tensor | None]:
         """One optimizer step: gradients of the whole step, clip, optimizer, scheduler. Waits for the device under fp16
         alone: a step whose gradients overflowed is counted, but leaves weights, moments and schedule as they are.
@@ -421,103 +485,90 @@ class Trainer:
         Returns this rank's share of the loss and the global gradient norm before clipping, both 0-dim on the device; no
         norm of a step that was skipped.
         """
-        strategy, state = self.strategy, self.state
+        run, args, strategy, counts = self.run, self.args, self.run.strategy, step.counts
+        scaler, averaging = strategy.scaler, strategy.averaging
         self.emit("on_step_begin")
-        seed_step(self.seed, state.global_step, self.world.rank, strategy.device)
-        targets = torch.full((), max(step.counts.targets, 1), dtype=torch.float32, device=strategy.device)
-        loss = strategy.forward_backward(Microbatches(step.microbatches, self.emit), targets)
-        norm, scaler = self._clipped(), strategy.scaler
+        seed_step(run.seed, run.state.global_step, run.world.rank, strategy.device)
+        targets = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
+        loss = strategy.forward_backward(self._with_events(step.microbatches), targets)
+
+        if args.fuse_optim_with_backward:
+            norm: Tensor = run.optimizer.grad_norm(strategy.model_group, strategy.duplicates)
+        else:
+            norm = clip_grad_norm(
+                self._parameters,
+                args.max_grad_norm,
+                strategy.model_group,
+                strategy.duplicates,
+                loss_scale=1.0 if scaler is None else scaler.scale,
+            )
+        norm = norm.to(strategy.device)  # of gradients that are kept in host memory (fsdp2 with cpu_offload)
         skipped = scaler is not None and scaler.overflowed(norm)
+
         if not skipped:
-            self._apply_gradients()
+            self.emit("on_pre_optimizer_step")
+            run.optimizer.step()
+            if averaging is not None:
+                averaging.after_optimizer_step()
+            self.emit("on_optimizer_step")
+            run.used_lr = run.lr_scheduler.get_last_lr()[0]
+            run.lr_scheduler.step()
         for parameter in self._parameters:
             parameter.grad = None
-        self._count(step, loss, norm, skipped=skipped)
-        state.global_step += 1
-        state.num_input_tokens_seen = self.metrics.total_tokens
-        if not skipped:
-            self.recovery.watch(norm)
-            return loss, norm
-        assert scaler is not None
-        self.recovery.overflowed(scaler)
-        return loss, None
 
-    def _clipped(self) -> Tensor:
-        """Collective. The global gradient norm, of gradients that are ready for the optimizer afterwards."""
-        args, strategy = self.args, self.strategy
-        if args.fuse_optim_with_backward:
-            norm: Tensor = self.optimizer.grad_norm(strategy.model_group, strategy.duplicates)
-        else:
-            scale = 1.0 if strategy.scaler is None else strategy.scaler.scale
-            group, duplicates = strategy.model_group, strategy.duplicates
-            norm = clip_grad_norm(self._parameters, args.max_grad_norm, group, duplicates, loss_scale=scale)
-        return norm.to(strategy.device)  # of gradients that are kept in host memory (fsdp2 with cpu_offload)
-
-    def _apply_gradients(self) -> None:
-        self.emit("on_pre_optimizer_step")
-        self.optimizer.step()
-        if self.strategy.averaging is not None:
-            self.strategy.averaging.after_optimizer_step()
-        self.emit("on_optimizer_step")
-        self.used_lr = self.lr_scheduler.get_last_lr()[0]
-        self.lr_scheduler.step()
-
-    def _count(self, step: WorldStep, loss: Tensor, norm: Tensor, *, skipped: bool) -> None:
-        """Add a step to the metrics; sums stay on the device."""
-        targets, tokens, samples = step.counts.targets, step.counts.tokens, step.counts.samples
-        flops = self._flops.of_tokens(tokens, step.counts.square_lengths)
-        add = self.metrics.add_skipped if skipped else self.metrics.add
-        add(loss, norm, targets=targets, tokens=tokens, samples=samples, flops=flops)
-        if self.callbacks.handles("on_train_metrics"):
-            self.emit("on_train_metrics", loss=loss, grad_norm=norm, tokens=tokens)
-        if targets == 0 and not self._warned_no_targets:
+        run.metrics.add(counts, loss, norm, skipped=skipped)  # sums stay on the device
+        self.emit("on_train_metrics", loss=loss, grad_norm=norm, tokens=counts.tokens)
+        run.state.global_step += 1
+        run.state.num_input_tokens_seen = run.metrics.total_tokens
+        if counts.targets == 0 and not self._warned_no_targets:
             self._warned_no_targets = True
             log.warning(
                 "step %d has no targets (every label is -100): its loss and gradient are 0; check labels and seq_len",
-                self.state.global_step + 1,
+                run.state.global_step,
             )
+        if scaler is not None and skipped:
+            self._recovery.overflowed(scaler)
+            return loss, None
+        self._recovery.watch(norm)
+        return loss, norm
 
-    # ------------------------------------------------------------------------------------------------ for its helpers
+    def _with_events(self, batches: list[Batch]) -> Iterable[Batch]:
+        """A step's batches, with the events around each where somebody hears them."""
+        handlers = self.callbacks.handlers
+        heard = any(handlers[event] for event in Microbatches.EVENTS)
+        return Microbatches(batches, self.emit) if heard else batches
 
-    @property
-    def stopped_by(self) -> int | None:
-        """The signal that ends training on all ranks."""
-        return self.stopping.signum
-
-    def _finished(self) -> bool:
-        control = self.control
-        if control.should_training_stop or control.should_abort_without_save or self.stopped_by is not None:
+    def _is_finished(self) -> bool:
+        run, control = self.run, self.run.control
+        if control.should_training_stop or control.should_abort_without_save or run.sync.signum is not None:
             return True
-        return bool(self.state.max_steps) and self.state.global_step >= self.state.max_steps
-
-    def poll_stop(self) -> bool:
-        """Collective. True if any rank has been told to stop: the run is to end. Waits for all ranks."""
-        return self.stopping.poll()
+        return 0 < run.state.max_steps <= run.state.global_step
 
     def emit(self, event: str, *, quietly: bool = False, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Send an event to the callbacks that handle it, with the run's objects; see ``CallbackList``.
 
         ``state``: another one than the run's present one.
         """
-        if not self.callbacks.handles(event):
+        if not self.callbacks.handlers[event]:
             return
+        run = self.run
         send = self.callbacks.emit_quietly if quietly else self.callbacks.emit
         send(
             event,
             self.args,
-            state or self.state,
-            self.control,
+            state or run.state,
+            run.control,
             model=self.model,
             processing_class=self.processing_class,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            train_dataloader=self.train_loader,
-            eval_dataloader=self.eval_loader,
+            optimizer=run.optimizer,
+            lr_scheduler=run.lr_scheduler,
+            train_dataloader=run.train_loader,
+            eval_dataloader=run.eval_loader,
             trainer=self,
             **kwargs,
         )
 
 
-def _itself(model: nn.Module | None) -> nn.Module:
+def _same(model: nn.Module | None) -> nn.Module:
     assert model is not None
     return model

@@ -85,7 +85,7 @@ def run_rank(model: str, blocks: int, steps: int, overrides: list[str]) -> None:
             callbacks=[alternately],
         )
         trainer.train()
-    if trainer.world.rank == 0:
+    if trainer.run.world.rank == 0:
         name = " ".join([model, *overrides])
         print("RESULT", row(name, trainer.num_parameters[0], alternately.marks[WARM_UP:], blocks, steps), flush=True)
     if ranks > 1:

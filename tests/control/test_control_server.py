@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from forgather_cli.callbacks.base import Asked
 from forgather_cli.control import records, server
 from forgather_cli.control.commands import MAX_OPEN, CommandQueue
 from forgather_cli.control.server import MAX_ANSWERS, MAX_BODY, MAX_CLIENTS, ControlServer
 from forgather_cli.errors import ControlError
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer.commands import Asked
 
 TOKEN = "0123456789abcdef" * 4
 

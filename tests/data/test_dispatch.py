@@ -25,7 +25,7 @@ from forgather_cli.data.loaders.collate import Step, default_collate
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.errors import ConfigError, DataError, TrainingError
-from forgather_cli.trainer.evaluate import Uninterrupted, in_rounds
+from forgather_cli.trainer.evaluate import in_rounds
 from forgather_cli.trainer.step_sync import Sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
@@ -413,7 +413,7 @@ def eval_loader(dataset: Any, **kwargs: Any) -> EvalLoader:
 def evaluated(loader: EvalLoader) -> list[list[int]]:
     """This rank's batches that count, in the rounds of the Trainer."""
     group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-    rounds = in_rounds(loader, group, Uninterrupted())
+    rounds = in_rounds(loader, group)
     return [batch["input_ids"][:, 0].tolist() for batch, counted in rounds if counted]
 
 

@@ -428,7 +428,7 @@ def streamed(root: str, at: int | None, steps: int) -> tuple[list[list[int]], in
     )  # fmt: skip
     trainer = Trainer(tiny.decoder(), args, None, Shard(rank), callbacks=[asks])
     trainer.train()
-    return asks.numbers, trainer.metrics.total_samples
+    return asks.numbers, trainer.run.metrics.total_samples
 
 
 def test_ranks_with_streams_of_their_own_each_go_on_behind_what_they_skipped(tmp_path: Path) -> None:

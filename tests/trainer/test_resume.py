@@ -155,8 +155,8 @@ def test_only_the_components_asked_for_are_restored(tmp_path: Path) -> None:
 def test_ignore_data_skip_begins_the_data_anew(tmp_path: Path) -> None:
     train(tmp_path, Cut(at=8))
     trainer = train(tmp_path, Cut(at=6), resume=True, ignore_data_skip=True)
-    assert trainer.train_loader is not None
-    assert trainer.train_loader.state_dict() == {"epoch": 0, "sample": 4}
+    assert trainer.run.train_loader is not None
+    assert trainer.run.train_loader.state_dict() == {"epoch": 0, "sample": 4}
 
 
 def test_max_steps_can_be_raised(tmp_path: Path) -> None:

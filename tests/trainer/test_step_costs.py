@@ -99,13 +99,13 @@ def step_of(root: str, *overrides: str) -> tuple[dict[str, int], dict[str, int],
 
 _NORM = {"allreduce_ in distributed.all_sum": 1}
 """Of the squared gradient norm, where each rank holds a share of the model."""
-_TICKET = {"allreduce_ in step_sync.Sum.__init__": 1}
+_SYNC = {"allreduce_ in step_sync.Sum.__init__": 1}
 """Counts of the next step and what ranks were told, on the host's own group."""
 SENT: dict[str, dict[str, int]] = {
     # the gradients, in one bucket, with the last micro-batch
-    "ddp": {**_TICKET, "allreduce_ in ddp.DataParallel.forward_backward": 1},
+    "ddp": {**_SYNC, "allreduce_ in ddp.DataParallel.forward_backward": 1},
     "fsdp2": {
-        **_TICKET,
+        **_SYNC,
         **_NORM,
         "allreduce_ in fsdp2._Highest.__init__": 1,  # how many micro-batches the others have, on the host's own group
         # of each micro-batch: the weights of the root and of two blocks, and of the blocks again for the backward
@@ -115,7 +115,7 @@ SENT: dict[str, dict[str, int]] = {
     },
     # a hidden state and its gradient, of each of the schedule's two parts of two micro-batches
     "pipeline": {
-        **_TICKET,
+        **_SYNC,
         **_NORM,
         "send in pipeline_schedule.TrainingSchedule.step": 2 * 2,
         "recv_ in pipeline_schedule.TrainingSchedule.step": 2 * 2,

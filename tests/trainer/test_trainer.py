@@ -280,7 +280,7 @@ def test_a_signal_saves_whatever_the_save_strategy_says(tmp_path: Path) -> None:
         should_stop=lambda: next(polls, 15),
     )  # fmt: skip
     trainer.train()
-    assert trainer.stopped_by == 15
+    assert trainer.run.sync.signum == 15
     assert trainer.run_dir.checkpoint_steps() == [2]
 
 

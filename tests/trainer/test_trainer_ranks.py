@@ -14,13 +14,12 @@ from ranks import RankError, run_ranks
 from saving import damage, flip
 
 from forgather_cli import worker
-from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.callbacks.base import Asked, TrainerCallback, TrainerControl
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
-from forgather_cli.trainer.commands import Asked
-from forgather_cli.trainer.step_sync import Counts, Sum, Ticket, stop_numbers, stop_of
+from forgather_cli.trainer.step_sync import Agreed, Counts, StepSync, Sum
 
 LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("trainer=pipeline", "n_microbatches=2")}
 
@@ -33,11 +32,11 @@ def trained(root: str, *overrides: str, **hooks: Any) -> dict[str, Any]:
     )
     return {
         "step": trainer.state.global_step,
-        "stopped_by": trainer.stopped_by,
+        "stopped_by": trainer.run.sync.signum,
         "history": trainer.state.log_history,
-        "tokens": trainer.metrics.total_tokens,
-        "samples": trainer.metrics.total_samples,
-        "flops": trainer.metrics.total_flops,
+        "tokens": trainer.run.metrics.total_tokens,
+        "samples": trainer.run.metrics.total_samples,
+        "flops": trainer.run.metrics.total_flops,
         "parameters": trainer.num_parameters,
         "rank_0": trainer.state.is_world_process_zero,
     }
@@ -205,7 +204,7 @@ def test_compute_metrics_on_two_ranks_gets_and_gives_what_one_does(tmp_path: Pat
 
 def random_seed_of(root: str) -> int:
     args = TrainingArguments(root, seed=-1, report_to="none", use_cpu=True)
-    return Trainer(model_init=tiny.decoder, args=args).seed
+    return Trainer(model_init=tiny.decoder, args=args).run.seed
 
 
 def test_a_random_seed_is_that_of_rank_0_everywhere(tmp_path: Path) -> None:
@@ -214,7 +213,7 @@ def test_a_random_seed_is_that_of_rank_0_everywhere(tmp_path: Path) -> None:
     assert seeds[0] != run_ranks(2, random_seed_of, str(tmp_path))[0]
 
 
-# ---------------------------------------------------------------------------------------------------------- the ticket
+# ------------------------------------------------------------------------------------------------------- the step sync
 
 
 def agreed() -> list[Any]:
@@ -222,33 +221,46 @@ def agreed() -> list[Any]:
     batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.zeros(2, 4, dtype=torch.int64)}
     from forgather_cli.data.loaders.collate import step_of
 
-    def ticket(step: Any, stop: int | None, saved: bool, copies: int) -> Any:
-        return Ticket(step, asked=stop_numbers(stop), saved=saved, world=2, copies=copies, group=group)
+    def started(step: Any, stop: int | None, saved: bool, copies: int) -> StepSync:
+        sync = StepSync(TrainerControl(), lambda: stop, lambda signum: None, group=group, world_size=2, copies=copies)
+        sync.start(step, saved=saved)
+        return sync
 
-    first = ticket(step_of([batch] * (rank + 1)), None, True, 1)
-    second = ticket(step_of([batch]), 2 if rank else 15, rank == 0, 2)
-    third = ticket(step_of([batch]) if rank else None, 10 if rank == 0 else None, True, 1)
-    return [third.read(), first.read(), second.read(), Sum([rank, 1], group).read()]
+    def read(sync: StepSync) -> tuple[Agreed, int | None]:
+        agreed = sync.read()
+        assert agreed is not None
+        assert agreed is sync.read()
+        sync.apply_requests(agreed.requests)
+        sync.clear()
+        assert sync.read() is None
+        return agreed, sync.signum
+
+    first = started(step_of([batch] * (rank + 1)), None, True, 1)
+    second = started(step_of([batch]), 2 if rank else 15, rank == 0, 2)
+    third = started(step_of([batch]) if rank else None, 10 if rank == 0 else None, True, 1)
+    return [read(third), read(first), read(second), Sum([rank, 1], group).read()]
 
 
-def test_tickets_under_way_together_are_read_in_any_order() -> None:
+def test_sums_under_way_together_are_read_in_any_order() -> None:
     both = run_ranks(2, agreed)
     assert both[0] == both[1]
-    third, first, second, numbers = both[0]
+    (third, third_stop), (first, first_stop), (second, second_stop), numbers = both[0]
     assert first.counts == Counts(targets=18, tokens=24, square_lengths=96, samples=6)
-    assert (first.has_data, stop_of(first.asked), first.saved) == (True, None, True)
+    assert (first.has_data, first_stop, first.saved) == (True, None, True)
     assert second.counts == Counts(targets=6, tokens=8, square_lengths=32, samples=2)  # two ranks read the same
-    assert (second.has_data, stop_of(second.asked), second.saved) == (True, 15, False)
-    assert (third.has_data, stop_of(third.asked)) == (False, 10)
+    assert (second.has_data, second_stop, second.saved) == (True, 15, False)
+    assert (third.has_data, third_stop) == (False, 10)
     assert numbers == [1, 2]
 
 
-def test_one_rank_needs_no_group() -> None:
-    assert Sum([3, 4], None).read() == [3, 4]
-    assert stop_of(stop_numbers(None)) is None
-    assert stop_of(stop_numbers(2)) == 2
-    assert stop_of(stop_numbers(1)) == 1
-    assert stop_of(stop_numbers(12)) == 15  # told to stop by what is no stop signal
+# 12: told to stop by what is no stop signal
+@pytest.mark.parametrize(("asked", "signum"), [(None, None), (2, 2), (1, 1), (12, 15)])
+def test_one_rank_needs_no_group(asked: int | None, signum: int | None) -> None:
+    heard: list[int] = []
+    sync = StepSync(TrainerControl(), lambda: asked, heard.append)
+    assert [sync.poll(), sync.poll()] == [asked is not None] * 2
+    assert heard == ([] if signum is None else [signum])
+    assert sync.signum == signum
 
 
 class Asks(TrainerCallback):
@@ -260,7 +272,7 @@ class Asks(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.state = state
-        kwargs["trainer"].stopping.commands = self
+        kwargs["trainer"].run.sync.commands = self
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step and state.is_world_process_zero:

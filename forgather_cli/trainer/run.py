@@ -1,0 +1,133 @@
+"""The record of one run: what the loop and its helpers work on. And what it says of itself to people."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.config.batch import BatchPlan
+from forgather_cli.config.schema import Config
+from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
+from forgather_cli.distributed import World
+from forgather_cli.models.pretrained import architecture
+from forgather_cli.run_dir import RunDir
+from forgather_cli.strategies.base import Strategy
+from forgather_cli.trainer.arguments import TrainingArguments
+from forgather_cli.trainer.epochs import Epochs
+from forgather_cli.trainer.metrics import TrainMetrics
+from forgather_cli.trainer.step_sync import StepSync
+
+
+@dataclass
+class Run:
+    """One model in training: settings, parts, and how far it is. The Trainer makes it; its helpers are given it."""
+
+    args: Config | TrainingArguments
+    run_dir: RunDir
+    config_tree: dict[str, Any]
+    """The settings as a checkpoint keeps them; empty where nobody knows them."""
+    data_description: dict[str, Any]
+    world: World
+    cpu_group: Any
+    """Of all ranks, for host tensors and objects; None on one device."""
+    strategy: Strategy
+    seed: int
+    emit: Callable[..., None]
+    """``emit(event, **facts)`` sends an event to the callbacks (``Trainer.emit``)."""
+    write_model_files: Callable[[Path], None]
+    """Puts config and tokenizer, where they are known, into a directory."""
+
+    # anew for each training
+    state: TrainerState = field(init=False)
+    control: TrainerControl = field(init=False)
+    sync: StepSync = field(init=False)
+
+    # what a training makes, in this order
+    batch_plan: BatchPlan = field(init=False)
+    train_loader: TrainLoader | None = None
+    epochs: Epochs = field(init=False)
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    used_lr: float | None = None
+    """Of the newest update."""
+    metrics: TrainMetrics = field(init=False)
+    eval_loader: EvalLoader | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model, or the first part of it that this rank holds."""
+        return self.strategy.parts[0]
+
+
+_SPLIT_FACTS = ("tokens", "documents", "samples")
+# of the data: said in words of their own, or of use to programs only (identity, and Python's version twice)
+_SAID = {"type", "tokenizer", "packing", "seq_len", "fingerprint", "content", "python"}
+
+
+def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
+    """What is about to be trained, flat, ordered and printable. ``num_parameters``: all, and those that are trained."""
+    strategy, state, args, plan = run.strategy, run.state, run.args, run.batch_plan
+    ranks = f" on {run.world.size} ranks" if run.world.size > 1 else ""
+    total, trainable = num_parameters
+    frozen = "" if trainable == total else f", {trainable:,} of them trained"
+
+    seq_len = run.data_description.get("seq_len")
+    tokens = f", {plan.global_batch * seq_len:,} tokens" if seq_len else ""
+    # ``16 sequences = 8 x 2 micro-steps, 4,096 tokens``: the parts where there are several
+    micro_steps = f" x {plan.accumulation} micro-steps" if plan.accumulation > 1 else ""
+    several = f" x {strategy.data_size} ranks" if strategy.data_size > 1 else ""
+    parts = f" = {plan.micro_batch}{micro_steps}{several}" if micro_steps or several else ""
+
+    number = args.num_train_epochs
+    epochs = f"{number:g} epoch{'' if number == 1 else 's'}" if args.max_steps < 0 <= number else ""
+    steps = f"{state.max_steps:,}" if state.max_steps else "until the data ends"
+    if epochs:
+        steps = f"{steps} ({epochs})" if state.max_steps else f"{epochs}, {steps}"
+
+    rows = {
+        "model": f"{architecture(run.model)}, {total:,} parameters{frozen}",
+        **_data(run.data_description),
+        "batch": f"{plan.global_batch} sequences{parts}{tokens}",
+        "steps": steps,
+        "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
+        "device": f"{_device(strategy.device)}, {args.precision.type}, trainer {strategy.name}{ranks}",
+        "seed": run.seed,
+        "output_dir": str(run.run_dir.root),
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+    }
+    return {key: value for key, value in rows.items() if value is not None}
+
+
+def _data(facts: dict[str, Any]) -> dict[str, Any]:
+    """The data's kind and each split in one line; what else a source tells, as it stands."""
+    told = {"data": facts.get("type"), "tokenizer": facts.get("tokenizer"), "packing": facts.get("packing")}
+    splits = {split: _split(facts, split) for split in ("train", "eval")}
+    known = _SAID | {f"{split}_{fact}" for split in splits for fact in _SPLIT_FACTS}
+    rest = {key: value for key, value in facts.items() if key not in known}
+    kind = ", ".join(f"{value}" if key == "data" else f"{key} {value}" for key, value in told.items() if value)
+    return {"data": kind or None, **{f"{name} split": line or None for name, line in splits.items()}, **rest}
+
+
+def _split(facts: dict[str, Any], split: str) -> str:
+    """``11,690,159 tokens in 693 documents, 45,665 sequences of 256``."""
+    tokens, documents, samples = (facts.get(f"{split}_{fact}") for fact in _SPLIT_FACTS)
+    if not samples:
+        return ""
+    of_documents = f" in {documents:,} document{'s' if documents > 1 else ''}" if documents else ""
+    source = f"{tokens:,} tokens{of_documents}, " if tokens else ""
+    of = f" of {facts['seq_len']}" if facts.get("seq_len") else ""
+    return f"{source}{samples:,} sequences{of}"
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    threads = torch.get_num_threads()
+    return f"{device} ({threads} thread{'s' if threads > 1 else ''})"
