@@ -94,4 +94,4 @@ class Seek(TrainerCallback):
         self._sample = sample
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kwargs["trainer"].epochs.load_state_dict({"epoch": 0, "sample": self._sample})
+        kwargs["trainer"].run.epochs.load_state_dict({"epoch": 0, "sample": self._sample})
