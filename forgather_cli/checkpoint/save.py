@@ -263,7 +263,7 @@ class Checkpointer:
         With several ranks collective: call it where all ranks know that all of them are done (``is_done``), else it
         waits for the last one.
         """
-        if self._group is not None or self.is_done:
+        if self._job is not None and (self._group is not None or self.is_done):
             self.wait()
         published, self._published = self._published, []
         return published

@@ -379,9 +379,8 @@ class Trainer:
     @cached_property
     def _data_ranks(self) -> DataRanks | None:
         """Collective. The ranks as data sees them, with a group that rank 0 may send batches over; None alone."""
-        return (
-            None if self.run.world.size == 1 else DataRanks(cpu_group(), self.run.world.rank, self.strategy.data_rank)
-        )
+        here = self.run.world
+        return None if here.size == 1 else DataRanks(cpu_group(), here.rank, self.strategy.data_rank)
 
     def _start_over(self) -> None:
         """Nothing was trained or asked for so far."""
@@ -490,7 +489,9 @@ class Trainer:
         self.emit("on_step_begin")
         seed_step(run.seed, run.state.global_step, run.world.rank, strategy.device)
         targets = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
-        loss = strategy.forward_backward(self._with_events(step.microbatches), targets)
+        heard = any(map(self.callbacks.handlers.get, Microbatches.EVENTS))
+        batches = Microbatches(step.microbatches, self.emit) if heard else step.microbatches
+        loss = strategy.forward_backward(batches, targets)
 
         if args.fuse_optim_with_backward:
             norm: Tensor = run.optimizer.grad_norm(strategy.model_group, strategy.duplicates)
@@ -531,12 +532,6 @@ class Trainer:
             return loss, None
         self._recovery.watch(norm)
         return loss, norm
-
-    def _with_events(self, batches: list[Batch]) -> Iterable[Batch]:
-        """A step's batches, with the events around each where somebody hears them."""
-        handlers = self.callbacks.handlers
-        heard = any(handlers[event] for event in Microbatches.EVENTS)
-        return Microbatches(batches, self.emit) if heard else batches
 
     def _is_finished(self) -> bool:
         run, control = self.run, self.run.control
