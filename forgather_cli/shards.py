@@ -57,7 +57,10 @@ def local(tensor: Tensor) -> Tensor:
 
 def locals_of(tensors: list[Tensor]) -> list[Tensor]:
     """``local`` of each; free where this process has no DTensors."""
-    return [local(t) for t in tensors] if "torch.distributed.tensor" in sys.modules else tensors
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return tensors
+    return [t._local_tensor if isinstance(t, module.DTensor) else t for t in tensors]
 
 
 def box_of(tensor: Tensor) -> Box:

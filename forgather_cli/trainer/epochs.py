@@ -91,7 +91,8 @@ class Epochs:
             agreed = self._sync.read()
             assert agreed is not None
             has_data, counts = agreed.has_data, agreed.counts
-        self._forget_ahead()
+            self._sync.clear()
+        self._ahead = None
         if step is None or not has_data:
             return None
         self._position = position
@@ -107,11 +108,6 @@ class Epochs:
         if self._sync is not None:
             self._sync.start(step, saved=self._is_saved())
         return self._ahead
-
-    def _forget_ahead(self) -> None:
-        self._ahead = None
-        if self._sync is not None:
-            self._sync.clear()
 
     # ------------------------------------------------------------------------------------------------------- position
 
@@ -152,8 +148,9 @@ class Epochs:
 
     def _restart(self) -> None:
         """At the loader's position, with nothing fetched."""
-        self._position, self._stream = self.loader.state_dict(), None
-        self._forget_ahead()
+        self._position, self._stream, self._ahead = self.loader.state_dict(), None, None
+        if self._sync is not None:
+            self._sync.clear()
 
     # --------------------------------------------------------------------------------------------------------- epochs
 

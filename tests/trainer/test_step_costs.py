@@ -110,11 +110,11 @@ SENT: dict[str, dict[str, int]] = {
     "fsdp2": {
         **_SYNC,
         **_NORM,
-        "allreduce_ in fsdp2._Highest.__init__": 1,  # how many micro-batches the others have, on the host's own group
+        "allreduce_ in parallelize.Rounds.of": 1,  # how many micro-batches the others have, on the host's own group
         # of each micro-batch: the weights of the root and of two blocks, and of the blocks again for the backward
-        "_allgather_base_ in fsdp2.FullyShard._round": 2 * 3,
+        "_allgather_base_ in fsdp2.FullyShard.forward_backward": 2 * 3,
         "_allgather_base_ in decoder.Stack.forward": 2 * 2,
-        "_reduce_scatter_base_ in fsdp2.FullyShard._round": 2 * 3,
+        "_reduce_scatter_base_ in fsdp2.FullyShard.forward_backward": 2 * 3,
     },
     # a hidden state and its gradient, of each of the schedule's two parts of two micro-batches
     "pipeline": {
@@ -131,7 +131,7 @@ LAYOUTS = {
 }
 LATE = {"metrics.LateReader._pop": 1}
 """The gradient norm of two steps ago: on CUDA a copy in the host's memory, which has come by then."""
-ON_THE_HOST = {"collate.step_of": 2, "step_sync.Sum.read": 1, "fsdp2._Highest.read": 1}
+ON_THE_HOST = {"collate.step_of": 2, "step_sync.Sum.read": 1, "parallelize.Rounds.is_last": 1}
 """Reads of what never was on the device: targets of the CPU's batches, sums over the host's own group."""
 
 
