@@ -66,7 +66,7 @@ ALLOWED = {
     "distributed": set(),
     "checkpoint": set(),
     "models": set(),
-    "data": {"checkpoint.gather"},
+    "data": {"checkpoint.files", "checkpoint.gather"},
     "optim": {"checkpoint"},
     "loss": set(),
     "tally": {"loss"},
