@@ -30,7 +30,7 @@ ALLOWED = {
     "targets": set(),
     "shards": set(),
     "finalize": {
-        "checkpoint", "config.decode", "config.trust", "data", "distributed", "loss", "models", "precision", "source",
+        "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
     "launch": {

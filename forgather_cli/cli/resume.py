@@ -33,7 +33,7 @@ def resume(
         run_dir, config_dir = run_dir.absolute(), config_dir and config_dir.absolute()
 
     def compose() -> Loaded:
-        from forgather_cli.config.resume import reload_config
+        from forgather_cli.config.load import reload_config
         from forgather_cli.launch.run_lock import settle
 
         settle(RunDir(run_dir))

@@ -70,7 +70,7 @@ def config_for(source: Path, overrides: list[str], reads: Collection[str] | None
     """
     run = run_of(source)
     if run is not None:
-        from forgather_cli.config.resume import recompose
+        from forgather_cli.config.load import recompose
 
         return recompose(run, overrides, reads=reads)
     from forgather_cli.config.load import load_config

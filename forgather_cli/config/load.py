@@ -1,14 +1,19 @@
-"""From a recipe and overrides to a checked ``Config``: compose, change, decode, cross-check, bind targets."""
+"""A checked ``Config`` from a recipe and overrides, or from the config that a run has saved.
+
+A saved config may be somebody else's: what it imports or reads from the environment is taken out, unless it is trusted.
+A prefix of a ``_target_`` is no boundary: whatever can be imported has functions that import or run what they are told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_text
+from forgather_cli.run_dir import RunDir, is_model_directory, step_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.build import Build
@@ -90,7 +95,6 @@ def load_resumed(
     from forgather_cli.config.decode import load_tree, option_types
     from forgather_cli.config.options import search_path
     from forgather_cli.config.overrides import parse
-    from forgather_cli.config.trust import take_out_code, untrusted
 
     search = search_path(config_dir, (cwd or Path.cwd()).resolve())
     tree = {**load_tree(saved), **(edited or {})}
@@ -103,7 +107,10 @@ def load_resumed(
     if reads is not None:
         typed = {*parsed.chosen, *(change.key.removesuffix("._target_") for change in parsed.changes)}
         wanted = take_out_code(tree)
-        problems += [untrusted(group, want) for group, want in wanted.items() if group in reads and group not in typed]
+        for group in (group for group in wanted if group in reads and group not in typed):
+            other = "data=text 'data.files=[...]'" if group == "data" else f"{group}=..."
+            trust = "add --trust-config if you trust who wrote it"
+            problems.append(f"{group}: the saved config {wanted[group]}; give {other}, or {trust}")
     options = {**option_types(tree), **_replace_groups(tree, parsed, search)}
     name = str(tree.pop("recipe", "default"))
     build = Build(search, OmegaConf.create(tree), options, name, parsed.chosen, {}, problems)
@@ -133,3 +140,105 @@ def _loaded(build: Build, path: Path, text: str, overrides: Sequence[str]) -> Lo
     config = build.finish()
     tree = without_token(as_typed(escaped(to_tree(config)), build.references))
     return Loaded(config, tree, build.recipe, path, text, tuple(overrides), build.given())
+
+
+def reload_config(
+    run_dir: Path,
+    overrides: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    edited: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """The config of a run's newest start with overrides, set to go on from its newest valid checkpoint.
+
+    ``edited``: what that checkpoint was given by ``forgather checkpoint edit``; overrides win.
+    Strict as ``load_config``; a group override replaces that group by the option. Raises ConfigError.
+    """
+    from forgather_cli.config.decode import load_tree
+    from forgather_cli.config.overrides import parse_lines
+
+    run = RunDir(run_dir)
+    _check_run(run)
+    of_new_runs = {
+        "output_dir": f"resume goes on in {run_dir}; for a new run from its weights use "
+        f"forgather train output_dir=... resume_from_checkpoint={run_dir}/checkpoints/step-...",
+        "overwrite_output_dir": "resume goes on with the run, it deletes nothing; leave it out",
+    }
+    typed = {item.key_or_group for item in parse_lines(overrides)[0]}
+    if problems := [f"{name}: {remedy}" for name, remedy in of_new_runs.items() if name in typed]:
+        raise ConfigError(problems)
+    changes: dict[str, Any] = {"output_dir": str(run.root), "overwrite_output_dir": False}
+    began = load_tree(run.newest_config()).get("resume_from_checkpoint")
+    # a run that itself began from another's checkpoint begins there again as long as it has none of its own
+    if run.checkpoint_steps() or not isinstance(began, str):
+        changes |= {"resume_from_checkpoint": True, "resume_components": "all"}
+    loaded = load_resumed(run.newest_config(), overrides, config_dir=config_dir, edited={**changes, **(edited or {})})
+    return replace(loaded, given=loaded.given | set(changes))
+
+
+def recompose(
+    run: RunDir, overrides: Sequence[str], *, config_dir: Path | None = None, reads: Collection[str] | None
+) -> Loaded:
+    """The config of a run's newest start with overrides, to look at the run; ``reads`` as for ``load_resumed``.
+
+    Without callbacks, which nobody who does not train reads. Raises ConfigError.
+    """
+    no_callbacks: dict[str, Any] = {"callbacks": {}}
+    return load_resumed(run.newest_config(), overrides, config_dir=config_dir, reads=reads, edited=no_callbacks)
+
+
+def _check_run(run: RunDir) -> None:
+    """Raise ConfigError for what cannot be gone on with."""
+    if not run.root.is_dir():
+        raise ConfigError(f"{run.root}: no such directory; give the directory of a run")
+    if run.config.exists() and not is_model_directory(run.root):
+        return
+    if is_model_directory(run.root):
+        raise ConfigError(f"{run.root}: is a model directory (config.json); give a run, or train model=pretrained")
+    if step_of(run.root) is not None:
+        root = run.root.resolve().parent.parent
+        raise ConfigError(f"{run.root}: is a checkpoint; give its run, forgather resume {root}")
+    raise ConfigError(f"{run.root}: is not a run's directory (no config.yaml); start one with forgather train")
+
+
+def load_untrusted(path: Path) -> tuple[Config, dict[str, str]]:
+    """The config a run was started with, but for what ``take_out_code`` takes out and returns. Raises ConfigError."""
+    from forgather_cli.config.decode import decode_saved, load_tree
+
+    tree = load_tree(path)
+    wanted = take_out_code(tree)
+    return decode_saved(tree, path), wanted
+
+
+def take_out_code(tree: dict[str, Any]) -> dict[str, str]:
+    """Put the default recipe's option in the place of each group that names code or reads the environment.
+
+    Returns what each of these groups wants, by group, and so for settings of the run itself. Callbacks, which can name
+    code in more ways, go without a word: whoever does not train reads none of them.
+    """
+    from forgather_cli.config.options import GROUPS
+
+    tree["callbacks"] = {}
+    of_run = {key: want for key in tree if key not in GROUPS and (want := next(_wants(tree[key]), None)) is not None}
+    for key in of_run:
+        del tree[key]
+    found = {group: want for group in GROUPS if (want := next(_wants(tree.get(group)), None)) is not None}
+    if found:
+        default = load_config("default", []).tree
+        tree.update({group: default[group] for group in found})
+    return {**found, **of_run}
+
+
+def _wants(value: Any) -> Iterator[str]:
+    from forgather_cli.config.references import is_reference
+
+    if isinstance(value, dict):
+        if "_target_" in value:
+            yield f"imports {value['_target_']!s} (_target_)"
+        for item in value.values():
+            yield from _wants(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _wants(item)
+    elif is_reference(value):
+        yield f"reads the environment ({value})"

@@ -12,8 +12,8 @@ from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.config.decode import load_saved
+from forgather_cli.config.load import load_untrusted
 from forgather_cli.config.schema import Config
-from forgather_cli.config.trust import load_untrusted
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.input_files import read_json_object
@@ -33,7 +33,7 @@ class Chosen:
     """Checkpoints to average, oldest first; empty for one model."""
 
     def config(self, *, trust: bool) -> tuple[Config | None, dict[str, str]]:
-        """Of the run that the model comes from; without ``trust`` less what runs code, by group (``config.trust``)."""
+        """Of the run that the model comes from; without ``trust`` less what runs code, by group (``config.load``)."""
         run = self.located.run
         if run is None:
             return None, {}

@@ -7,6 +7,7 @@ follows its shape, and after the last step it keeps its final value.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim import transformers_schedules
 from forgather_cli.optim.torch_schedule import TorchSchedule
 from forgather_cli.targets import call, import_target
+
+log = logging.getLogger(__name__)
 
 Factor = Callable[[int], float]
 """Optimizer steps done -> multiple of the initial learning rate."""
@@ -224,6 +227,13 @@ def build_schedule(
     ``total_steps`` is None and the shape depends on it.
     """
     if not isinstance(option, Target):
+        if total_steps is not None and option.warmup_steps > total_steps > 0:  # of a recipe that was made shorter
+            log.warning(
+                "lr_scheduler.warmup_steps: %g steps are more than the %d of this run, which never reaches its "
+                "learning_rate; set warmup_steps, or a fraction such as 0.05",
+                option.warmup_steps,
+                total_steps,
+            )
         return Schedule(optimizers, schedule_factor(option, total_steps=total_steps))
     factory = import_target(option.path, "lr_scheduler")
     made = [call(factory, "lr_scheduler", optimizer, **option.kwargs) for optimizer in optimizers.optimizers]

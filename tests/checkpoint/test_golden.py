@@ -21,7 +21,7 @@ from torch import Tensor
 
 from forgather_cli import worker
 from forgather_cli.checkpoint.load import Reader
-from forgather_cli.config.resume import reload_config
+from forgather_cli.config.load import reload_config
 from forgather_cli.config.schema import Config
 from forgather_cli.run_dir import RunDir
 

@@ -15,8 +15,7 @@ import yaml
 from program import Process
 
 from forgather_cli.config.decode import load_saved
-from forgather_cli.config.load import load_config
-from forgather_cli.config.resume import reload_config
+from forgather_cli.config.load import load_config, reload_config
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch.exit_status import read_exit_record, write_exit_record
 from forgather_cli.launch.rank_log import Tee

@@ -185,6 +185,15 @@ def test_a_run_shorter_than_the_warmup_only_warms_up(option: SchedulerOption):
     assert curve(option, total=2, length=2) == pytest.approx([1 / WARMUP, 2 / WARMUP])
 
 
+def test_a_warmup_that_never_ends_is_said_in_one_line(caplog: pytest.LogCaptureFixture):
+    build_schedule(ConstantSettings(warmup_steps=10), adamw(lr=0.5), total_steps=10)
+    assert not caplog.records
+    build_schedule(ConstantSettings(warmup_steps=11), adamw(lr=0.5), total_steps=10)
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert all(word in record.message for word in ("warmup_steps", "11", "10"))
+
+
 # -------------------------------------------------------------------------------------------------------- mistakes
 
 
