@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from forgather_cli.config.options import GROUPS, SearchPath, comment, description, recipes, search_path, shipped
@@ -25,20 +26,12 @@ def complete(
     key, equals, value = incomplete[len(sign) :].partition("=")
     if equals:
         return [(f"{sign}{key}={text}", about) for text, about in _values(key, search) if text.startswith(value)]
-    found = [] if sign or _has_recipe(words) else _recipes(key, config_dir, cwd)
+    found = []
+    if not sign and all("=" in word or word.startswith(("-", "~", "+")) for word in words):  # no recipe is named yet
+        with contextlib.suppress(ConfigError):
+            found = [(each.name, each.description) for each in recipes(config_dir, cwd) if each.name.startswith(key)]
     end = "" if sign == "~" else "="
     return found + [(f"{sign}{text}{end}", about) for text, about in _keys(key, words, search)]
-
-
-def _recipes(start: str, config_dir: Path | None, cwd: Path | None) -> list[Candidate]:
-    try:
-        return [(info.name, info.description) for info in recipes(config_dir, cwd) if info.name.startswith(start)]
-    except ConfigError:
-        return []
-
-
-def _has_recipe(words: list[str]) -> bool:
-    return any("=" not in word and not word.startswith(("-", "~", "+")) for word in words)
 
 
 def _keys(start: str, words: list[str], search: SearchPath) -> list[Candidate]:
@@ -66,16 +59,15 @@ def _chosen(words: list[str], search: SearchPath) -> dict[str, str]:
 
 def _fits(path: str, types: tuple[str, ...], chosen: dict[str, str]) -> bool:
     """False where the command line chose an option that does not have the setting."""
-    option = chosen.get(path.split(".")[0])
-    return option is None or option in types or option not in _single_types(path)
-
-
-def _single_types(path: str) -> set[str]:
-    """Types of the group that are options of the same name; sizes of a model are not."""
     from forgather_cli.config.paths import settings
 
     group = path.split(".")[0]
-    return {kind for known, setting in settings().items() if known.startswith(f"{group}.") for kind in setting.types}
+    option = chosen.get(group)
+    # an option that is called as its type; sizes of a model are not
+    types_there = {
+        kind for each, setting in settings().items() if each.startswith(f"{group}.") for kind in setting.types
+    }
+    return option is None or option in types or option not in types_there
 
 
 def _values(key: str, search: SearchPath) -> list[Candidate]:

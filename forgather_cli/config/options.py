@@ -91,8 +91,15 @@ def search_path(config_dir: Path | None = None, cwd: Path | None = None) -> Sear
 def groups(config_dir: Path | None = None, cwd: Path | None = None) -> dict[str, list[OptionInfo]]:
     """Every group with its options: one-line description (first comment) and file."""
     path = search_path(config_dir, cwd)
-    names = [*GROUPS, *sorted(_further_groups(path))]
-    return {group: [_option_info(path, group, name) for name in path.option_names(group)] for group in names}
+    # directories of options that are no group of Config; a --config-dir may hold its recipes there too
+    further = {file.parent.name for root in path.conf for file in root.glob("*/*.yaml")} - {*GROUPS, "recipes"}
+    files = {
+        group: [(n, path.option(group, n)) for n in path.option_names(group)] for group in (*GROUPS, *sorted(further))
+    }
+    return {
+        group: [OptionInfo(name, description(file), file) for name, file in found if file is not None]
+        for group, found in files.items()
+    }
 
 
 def recipes(config_dir: Path | None = None, cwd: Path | None = None) -> list[RecipeInfo]:
@@ -172,18 +179,6 @@ def _collisions(roots: tuple[Path, ...], patterns: list[str]) -> Iterator[tuple[
             first = seen.setdefault(file.relative_to(root), file)
             if first is not file and not filecmp.cmp(first, file, shallow=False):
                 yield first, file
-
-
-def _further_groups(path: SearchPath) -> set[str]:
-    """Directories of options that are no group of ``Config``; a ``--config-dir`` may hold its recipes there too."""
-    found = {file.parent.name for root in path.conf for file in root.glob("*/*.yaml")}
-    return found - {*GROUPS, "recipes"}
-
-
-def _option_info(path: SearchPath, group: str, name: str) -> OptionInfo:
-    file = path.option(group, name)
-    assert file is not None
-    return OptionInfo(name, description(file), file)
 
 
 def _natural(name: str) -> tuple[bool, str, int]:

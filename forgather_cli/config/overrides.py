@@ -88,7 +88,8 @@ def resolve(key: str, cfg_leaves: Iterable[str], selected: dict[str, str]) -> tu
     if key == "recipe":
         return key, "recipe: is named by the first word of the command, not by a setting; leave it out"
     if first in root_keys() or first in GROUPS:
-        return key, _type_problem(key)
+        is_type = key.partition(".")[2] == "type" and first in GROUPS
+        return key, f"{key}: follows from the option; choose one with {first}=..." if is_type else None
     here = {leaf for leaf in cfg_leaves if leaf.split(".")[0] in BARE_GROUPS}
     candidates = ending_with(key, here)
     fitting = [path for path in candidates if path in here or _has(selected, path)] or candidates
@@ -109,10 +110,11 @@ def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
             kind = change.value.get("type")  # another option's settings would stay beside it
             if kind is not None and kind != OmegaConf.select(cfg, f"{path}.type"):
                 return f"{path}.type: follows from the option; choose it with {path}={kind}, and set {path}.NAME=..."
-        present = _present(cfg, path)
+        present = OmegaConf.select(cfg, path, throw_on_missing=False) is not None
         if change.action == "add" and present and not isinstance(change.value, dict | list):
             return f"+{change.key}: is there already; leave the + out to change it"
-        if change.action == "set" and not present and _is_new_entry(path):
+        setting = lookup(path)  # below a mapping of free names, a misspelt one would make a new entry silently
+        if change.action == "set" and not present and setting is not None and setting.open and setting.path != path:
             return f"{change.key}: nothing of that name there; write +{change.key}=... to add it"
         OmegaConf.update(cfg, path, change.value, merge=True, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
@@ -151,29 +153,10 @@ def _choose(item: Override, path: SearchPath, result: Parsed) -> None:
         result.groups.append(item.input_line or group)
 
 
-def _type_problem(key: str) -> str | None:
-    group, _, rest = key.partition(".")
-    if rest == "type" and group in GROUPS:
-        return f"{key}: follows from the option; choose one with {group}=..."
-    return None
-
-
 def _has(selected: dict[str, str], path: str) -> bool:
     """True if the selected option of the path's group has this setting."""
     setting = lookup(path)
     return setting is not None and selected.get(path.split(".")[0]) in setting.types
-
-
-def _is_new_entry(path: str) -> bool:
-    """True for a path below a mapping of free names, where a misspelt name would make a new entry silently."""
-    setting = lookup(path)
-    return setting is not None and setting.open and setting.path != path
-
-
-def _present(cfg: DictConfig, path: str) -> bool:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.select(cfg, path, throw_on_missing=False) is not None
 
 
 def _delete(change: Change, path: str, cfg: DictConfig) -> str | None:
