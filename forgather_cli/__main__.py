@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from forgather_cli.cli.app import main
-from forgather_cli.launch.process import collect_less, leave
+from forgather_cli.launch.processes import collect_less, leave
 
 
 def run() -> NoReturn:

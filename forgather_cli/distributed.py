@@ -60,28 +60,29 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def listen_on_loopback() -> None:
-    """Have gloo and NCCL of ranks on one node listen for each other there alone, unless the environment says otherwise.
-
-    They would listen where the host's name resolves, open to the network (torch 2.13, ``GlooDeviceFactory.cpp``).
-    """
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # Linux, macOS
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-
-
 def join_world(device: torch.device, timeout: float = 1800.0) -> None:
     """Collective. Join the process group that the environment describes (torchrun's), where there is none yet.
 
     Collectives that wait longer than ``timeout`` seconds raise.
     """
-    if dist.is_initialized() or world_size() == 1:
-        return
-    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE"):
-        listen_on_loopback()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    if not dist.is_initialized() and world_size() > 1:
+        one_node = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+        init_process_group(device.type == "cuda", timeout, one_node=one_node)
+
+
+def init_process_group(on_cuda: bool, timeout: float, *, one_node: bool, **where: Any) -> None:
+    """Collective. Make the default process group, whose collectives raise after ``timeout`` seconds.
+
+    ``where``: torch's store, rank and world_size; without them the environment tells. Ranks of ``one_node`` have gloo
+    and NCCL listen for each other there alone, unless the environment says otherwise: they would listen where the
+    host's name resolves, open to the network (torch 2.13, ``GlooDeviceFactory.cpp``).
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # Linux, macOS
+    if one_node and loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **where)
 
 
 def cpu_group() -> Any:

@@ -1,31 +1,63 @@
-"""Main of every rank: read the config, build the parts, ``Trainer.train()``."""
+"""Main of every rank: read the config, build the parts, ``Trainer.train()``.
+
+What needs torch is imported where it is used: a rank tells its launcher of itself and watches signals before that.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from forgather_cli.callbacks.bars import CorpusBar
-from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import Config, DecoderSettings, Target
-from forgather_cli.data.build import load_data
-from forgather_cli.data.splits import DataSplits
-from forgather_cli.distributed import pick_device, world
-from forgather_cli.models.build import build_model, initialize
+from forgather_cli.launch.context import RankContext
+from forgather_cli.launch.exit_status import ExitStatus, done
+from forgather_cli.launch.hang import standings_of_all
+from forgather_cli.launch.processes import collect_less, leave
+from forgather_cli.launch.rank import main as rank_process
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
+    import torch
+
+    from forgather_cli.data.splits import DataSplits
     from forgather_cli.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+
+def work(config: Config, run_dir: RunDir, rank: RankContext) -> ExitStatus:
+    """Train, or evaluate for ``forgather eval``, as one rank; returns how that has ended."""
+    if run_dir.evaluation.exists():
+        return _evaluate(config, run_dir, rank.place.rank)
+    return run(
+        config,
+        run_dir,
+        should_stop=lambda: rank.stop.signum,
+        on_stop=rank.stop.honour,
+        on_step=rank.stepped,
+        stacks=lambda: {"ranks": [asdict(standing) for standing in standings_of_all(rank)]},
+    ).finish()
+
+
+def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:
+    """Of ``forgather eval``. Signals end it at once, since nobody asks for them."""
+    from forgather_cli.evaluation import evaluate_source
+
+    logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
+    request = json.loads(run_dir.evaluation.read_text(encoding="utf-8"))
+    with contextlib.redirect_stdout(sys.stderr):  # what the launcher prints is one document
+        report = evaluate_source(Path(request.pop("source")), config, **request)
+    if rank == 0:
+        run_dir.report.write_text(json.dumps(report), encoding="utf-8")
+    return done(rank)
 
 
 def run(
@@ -42,8 +74,16 @@ def run(
     ``on_step`` is called with the number of each step that is done. ``stacks`` tells where all ranks stand, for those
     who ask the job.
     """
+    from forgather_cli.callbacks.bars import CorpusBar
+    from forgather_cli.callbacks.base import TrainerCallback
     from forgather_cli.callbacks.build import build_callbacks
+    from forgather_cli.data.build import load_data
+    from forgather_cli.distributed import pick_device, world
     from forgather_cli.trainer.trainer import Trainer
+
+    class _Steps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            on_step(state.global_step)
 
     device = pick_device(config.device)
     tree = written_tree(config, run.newest_config())
@@ -60,7 +100,7 @@ def run(
         train_dataset=data.train,
         eval_dataset=data.eval,
         processing_class=data.tokenizer,
-        callbacks=[_Steps(on_step), *build_callbacks(config.callbacks, run, config_tree=tree, stacks=stacks)],
+        callbacks=[_Steps(), *build_callbacks(config.callbacks, run, config_tree=tree, stacks=stacks)],
         should_stop=should_stop,
         on_stop=on_stop,
         config_tree=tree,
@@ -72,6 +112,10 @@ def run(
 
 def construct(config: Config, data: DataSplits, device: torch.device) -> torch.nn.Module:
     """The model without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
+    import torch
+
+    from forgather_cli.models.build import build_model
+
     where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
     if isinstance(config.model, Target):
         where = torch.device("cpu") if where.type == "meta" else where
@@ -84,6 +128,8 @@ def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: in
 
     A model of the user's keeps those of its constructor.
     """
+    from forgather_cli.models.build import initialize
+
     draws_on_device = config.construct_model_on == "device" and device.type != "cpu"
     draws_on_device = draws_on_device and isinstance(config.model, DecoderSettings)
     if draws_on_device:
@@ -91,11 +137,11 @@ def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: in
     initialize(config.model, module, seed, device_generator=draws_on_device)
 
 
-class _Steps(TrainerCallback):
-    """Tells the process around the training how far it is."""
+def main() -> int:
+    """The process of a rank that our launcher started."""
+    return rank_process(work)
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._tell(state.global_step)
+if __name__ == "__main__":
+    collect_less()
+    leave(main())

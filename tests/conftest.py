@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forgather_cli.launch.process import collect_less
+from forgather_cli.launch.processes import collect_less
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,15 +33,14 @@ ALLOWED = {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
-    "launch": {
-        "checkpoint.manifest", "checkpoint.retention", "config", "distributed", "evaluation",
-        "worker",
-    },
+    "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed"},
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.exit_status", "launch.layout",
+        "launch.temporary",
         "models", "optim.groups", "precision", "trainer.metrics",
     },
     "report": {"launch.exit_status", "launch.process"},
+@@    "report": {"config.options", "launch.exit_status", "launch.processes"},
     "worker": {"*"},
     "evaluation": {"*"},
     "generation": {"data", "loss", "models.generate", "source"},
@@ -88,6 +87,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "plan",
     "targets",
     "report",
+    "worker",
     "",
 )
 MAY_IMPORT_TORCH = {"launch.agent"}

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
 from forgather_cli.launch.place import joined
-from forgather_cli.launch.process import is_running
+from forgather_cli.launch.processes import is_running
 from forgather_cli.run_dir import RunDir
 
 SMALL = [
@@ -60,6 +60,7 @@ def _slurm_task(folder: str, port: int, recipe: str, words: list[str]) -> tuple[
     import torch.distributed as dist
 
     from forgather_cli.launch import start
+    from forgather_cli.worker import work
 
     rank = str(dist.get_rank())
     dist.destroy_process_group()
@@ -70,7 +71,7 @@ def _slurm_task(folder: str, port: int, recipe: str, words: list[str]) -> tuple[
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            return start.join(place, lambda: load_config(recipe, words)), printed.getvalue()
+            return start.join(place, lambda: load_config(recipe, words), work), printed.getvalue()
     finally:
         os.chdir(before)
 

@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 
 import forgather_cli
-from forgather_cli.launch.process import collect_less
+from forgather_cli.launch.processes import collect_less
 
 collect_less()
 for _name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "hydra", "rich.console"):

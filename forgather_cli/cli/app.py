@@ -11,7 +11,7 @@ from forgather_cli import __version__
 from forgather_cli.cli import checkpoint, config, control, evaluate, finalize, generate, logs, plan, resume, train
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.errors import ForgatherError
-from forgather_cli.launch.report import report_error
+from forgather_cli.launch.error_report import report_error
 
 _HELP = """Train language models from composed configs.
 

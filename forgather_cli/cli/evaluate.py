@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +22,13 @@ from forgather_cli.cli.output import (
 )
 from forgather_cli.cli.source import SourcePath, TrustConfig, check_source, config_to_evaluate
 from forgather_cli.cli.words import Overrides, check_overrides
+from forgather_cli.errors import ConfigError
 from forgather_cli.launch.place import joined
+from forgather_cli.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from forgather_cli.config.load import Loaded
+    from forgather_cli.launch.layout import Layout
 
 
 def evaluate(
@@ -44,9 +53,13 @@ def evaluate(
     loaded, own_tokenizer = config_to_evaluate(source, words, trust_config=trust_config)
     if output is not None:
         writable(output, "--output")
-    from forgather_cli.launch.evaluate import plan_evaluation
+    from forgather_cli.launch.layout import plan_layout
 
-    layout = plan_evaluation(loaded, place)
+    if place is not None and place.size > 1:
+        raise ConfigError(f"eval: starts its ranks itself, but {place.by} has started {place.size}; run it once, alone")
+    if loaded.config.nnodes > 1:
+        raise ConfigError(f"nnodes: eval runs on one machine, got {loaded.config.nnodes}; set nnodes=1")
+    layout = replace(plan_layout(loaded.config, loaded.given), restarts=0)
     with interruptible():
         if layout.in_process:
             from forgather_cli.evaluation import evaluate_source
@@ -54,10 +67,8 @@ def evaluate(
             with only_json(as_json):
                 report = evaluate_source(source, loaded.config, own_tokenizer=own_tokenizer, trust_config=trust_config)
         else:
-            from forgather_cli.launch.evaluate import evaluate_on_ranks
-
             request = {"source": str(source), "own_tokenizer": own_tokenizer, "trust_config": trust_config}
-            code, report = evaluate_on_ranks(loaded, layout, request)
+            code, report = _on_ranks(loaded, layout, request)
             if code:
                 raise typer.Exit(code)
     document = {"source": str(source), **report}
@@ -67,6 +78,34 @@ def evaluate(
         print_json(document)
     else:
         _print({**document, "split": _split(loaded.config.data)})
+
+
+def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """(exit code, what ``evaluation.evaluate_source`` returns) of ``request``, its arguments, on the ranks of a layout.
+
+    Why it failed is shown here, once. Nothing is left of it, but the ranks' logs where they are needed to understand.
+    """
+    from forgather_cli.config.decode import dump_tree
+    from forgather_cli.launch.exit_status import ExitStatus, Kind
+    from forgather_cli.launch.rank_log import lasting_output
+    from forgather_cli.launch.start import supervised
+    from forgather_cli.launch.temporary import keep, temporary_folder
+
+    def settle(status: ExitStatus) -> None:
+        if not status.failed or status.kind in (Kind.MISTAKE, Kind.CUT):
+            shutil.rmtree(run.root, ignore_errors=True)
+        else:
+            keep(run.root)
+
+    with lasting_output(), temporary_folder("eval") as folder:
+        run = RunDir(folder)
+        run.logs.mkdir()
+        run.config.write_text(dump_tree({**loaded.tree, "output_dir": str(folder)}), encoding="utf-8")
+        run.evaluation.write_text(json.dumps(request), encoding="utf-8")
+        status = supervised(layout, run, run.config, settle)
+        report = {} if status.failed else json.loads(run.report.read_text(encoding="utf-8"))
+        settle(status)
+    return status.code, report
 
 
 _SHOWN = {

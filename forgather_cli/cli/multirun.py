@@ -24,7 +24,7 @@ from forgather_cli.cli.output import Col, human_seconds, print_json, print_table
 from forgather_cli.cli.words import quoted
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
-from forgather_cli.launch.process import end_with_parent
+from forgather_cli.launch.processes import end_with_parent
 from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.report.summary import state_of, summarize
 from forgather_cli.run_dir import RunDir

@@ -62,8 +62,9 @@ def start(place: Place | None, compose: Callable[[], Loaded]) -> int:
     """Train what ``compose`` returns, which is not called in a rank that has to ask rank 0; returns the exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
     from forgather_cli.launch import start
+    from forgather_cli.worker import work
 
-    return start.launch(compose()) if place is None else start.join(place, compose)
+    return start.launch(compose(), work) if place is None else start.join(place, compose, work)
 
 
 def train_command(recipe: str, overrides: list[str], config_dir: Path | None) -> list[str]:

@@ -36,22 +36,8 @@ def run_agent(layout: Layout, job: Job, config: Path | None) -> dict[int, int]:
     """
     if layout.nodes > 1 and layout.restarts:  # a store for each attempt, since nodes may count attempts differently
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    arguments = [] if config is None else ["--config", str(config)]
-    command = [*_interpreter_flags(), "-m", "forgather_cli.launch.rank", *arguments]
-    try:
-        elastic_launch(_launch_config(layout, job), sys.executable)(*command)
-    except ChildFailedError as error:
-        return {failure.local_rank: failure.exitcode for failure in error.failures.values()}
-    except (RendezvousError, RuntimeError, ValueError, TimeoutError) as error:  # what rendezvous backends raise
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
-        where = f"{layout.endpoint} ({layout.backend})"
-        raise SetupError(f"rdzv_endpoint: the nodes do not meet at {where}: {reason}") from error
-    return {}
-
-
-def _launch_config(layout: Layout, job: Job) -> LaunchConfig:
     alone = layout.nodes == 1
-    return LaunchConfig(
+    launch = LaunchConfig(
         min_nodes=layout.nodes,
         max_nodes=layout.nodes,
         nproc_per_node=layout.ranks_per_node,
@@ -68,6 +54,18 @@ def _launch_config(layout: Layout, job: Job) -> LaunchConfig:
         max_restarts=layout.restarts,
         logs_specs=_Environment(job, layout.ranks_per_node),
     )
+    # -P where this process does not find modules in the working directory first: a random.py there
+    flags = [] if sys.path[:1] in ([""], [str(Path.cwd())]) else ["-P"]
+    told = [] if config is None else ["--config", str(config)]
+    try:
+        elastic_launch(launch, sys.executable)(*flags, "-m", "forgather_cli.worker", *told)
+    except ChildFailedError as error:
+        return {failure.local_rank: failure.exitcode for failure in error.failures.values()}
+    except (RendezvousError, RuntimeError, ValueError, TimeoutError) as error:  # what rendezvous backends raise
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        where = f"{layout.endpoint} ({layout.backend})"
+        raise SetupError(f"rdzv_endpoint: the nodes do not meet at {where}: {reason}") from error
+    return {}
 
 
 class _OneNode(RendezvousHandler):
@@ -105,22 +103,16 @@ class _OneNode(RendezvousHandler):
 rendezvous_handler_registry.register(_ONE_NODE, _OneNode)
 
 
-def _interpreter_flags() -> list[str]:
-    """``-P`` where this process does not find modules in the working directory first: a ``random.py`` there."""
-    return [] if sys.path[:1] in ([""], [str(Path.cwd())]) else ["-P"]
-
-
 class _Environment(DefaultLogsSpecs):
     """Output stays where it is, ranks write their logs themselves; but this is where their environment can be set."""
 
     def __init__(self, job: Job, ranks: int) -> None:
         super().__init__(log_dir=os.devnull)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = str(max(1, cores // ranks))
         defaults = {
-            "OMP_NUM_THREADS": threads,
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # the store warns of ranks that are gone
+            "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store warns of ranks that are gone
+        }
         self._own = {name: os.environ.get(name, value) for name, value in defaults.items()}
         self._job, self._starts = job, 0
 

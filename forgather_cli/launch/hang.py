@@ -1,6 +1,7 @@
-"""A run that makes no progress: which rank the others wait for, told on the terminal and in ``RUN/hang.json``.
+"""A run that makes no progress, or whose ranks wait for a slow one: told on the terminal and in ``RUN/hang.json``.
 
-Each rank has one thread that looks at it. Training is not touched; ``hang_timeout`` ends it, if it comes to that.
+Each rank has two threads that look at it: one counts and ends the process after ``hang_timeout``, one reports and may
+wait for answers of other ranks. Training is not touched.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ import os
 import statistics
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import Config, PipelineSettings
+from forgather_cli.launch.context import RankContext
+from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
+from forgather_cli.launch.failures import close_bars, end_at_once
+from forgather_cli.launch.processes import process_state
+from forgather_cli.launch.signals import say
 from forgather_cli.launch.stacks import (
     COMPILES,
     DEBUGGED,
@@ -26,14 +32,16 @@ from forgather_cli.launch.stacks import (
     SILENT,
     WAITS,
     Standing,
+    is_debugged,
+    main_thread_stack,
     own_standing,
+    saves,
     silent_standing,
+    standing_at,
     table,
+    thread_stack,
+    waits_for_others,
 )
-from forgather_cli.launch.straggler import OwnTime
-
-if TYPE_CHECKING:
-    from forgather_cli.launch.rank import Rank
 
 log = logging.getLogger(__name__)
 
@@ -45,36 +53,61 @@ _ANSWER = 3.0  # seconds that a rank gets to answer
 
 
 @contextmanager
-def watched(rank: Rank, config: Config) -> Iterator[None]:
-    """Report what hangs inside, and answer those who ask where this rank stands."""
+def watched(rank: RankContext, config: Config) -> Iterator[None]:
+    """Inside, report what makes no progress, end it as ``hang_timeout`` asks, and answer those who ask where this rank
+    stands.
+    """
     over = threading.Event()
-    watch = HangWatch(rank, config)
-    rank.hang = watch
-    threading.Thread(target=watch.run, args=(over,), name="forgather-suspect", daemon=True).start()
+    report = HangReport(rank, config)
+    threading.Thread(target=_count, args=(rank, config, over), name="forgather-hang", daemon=True).start()
+    threading.Thread(target=report.run, args=(over,), name="forgather-report", daemon=True).start()
     try:
         yield
     finally:
         over.set()
 
 
-class HangWatch:
-    """Knows how long this rank has made no progress, and how long that is usual.
+def _count(rank: RankContext, config: Config, over: threading.Event) -> None:
+    """Count the seconds without progress, and end this process after ``hang_timeout``. It waits for nobody.
+
+    A rank that waits for others is left to the timeout of its collective, so that the one they wait for is named.
+    """
+    timeout = config.hang_timeout
+    look = min(1.0, timeout / 5, config.hang_report_after / 10)
+    polls = 0
+    while not over.wait(look):
+        before, polls = polls, rank.stop.polls
+        # seconds that this thread has run, so that a process stopped by Ctrl-Z does not hang
+        rank.still = rank.still + look if polls == before > 0 else 0.0
+        if rank.still < timeout:
+            continue
+        stack = main_thread_stack()
+        if saves(stack) or is_debugged(stack) or (rank.place.size > 1 and waits_for_others(stack)):
+            continue
+        close_bars()
+        say("".join(traceback.format_list(stack)).rstrip())
+        where = f"rank {rank.place.rank} stands at {standing_at(stack)}"
+        message = f"hang_timeout: no progress within {timeout:g} s: {where}"
+        end_at_once(rank, ExitStatus(rank.place.rank, Kind.STUCK, FAILED, message))
+
+
+class HangReport:
+    """Tells of a run that makes no progress, once this rank has made none for longer than is usual.
 
     Suspicious are ``hang_report_after`` seconds, and 5 median steps if that is longer; before the first steps have
     shown their length, half of ``hang_timeout``. A compilation, a breakpoint, and a save within half of its
     ``save_timeout`` are not reported. A pause that was reported and ended by itself counts as usual from then on.
     """
 
-    def __init__(self, rank: Rank, config: Config) -> None:
+    def __init__(self, rank: RankContext, config: Config) -> None:
         self._rank, self._config = rank, config
         self._every = config.hang_report_after / _LOOKS
         self._lengths: deque[float] = deque(maxlen=50)
         """Seconds of the last steps."""
         self._step: tuple[int, float] | None = None
         """The newest step, and when it was seen."""
-        self._polls = 0
-        self._still = 0.0  # seconds that this thread has run: a process stopped by Ctrl-Z does not hang
-        self._usual = 0.0
+        self._still = self._usual = 0.0
+        """Seconds without progress at the last look, and of pauses that have ended by themselves."""
         self._next_look_at_store = self._next_try = 0.0
         self._is_reporter = False
         self._report: dict[str, object] = {}
@@ -84,24 +117,16 @@ class HangWatch:
         equal = rank.place.size > 1 and not isinstance(config.trainer, PipelineSettings)
         self._own_time = OwnTime(rank, _LOOKS) if equal else None
 
-    @property
-    def seconds(self) -> float:
-        """Without progress."""
-        return self._still
-
     def run(self, over: threading.Event) -> None:
         """The thread."""
-        before = time.monotonic()
         while not over.wait(self._every):
-            now = time.monotonic()
             try:
-                self._look(now, min(now - before, 10 * self._every))
+                self._look(time.monotonic())
             except Exception as error:  # of a store that goes just now, or torch's: whatever it is, training goes on
-                log.debug("hang watch: %s: %s", type(error).__name__, error)
-            before = now
+                log.debug("hang report: %s: %s", type(error).__name__, error)
 
-    def _look(self, now: float, elapsed: float) -> None:
-        step, polls = self._rank.step, self._rank.stop.polls
+    def _look(self, now: float) -> None:
+        step, config = self._rank.step, self._config
         if step is not None and (self._step is None or step != self._step[0]):
             if self._step is not None:
                 self._lengths.append((now - self._step[1]) / abs(step - self._step[0]))
@@ -111,21 +136,16 @@ class HangWatch:
             self._answer()
         if self._own_time is not None and len(self._lengths) >= _FEW:
             self._own_time.look()
-        if polls != self._polls or not polls:
-            if self._is_reporter:
-                self._goes_on()
-            self._polls, self._still = polls, 0.0
-            return
-        self._still += elapsed
-        if self._still >= self._limit() and now >= self._next_try:
+        still = self._rank.still
+        if still < self._still and self._is_reporter:
+            self._goes_on()
+        self._still = still
+        limit = max(config.hang_report_after, config.hang_timeout / 2)
+        if len(self._lengths) >= _FEW:
+            limit = max(config.hang_report_after, _MEDIANS * statistics.median(self._lengths), 2 * self._usual)
+        if still >= limit and now >= self._next_try:
             self._suspect()
-            self._next_try = time.monotonic() + self._config.hang_report_after / 4
-
-    def _limit(self) -> float:
-        after = self._config.hang_report_after
-        if len(self._lengths) < _FEW:
-            return max(after, self._config.hang_timeout / 2)
-        return max(after, _MEDIANS * statistics.median(self._lengths), 2 * self._usual)
+            self._next_try = time.monotonic() + config.hang_report_after / 4
 
     # ------------------------------------------------------------------------------------------------------- suspicion
 
@@ -136,7 +156,7 @@ class HangWatch:
         if self._report or not self._is_reporter:
             return
         standings = standings_of_all(self._rank)
-        if any(self._is_usual(standing) for standing in standings) or self._rank.stop.polls != self._polls:
+        if any(self._is_usual(standing) for standing in standings) or self._rank.still < self._still:
             return
         lengths = round(statistics.median(self._lengths), 3) if self._lengths else None
         self._report = {
@@ -189,14 +209,14 @@ class HangWatch:
         asked = None if rendezvous is None else rendezvous.told("where")
         if rendezvous is not None and asked is not None and asked != self._answered:
             self._answered = asked
-            answer = {"asked": asked, "standing": asdict(own_standing(self._rank, self._still))}
-            rendezvous.tell(f"stands/{self._rank.place.rank}", json.dumps(answer))
+            me = self._rank.place.rank
+            answer = {"asked": asked, "standing": asdict(own_standing(me, self._rank.step, self._rank.still))}
+            rendezvous.tell(f"stands/{me}", json.dumps(answer))
 
 
-def standings_of_all(rank: Rank) -> list[Standing]:
+def standings_of_all(rank: RankContext) -> list[Standing]:
     """Where all ranks stand, the odd ones first. Waits some seconds for ranks that do not answer."""
-    seconds = 0.0 if rank.hang is None else rank.hang.seconds
-    own = own_standing(rank, seconds)
+    own = own_standing(rank.place.rank, rank.step, rank.still)
     rendezvous = rank.rendezvous
     if rendezvous is None:
         return [own]
@@ -212,7 +232,7 @@ def standings_of_all(rank: Rank) -> list[Standing]:
                 found[other] = Standing.from_document(json.loads(text)["standing"])
                 del before[other]
     for other in before:
-        found[other] = silent_standing(other, rendezvous.told(f"place/{other}"), seconds)
+        found[other] = silent_standing(other, rendezvous.told(f"place/{other}"), rank.still)
     return odd_first([found[each] for each in sorted(found)])
 
 
@@ -251,3 +271,73 @@ def report_text(standings: Sequence[Standing], seconds: float, hang_timeout: flo
             f"nothing is stopped; hang_timeout={hang_timeout:g} ends the job. The whole table is in hang.json",
         ]
     )
+
+
+# -------------------------------------------------------------------------------------------------- slow ranks
+
+_FACTOR = 1.2
+_EXCESS = 0.05  # of the time: what the number of looks can tell apart
+_WINDOWS = 5
+_DEPTH = 12  # innermost calls that tell whether a thread waits
+
+
+class OwnTime:
+    """The share of time that this rank's main thread spends outside of collectives, by looking at it now and then.
+
+    A look counts as waiting if the thread stands in a collective or a backward and does not run: on the CPU ddp waits
+    for others inside the backward, where only the kernel knows whether it computes. It sees what the host does: a slow
+    loader or callback, a busy core. A device that is slower than the others is not seen, since hosts run ahead of their
+    devices.
+
+    Costs training nothing but the looks: some microseconds each, with the interpreter's lock.
+    """
+
+    def __init__(self, rank: RankContext, looks: int) -> None:
+        """``looks``: of one window, after which the ranks are compared."""
+        self._rank, self._meeting, self._looks = rank, rank.rendezvous, looks
+        self._seen = self._waited = 0
+        self._lines: Counter[str] = Counter()
+        """Where it stood outside of collectives."""
+        self._windows = 0
+        self._in_a_row: Counter[int] = Counter()
+        self._compared: list[int] = []
+
+    def look(self) -> None:
+        """Count one more; at the end of a window tell it, and on rank 0 compare."""
+        thread = threading.main_thread()
+        stack = thread_stack(thread, _DEPTH)
+        if waits_for_others(stack) and process_state(f"self/task/{thread.native_id}") != "R":
+            self._waited += 1
+        else:
+            self._lines[standing_at(stack)] += 1
+        self._seen += 1
+        if self._seen < self._looks or self._meeting is None:
+            return
+        self._windows += 1
+        line = self._lines.most_common(1)[0][0] if self._lines else ""
+        me = self._rank.place.rank
+        self._meeting.tell(f"own/{me}", json.dumps([self._windows, 1 - self._waited / self._seen, line]))
+        self._seen = self._waited = 0
+        self._lines.clear()
+        if me == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Of rank 0. Windows are as long on every rank, though they do not begin together."""
+        assert self._meeting is not None
+        texts = [self._meeting.told(f"own/{rank}") for rank in range(self._rank.place.size)]
+        if None in texts:
+            return
+        windows, shares, lines = zip(*(json.loads(text or "") for text in texts), strict=True)
+        if any(now == before for now, before in zip(windows, self._compared, strict=False)):
+            return  # a rank that is late has told nothing new
+        self._compared = list(windows)
+        usual = statistics.median_low(shares)
+        for rank, share in enumerate(shares):
+            slow = share > _FACTOR * usual and share - usual > _EXCESS
+            self._in_a_row[rank] = self._in_a_row[rank] + 1 if slow else 0
+            if self._in_a_row[rank] == _WINDOWS:
+                log.warning(
+                    "rank %d is slow, and the others wait for it: its own work takes %.0f %% of the time, the median "
+                    "is %.0f %%; most often it stands at %s", rank, 100 * share, 100 * usual, lines[rank],
+                )  # fmt: skip

@@ -8,11 +8,9 @@ collective can still be told.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from pathlib import Path
 
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.launch.place import ATTEMPT
-from forgather_cli.launch.process import is_running
+from forgather_cli.launch.temporary import temporary_folder
 
 _VARIABLE = "FORGATHER_JOB"
 
@@ -41,18 +39,11 @@ class Job:
     @classmethod
     @contextlib.contextmanager
     def made(cls, *, node: int, nodes: int, restarts: int) -> Iterator[Job]:
-        """A new job of this process; its folder goes at the end, and those of killed launchers of this user go now."""
-        for facts_file in Path(tempfile.gettempdir()).glob("forgather-*/job.json"):
-            # its lock also tells of launchers in other containers, its process id of those before 0.2 that held none
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _locked(facts_file.parent):
-                if not is_running(int(json.loads(facts_file.read_text())["launcher"])):
-                    shutil.rmtree(facts_file.parent, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix="forgather-", ignore_cleanup_errors=True) as folder:
-            job = cls(Path(folder), os.getpid(), node, nodes, restarts)
-            facts = {"launcher": job.launcher, "node": node, "nodes": nodes, "restarts": restarts}
-            with _locked(job.root):
-                publish(job.root / "job.json", json.dumps(facts))
-                yield job
+        """A new job of this process, with its folder."""
+        with temporary_folder("job") as root:
+            facts = {"launcher": os.getpid(), "node": node, "nodes": nodes, "restarts": restarts}
+            publish(root / "job.json", json.dumps(facts))
+            yield cls(root, **facts)
 
     @classmethod
     def entered(cls) -> Job | None:
@@ -91,10 +82,6 @@ class Job:
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.root / f"attempt-{number}")
 
-    def rendezvous_folder(self, attempt: int) -> Path | None:
-        """The folder where all ranks of a start meet; None where they are on several nodes."""
-        return self.attempt(attempt).folder / "rendezvous" if self.nodes == 1 else None
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -117,34 +104,17 @@ class Attempt:
 
     def tell(self, status: ExitStatus) -> None:
         """Only a rank's first word counts, except that what it was told by others gives way to what it knows."""
-        known = self.status(status.rank)
+        known = next((each for each in self.statuses() if each.rank == status.rank), None)
         if known is None or (known.failed and not known.is_cause and status.is_cause):
-            publish(self._word_of(status.rank), status.to_json())
-
-    def status(self, rank: int) -> ExitStatus | None:
-        """How a rank says it ended."""
-        with contextlib.suppress(OSError, ValueError):
-            return ExitStatus.from_json(self._word_of(rank).read_text(encoding="utf-8"))
-        return None
+            publish(self.folder / f"status-{status.rank}", status.to_json())
 
     def statuses(self) -> list[ExitStatus]:
-        """Of all ranks that have told one."""
-        ranks = [int(path.name.removeprefix("status-")) for path in self.folder.glob("status-*")]
-        return [status for rank in ranks if (status := self.status(rank)) is not None]
-
-    def _word_of(self, rank: int) -> Path:
-        return self.folder / f"status-{rank}"
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder while this process lives, in whatever container. Raises OSError if another one holds it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+        """How those ranks have ended that have told it."""
+        found = []
+        for path in self.folder.glob("status-*"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(ExitStatus.from_json(path.read_text(encoding="utf-8")))
+        return found
 
 
 def publish(path: Path, text: str) -> None:

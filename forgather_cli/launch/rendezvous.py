@@ -1,6 +1,6 @@
 """What the ranks of one world tell each other outside of collectives.
 
-Rank 0 shares its config; any rank shares that it failed, or that a signal asks for a stop. Ranks that wait in a
+Rank 0 shares its config; any rank shares that it failed, and where it stands when it is asked. Ranks that wait in a
 collective hear of it all the same, in their watch threads. Ranks that our launcher has started on one node meet in the
 job's folder, others in the TCPStore by which they find each other.
 """
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 from forgather_cli.launch.place import Place
-from forgather_cli.launch.process import is_running
+from forgather_cli.launch.processes import is_running
 from forgather_cli.launch.store import (
     SECRET,
     FolderStore,
@@ -137,7 +137,7 @@ class Rendezvous:
                 return found.root
         return None
 
-    # ---------------------------------------------------------------------------------------------- failures and stops
+    # ------------------------------------------------------------------------------------------------------- failures
 
     def fail(self, status: ExitStatus) -> bool:
         """Tell the world; False if another rank has told before. What explains the others goes before what does not."""
@@ -151,28 +151,10 @@ class Rendezvous:
         try:
             text = self._store.get("failed")
         except Exception as error:  # whatever the store's library makes of a lost connection
-            return _store_is_gone(self._place.rank, error)
+            me, reason = self._place.rank, (str(error).splitlines() or [type(error).__name__])[0]
+            message = f"rank {me} has lost the store of the ranks, whose process or node is gone ({reason})"
+            return ExitStatus(me, Kind.LOST, FAILED, message)
         return None if text is None else ExitStatus.from_json(text)
-
-    def ask_to_stop(self, signum: int) -> None:
-        self._store.set("stop", json.dumps([signum, self._place.rank]))
-
-    def stop_asked(self) -> tuple[int, int] | None:
-        """The signal that some rank has got, and the rank."""
-        text = self._store.get("stop")
-        if text is None:
-            return None
-        signum, rank = json.loads(text)
-        return int(signum), int(rank)
-
-    def say_busy(self) -> None:
-        """This rank is saving, and those that wait for it are to be patient."""
-        self._store.set("busy", str(time.time()))
-
-    def busy_since(self, seconds: float) -> bool:
-        """True if some rank has been saving within the last ``seconds``."""
-        text = self._store.get("busy")
-        return text is not None and time.time() - float(text) < seconds
 
     def dead_neighbour(self) -> int | None:
         """A rank on this node whose process is gone although it has not left."""
@@ -264,13 +246,3 @@ def _connect(place: Place, *, offer: bool = False) -> Any:
             ) from error
         reason = str(error).splitlines()[0]
         raise SetupError(f"MASTER_ADDR: the ranks cannot meet at {where} ({reason}); give rank 0's address") from error
-
-
-def _store_is_gone(rank: int, error: Exception) -> ExitStatus:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ExitStatus(
-        rank,
-        Kind.LOST,
-        FAILED,
-        f"rank {rank} has lost the store of the ranks, whose process or node is gone ({reason})",
-    )

@@ -1,23 +1,19 @@
 """Signals of a run: the first asks for a save and an end, the second ends the process at once.
 
-A first signal that nobody acts on within ``GRACE`` seconds ends it too, and says where it stands. Python runs its
-handlers between bytecodes of the main thread only, so a process that waits in a collective or in a long kernel would
-not notice. The C handler itself writes to the interpreter's wake-up descriptor; a thread reads it.
+Python runs its handlers between bytecodes of the main thread only, so a process that waits in a collective or in a long
+kernel would not notice. The C handler itself writes to the interpreter's wake-up descriptor; a thread reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -25,13 +21,7 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE = 25.0
 """Seconds from the first signal to a point where training can stop; schedulers kill after 30."""
-_OURS = f"{os.sep}forgather_cli{os.sep}"
-_SAVING = f"{_OURS}checkpoint{os.sep}"
-_GATHER = f"{_SAVING}gather.py"
-_TORCH = f"{os.sep}torch{os.sep}"
-_COLLECTIVES = (f"{_TORCH}distributed{os.sep}", f"{_TORCH}nn{os.sep}parallel{os.sep}distributed.py")
 _LAST_WORDS = 5.0  # seconds
-_AFTER_YOU = 5.0  # seconds that a rank which waits for others leaves them to say where they stand
 _BURST = 0.03  # seconds in which one signal may arrive several times
 _LINGER = 30.0  # seconds that a forked worker outlives SIGTERM
 
@@ -42,18 +32,12 @@ class Hooks:
 
     at_once: Callable[[int, bool], int] = lambda signum, early: 128 + signum
     """The process ends at once by (signum, before the first step); returns the exit code."""
-    hung: Callable[[int, str, bool], int] = lambda signum, where, waits: 1
-    """Nobody acts on signum; the main thread stands where, and waits for other ranks or not. Returns the exit code."""
+    noted: Callable[[], None] = lambda: None
+    """A first signal asks for a stop. Called in a thread of its own."""
     abandoned: Callable[[], bool] = lambda: False
     """True if a SIGTERM only clears up after another rank's failure: this process is about to end anyway."""
-    heard: Callable[[int], None] = lambda signum: None
-    """This process has got a signal of its own."""
-    saving: Callable[[], None] = lambda: None
-    """The signal has to wait, since a checkpoint is being written."""
     echo: float = 0.0
     """Seconds in which the same signal again is the same one, which others have handed on."""
-    others_save: Callable[[], bool] | None = None
-    """True if another rank is writing a checkpoint; None where there are no others."""
 
 
 class StopSignal:
@@ -69,7 +53,8 @@ class StopSignal:
         self._last: tuple[int, float] | None = None  # what has arrived here, and when
         self.polls = 0
         """How often ``signum`` was read: it counts on as long as training does."""
-        self._honoured = threading.Event()
+        self.honoured = threading.Event()
+        """All ranks are about to act on the signal, or nothing is left to stop: now it may take its time."""
 
     @property
     def signum(self) -> int | None:
@@ -92,47 +77,25 @@ class StopSignal:
             return
         if last is not None and counts_again(signum):
             self._end(signum, early=not self.polls)
-        elif self._signum is None:
-            self._first(signum)
-            self._hooks.heard(signum)
+        else:
+            self.told(signum)
 
-    def told(self, signum: int, by: str = "") -> None:
-        """Note a signal that another process has got. It is not counted: what is told may also arrive here by itself.
-
-        ``by``: where it has arrived, as ``in rank 1``.
-        """
-        if self._signum is None:
-            self._first(signum, by)
-
-    def honour(self, signum: int) -> None:
-        """All ranks are about to act on a signal: from now on it may take its time."""
-        self._honoured.set()
-
-    def leave(self) -> None:
-        """Nothing is left to stop: a signal that nobody has acted on no longer ends the process."""
-        self._honoured.set()
-
-    def _first(self, signum: int, by: str = "") -> None:
+    def told(self, signum: int) -> None:
+        """Note a signal that the launcher has got. It is not counted: it may also arrive here by itself."""
+        if self._signum is not None:
+            return
         self._signum = signum
         if not self.polls:
             self._end(signum, early=True)
-        _say(f"{self.name}{by and f' {by}'}: saving after this step; a second signal ends at once")
-        threading.Thread(target=self._watch_main_thread, name="forgather-grace", daemon=True).start()
+        say(f"{self.name}: saving after this step; a second signal ends at once")
+        threading.Thread(target=self._hooks.noted, name="forgather-grace", daemon=True).start()
 
-    def _watch_main_thread(self) -> None:
-        assert self._signum is not None
-        while not self._honoured.wait(GRACE):
-            stack = main_thread_stack()
-            if saves(stack):  # what was asked for; save_timeout is its limit
-                self._hooks.saving()
-                continue
-            waits = self._hooks.others_save is not None and waits_for_others(stack)
-            if waits and (self._honoured.wait(_AFTER_YOU) or (self._hooks.others_save and self._hooks.others_save())):
-                continue
-            if not waits:
-                _say("".join(traceback.format_list(stack)).rstrip())
-            signum, where = self._signum, standing_at(stack)
-            end_process(1, lambda: self._hooks.hung(signum, where, waits))  # noqa: B023, the loop ends here
+    def honour(self, signum: int) -> None:
+        """All ranks have agreed on a signal that at least one of them has got."""
+        if self._signum is None:
+            self._signum = signum
+            say(f"{self.name} in another rank: saving after this step; a second signal ends at once")
+        self.honoured.set()
 
     def _end(self, signum: int, *, early: bool) -> None:
         end_process(128 + signum, lambda: self._hooks.at_once(signum, early))
@@ -161,59 +124,7 @@ def end_process(code: int, last_words: Callable[[], int]) -> None:
     os._exit(told[-1])
 
 
-def main_thread_stack() -> traceback.StackSummary:
-    """Where the main thread stands, outermost call first."""
-    return thread_stack(threading.main_thread())
-
-
-def thread_stack(thread: threading.Thread, depth: int | None = None) -> traceback.StackSummary:
-    """Where a thread stands, outermost call first; of its innermost ``depth`` calls."""
-    stack = traceback.StackSummary.extract(
-        traceback.walk_stack(sys._current_frames().get(thread.ident or 0)), limit=depth, lookup_lines=False
-    )
-    stack.reverse()
-    return stack
-
-
-def standing_at(stack: traceback.StackSummary) -> str:
-    """The innermost line in a stack that is no library's, and the innermost of all."""
-    own = [entry for entry in stack if _OURS in entry.filename or not entry.filename.startswith(_libraries())]
-    lines = dict.fromkeys(f"{e.filename}:{e.lineno} in {e.name}" for e in [*own[-1:], *stack[-1:]])
-    return ", inside it ".join(lines)
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    """How names of files begin that are neither ours nor the user's."""
-    return ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-
-
-def is_debugged(stack: traceback.StackSummary) -> bool:
-    """A person at ``breakpoint()`` may take their time."""
-    return any(entry.filename.endswith(f"{os.sep}bdb.py") for entry in stack)
-
-
-def saves(stack: traceback.StackSummary) -> bool:
-    """True if the stack's thread reads or writes a checkpoint."""
-    ours = [entry.filename for entry in stack if _SAVING in entry.filename]
-    return any(not name.endswith(_GATHER) for name in ours)  # which others use too
-
-
-def waits_for_others(stack: traceback.StackSummary) -> bool:
-    """True if the stack's thread stands in a collective: in torch's, or in a backward, which may contain some.
-
-    torch's code counts from where it was called last: a pipeline's schedule calls the model, which waits for nobody.
-    """
-    if not stack:
-        return False
-    inner = stack[-1]
-    of_torch = itertools.takewhile(lambda entry: _TORCH in entry.filename, reversed(stack))
-    in_collective = any(name in entry.filename for entry in of_torch for name in _COLLECTIVES)
-    in_collective |= inner.filename.endswith(_GATHER)  # which waits until a deadline
-    return in_collective or inner.name == "_engine_run_backward" or (inner.line or "").endswith(".wait()")
-
-
-def _say(text: str) -> None:
+def say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -226,7 +137,7 @@ def watching(hooks: Hooks = Hooks()) -> Iterator[StopSignal]:
         try:
             yield stop
         finally:
-            stop.leave()
+            stop.honoured.set()
 
 
 @contextlib.contextmanager
@@ -237,7 +148,8 @@ def listening(arrived: Callable[[int], None], signals: Sequence[signal.Signals])
     thread = threading.Thread(target=_watch, args=(read_end, arrived, signals), name="forgather-signals", daemon=True)
     thread.start()
     old_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
-    heeded = [signum for signum in signals if not _is_nohup(signum)]
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # then the run is to outlive the terminal
+    heeded = [signum for signum in signals if not (nohup and signum == signal.SIGHUP)]
     old_handlers = {signum: signal.signal(signum, _handled) for signum in heeded}
     _leave_stopping_to_parent_in_forks()
     try:
@@ -250,11 +162,6 @@ def listening(arrived: Callable[[int], None], signals: Sequence[signal.Signals])
         write_end.close()
         thread.join()
         read_end.close()
-
-
-def _is_nohup(signum: int) -> bool:
-    """True for the hang-up that ``nohup`` has this process ignore: the run is to outlive the terminal."""
-    return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN
 
 
 def _handled(signum: int, frame: FrameType | None) -> None:

@@ -1,29 +1,31 @@
-"""Where one rank stands: what it does, at which line, since when, and the last collective it has come to."""
+"""Where a thread stands, told from its stack; and where a rank does: what it does, at which line, since when, and the
+last collective it has come to.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import re
 import socket
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from traceback import StackSummary
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from forgather_cli.launch.signals import (
-    is_debugged,
-    main_thread_stack,
-    saves,
-    standing_at,
-    thread_stack,
-    waits_for_others,
-)
+from forgather_cli.launch.processes import process_state
 
-if TYPE_CHECKING:
-    from forgather_cli.launch.rank import Rank
+_OURS = f"{os.sep}forgather_cli{os.sep}"
+_DATA = f"{_OURS}data{os.sep}"
+_SAVING = f"{_OURS}checkpoint{os.sep}"
+_GATHER = f"{_SAVING}gather.py"
+_TORCH = f"{os.sep}torch{os.sep}"
+_COLLECTIVES = (f"{_TORCH}distributed{os.sep}", f"{_TORCH}nn{os.sep}parallel{os.sep}distributed.py")
 
 WAITS, SAVES, COMPILES, DEBUGGED, READS, RUNS = (
     "waits for others", "saves", "compiles", "at a breakpoint", "reads data", "runs",
@@ -34,6 +36,61 @@ _COMPILER = (
     f"{os.sep}torch{os.sep}_dynamo{os.sep}convert_frame.py",
     f"{os.sep}torch{os.sep}_inductor{os.sep}compile_fx.py",
 )
+
+
+def main_thread_stack() -> traceback.StackSummary:
+    """Where the main thread stands, outermost call first."""
+    return thread_stack(threading.main_thread())
+
+
+def thread_stack(thread: threading.Thread, depth: int | None = None) -> traceback.StackSummary:
+    """Where a thread stands, outermost call first; of its innermost ``depth`` calls."""
+    stack = traceback.StackSummary.extract(
+        traceback.walk_stack(sys._current_frames().get(thread.ident or 0)), limit=depth, lookup_lines=False
+    )
+    stack.reverse()
+    return stack
+
+
+def standing_at(stack: traceback.StackSummary) -> str:
+    """The innermost line in a stack that is no library's, and the innermost of all."""
+    own = [entry for entry in stack if _OURS in entry.filename or not entry.filename.startswith(_libraries())]
+    lines = dict.fromkeys(f"{e.filename}:{e.lineno} in {e.name}" for e in [*own[-1:], *stack[-1:]])
+    return ", inside it ".join(lines)
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """How names of files begin that are neither ours nor the user's."""
+    return ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+def is_debugged(stack: traceback.StackSummary) -> bool:
+    """A person at ``breakpoint()`` may take their time."""
+    return any(entry.filename.endswith(f"{os.sep}bdb.py") for entry in stack)
+
+
+def saves(stack: traceback.StackSummary) -> bool:
+    """True if the stack's thread reads or writes a checkpoint."""
+    ours = [entry.filename for entry in stack if _SAVING in entry.filename]
+    return any(not name.endswith(_GATHER) for name in ours)  # which others use too
+
+
+def waits_for_others(stack: traceback.StackSummary) -> bool:
+    """True if the stack's thread stands in a collective: in torch's, or in a backward, which may contain some.
+
+    torch's code counts from where it was called last: a pipeline's schedule calls the model, which waits for nobody.
+    """
+    if not stack:
+        return False
+    inner = stack[-1]
+    of_torch = itertools.takewhile(lambda entry: _TORCH in entry.filename, reversed(stack))
+    in_collective = any(name in entry.filename for entry in of_torch for name in _COLLECTIVES)
+    in_collective |= inner.filename.endswith(_GATHER)  # which waits until a deadline
+    return in_collective or inner.name == "_engine_run_backward" or (inner.line or "").endswith(".wait()")
+
+
+# ------------------------------------------------------------------------------------------------------------- a rank
 
 
 @dataclass(frozen=True)
@@ -82,22 +139,29 @@ class Standing:
         return cls(**{**raw, "collective": None if collective is None else Collective(**collective)})
 
 
-def own_standing(rank: Rank, seconds: float) -> Standing:
-    """Of this process. May be called in any thread."""
-    stack = _telling_stack()
+def own_standing(rank: int, step: int | None, seconds: float) -> Standing:
+    """Of this process, which is that rank; ``step`` steps are behind it. May be called in any thread."""
+    stack = main_thread_stack()
+    if saves(stack) and any(entry.name == "_join" for entry in stack):  # it waits for the checkpoint's writer
+        writer = next((t for t in threading.enumerate() if t.name == "checkpoint"), None)
+        stack = stack if writer is None else thread_stack(writer)
     recorded = _recorded()
     collective = _newest(recorded)
+    in_backward = bool(stack) and stack[-1].name == "_engine_run_backward"
+    if is_debugged(stack):
+        doing = DEBUGGED
+    elif any(name in entry.filename for entry in stack for name in _COMPILER):
+        doing = COMPILES
+    elif waits_for_others(stack) and not (in_backward and collective is not None and collective.state == "completed"):
+        doing = WAITS
+    elif saves(stack):
+        doing = SAVES
+    else:
+        doing = READS if any(_DATA in entry.filename for entry in stack) else RUNS
     return Standing(
-        rank=rank.place.rank,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        step=rank.step,
-        seconds=round(seconds, 1),
-        doing=_doing(stack, collective),
-        collective=collective,
-        unusual=_is_unusual(recorded),
-        where=standing_at(stack),
-    )
+        rank, socket.gethostname(), os.getpid(), step, round(seconds, 1), doing, collective,
+        unusual=_is_unusual(recorded), where=standing_at(stack),
+    )  # fmt: skip
 
 
 def silent_standing(rank: int, place: str | None, seconds: float) -> Standing:
@@ -106,7 +170,7 @@ def silent_standing(rank: int, place: str | None, seconds: float) -> Standing:
     where = ""
     if host == socket.gethostname():
         where = {"T": f"process {pid} is stopped; kill -CONT {pid} lets it go on", "": f"process {pid} is gone"}.get(
-            _process_state(pid), f"process {pid} is alive, but runs no Python"
+            process_state(pid), f"process {pid} is alive, but runs no Python"
         )
     return Standing(rank, host, pid, None, round(seconds, 1), SILENT, None, False, where)
 
@@ -121,38 +185,6 @@ def table(standings: Sequence[Standing]) -> list[str]:
         rows.append((str(each.rank), each.host, step, still, each.doing, collective, where))
     widths = [*(max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]), 0]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def _process_state(pid: int) -> str:
-    """Linux's letter; empty for a process that is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stream:
-            return stream.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def _telling_stack() -> StackSummary:
-    """The main thread's stack; while that waits for the checkpoint's writer, the writer's."""
-    stack = main_thread_stack()
-    if saves(stack) and any(entry.name == "_join" for entry in stack):
-        writer = next((t for t in threading.enumerate() if t.name == "checkpoint"), None)
-        return stack if writer is None else thread_stack(writer)
-    return stack
-
-
-def _doing(stack: StackSummary, collective: Collective | None) -> str:
-    if is_debugged(stack):
-        return DEBUGGED
-    if any(name in entry.filename for entry in stack for name in _COMPILER):
-        return COMPILES
-    in_backward = bool(stack) and stack[-1].name == "_engine_run_backward"
-    if waits_for_others(stack) and not (in_backward and collective is not None and collective.state == "completed"):
-        return WAITS
-    if saves(stack):
-        return SAVES
-    data = f"{os.sep}forgather_cli{os.sep}data{os.sep}"
-    return READS if any(data in entry.filename for entry in stack) else RUNS
 
 
 # -------------------------------------------------------------------------------------------- torch's flight recorder

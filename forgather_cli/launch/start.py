@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import socket
@@ -11,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.retention import list_checkpoints
-from forgather_cli.config.schema import TOKEN_VARIABLE, Config
+from forgather_cli.config.schema import TOKEN_VARIABLE, Config, FP8Settings, KernelLoss, QATSettings
 from forgather_cli.errors import CheckpointError, ConfigError, ForgatherError, SetupError
+from forgather_cli.launch.context import RankContext
+from forgather_cli.launch.error_report import report_failure
 from forgather_cli.launch.exit_status import (
     DONE,
     FAILED,
@@ -29,34 +33,25 @@ from forgather_cli.launch.exit_status import (
 )
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
-from forgather_cli.launch.packages import check_packages
 from forgather_cli.launch.place import Place, enter
-from forgather_cli.launch.process import leave_now
-from forgather_cli.launch.rank import Rank, Start, shared
+from forgather_cli.launch.processes import leave_now
+from forgather_cli.launch.rank import Start, Work, shared, train
 from forgather_cli.launch.rank_log import lasting_output
-from forgather_cli.launch.rendezvous import Rendezvous
-from forgather_cli.launch.report import report_failure
 from forgather_cli.launch.run_lock import RunLock, forget_hidden, prepare
-from forgather_cli.launch.smaller_batch import until_it_fits
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
 
-
-def output_dir(loaded: Loaded) -> Path:
-    """Where the run goes; the directory made up from date and time gets a number where another run has that name."""
-    base = Path(loaded.config.output_dir or "outputs")
-    if "output_dir" in loaded.given:
-        return base
-    candidates = [base, *(base.with_name(f"{base.name}_{n}") for n in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
+_KERNELS = {"liger": "liger-kernel", "cut_cross_entropy": "cut-cross-entropy"}
+_OF_KERNELS = ("triton",) if sys.platform == "linux" else ()
+"""What both import, on a CPU too."""
 
 
 @lasting_output()
-def launch(loaded: Loaded) -> int:
-    """Train in this process, or start ranks that do; returns the exit code (0, 1, 2, 75).
+def launch(loaded: Loaded, work: Work) -> int:
+    """Do ``work`` in this process, or start ranks that do; returns the exit code (0, 1, 2, 75).
 
     Raises ConfigError and SetupError for what is found before the run directory is taken; later ones are shown and
     logged here.
@@ -72,9 +67,132 @@ def launch(loaded: Loaded) -> int:
         return DONE
     with RunLock(root) as held:
         config, path = _begin(held, loaded, layout)
-        status = until_it_fits(held, config, path, partial(_train, layout, held, path))
-        _settle(held, status)
+        settle = partial(_settle, held)
+        control = config.callbacks.control
+
+        def once(config: Config) -> ExitStatus:
+            if layout.in_process:
+                return train(RankContext(Place(), settle=settle), lambda _: Start(held.run, lambda: config), work)
+            before = os.environ.get(TOKEN_VARIABLE)
+            if control is not None and control.auth_token is not None:  # of which the ranks' config.yaml says nothing
+                os.environ[TOKEN_VARIABLE] = control.auth_token
+            try:
+                return supervised(layout, held.run, path, settle)
+            finally:
+                os.environ.pop(TOKEN_VARIABLE, None) if before is None else os.environ.update({TOKEN_VARIABLE: before})
+
+        status = _until_it_fits(held, config, path, once)
+        settle(status)
     return status.code
+
+
+@lasting_output()
+def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
+    """Be one rank of a world that others have started; returns the exit code, which is 0 after a signal too.
+
+    Only rank 0 composes the config and takes the run directory; the others wait for what it says. Raises ConfigError
+    and SetupError like ``launch``, on rank 0.
+    """
+    enter(place)
+    rank = RankContext(place)
+    if place.rank > 0:
+        return _left(rank, train(rank, shared, work))
+    try:
+        loaded = compose()
+        check_packages(loaded.config)
+        layout = plan_layout(loaded.config, loaded.given, place)
+        rendezvous = rank.connect()
+        again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
+        with RunLock(Path(again) if again else output_dir(loaded)) as held:
+            config, _ = _begin(held, loaded, layout, again=again is not None)
+            rank.settle = partial(_settle, held)
+            status = train(rank, lambda _: Start(held.run, lambda: config), work)
+            _settle(held, status)
+        return _left(rank, status)
+    except ForgatherError as error:
+        if (rendezvous := rank.connect()) is not None:  # the other ranks leave too, and say nothing of it
+            problems = tuple(error.problems) if isinstance(error, ConfigError) else ()
+            rendezvous.fail(ExitStatus(0, Kind.MISTAKE, error.exit_code, str(error), problems))
+            rendezvous.leave()
+        raise
+
+
+def _left(rank: RankContext, status: ExitStatus) -> int:
+    code = rank.exit_code(status)
+    if status.failed and rank.place.size > 1:  # unwinding may wait for ranks that are gone
+        leave_now(code)
+    return code
+
+
+def supervised(
+    layout: Layout, run: RunDir | None, path: Path | None, settle: Callable[[ExitStatus], None] = lambda status: None
+) -> ExitStatus:
+    """Run ranks of this node under torchrun's agent, on the config at ``path``. Why they failed is shown here, once.
+
+    ``run`` and ``settle`` are the Supervisor's.
+    """
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())  # its account of failed ranks would come before ours, on standard error
+    elastic.propagate = False
+    with Job.made(node=layout.node, nodes=layout.nodes, restarts=layout.restarts) as job:
+        status = Supervisor(layout, job, run, settle).train(path)
+    if status.failed and sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid
+    if status.failed and status.smaller_batch is None:
+        report_failure(status, rank_named=layout.world > 1)
+    if status.kind == Kind.ERROR and run is not None:
+        print(f"the log of rank {status.rank} is {run.rank_log(status.rank)}", file=sys.stderr, flush=True)
+    return status
+
+
+def _until_it_fits(held: RunLock, config: Config, path: Path, train_once: Callable[[Config], ExitStatus]) -> ExitStatus:
+    """``train_once(config)``, again with smaller micro-batches as long as its status asks for that (the setting
+    auto_find_batch_size); returns the last status.
+
+    All ranks end and start anew, under every strategy alike: ranks that wait in a collective for the one without memory
+    could not agree on anything. The sequences of one optimizer step stay the same, so the run does too. What is tried
+    is written to ``path``, the config of this start: ranks read it, and a resume goes on with it.
+    """
+    from forgather_cli.config.decode import dump_tree, load_tree
+
+    before = held.run.checkpoint_steps()
+    status, name = train_once(config), "auto_find_batch_size"
+    tried = False
+    while (size := status.smaller_batch) is not None:
+        tried, was = True, status.batch
+        print(f"\n{name}: out of memory with {was} sequences at a time; starting again with {size}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        steps = None  # follows from global_batch_size
+        if config.global_batch_size is None:
+            steps = config.per_device_train_batch_size * (config.gradient_accumulation_steps or 1) // size
+        has_saved = set(held.run.checkpoint_steps()) - set(before)
+        tree: dict[str, Any] = {
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": steps,
+            "resume_from_checkpoint": True if has_saved else config.resume_from_checkpoint,
+        }
+        config = replace(config, **tree)
+        held.write(path, dump_tree({**load_tree(path), **tree}))
+        gc.collect()  # trainers are cycles, and CUDA's allocator keeps what it has got
+        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        status = train_once(config)
+    if tried and not status.failed:
+        size = config.per_device_train_batch_size
+        print(f"{name}: found per_device_train_batch_size={size}, with which forgather resume goes on", flush=True)
+    return status
+
+
+# ------------------------------------------------------------------------------------------------------ the directory
+
+
+def output_dir(loaded: Loaded) -> Path:
+    """Where the run goes; the directory made up from date and time gets a number where another run has that name."""
+    base = Path(loaded.config.output_dir or "outputs")
+    if "output_dir" in loaded.given:
+        return base
+    candidates = [base, *(base.with_name(f"{base.name}_{n}") for n in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())
 
 
 def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
@@ -111,95 +229,21 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
     return f"step {ended.step} is the last ({ended.reason})"
 
 
-def _train(layout: Layout, held: RunLock, path: Path, config: Config) -> ExitStatus:
-    """Train once; ``path`` holds the config."""
-    settle = partial(_settle, held)
-    if layout.in_process:
-        return Rank(Place(), settle=settle).train(lambda rank: _start(config, held))
-    control = config.callbacks.control
-    if control is None or control.auth_token is None:
-        return supervised(layout, held.run, path, settle)
-    before = os.environ.get(TOKEN_VARIABLE)
-    os.environ[TOKEN_VARIABLE] = control.auth_token  # the ranks' config.yaml holds none
-    try:
-        return supervised(layout, held.run, path, settle)
-    finally:
-        os.environ.pop(TOKEN_VARIABLE) if before is None else os.environ.update({TOKEN_VARIABLE: before})
-
-
-@lasting_output()
-def join(place: Place, compose: Callable[[], Loaded]) -> int:
-    """Be one rank of a world that others have started; returns the exit code, which is 0 after a signal too.
-
-    Only rank 0 composes the config and takes the run directory; the others wait for what it says. Raises ConfigError
-    and SetupError like ``launch``, on rank 0.
-    """
-    enter(place)
-    if place.rank > 0:
-        rank = Rank(place)
-        status = rank.train(shared)
-        return _left(rank, status)
-    rendezvous: Rendezvous | None = None
-    try:
-        loaded = compose()
-        check_packages(loaded.config)
-        layout = plan_layout(loaded.config, loaded.given, place)
-        rendezvous = Rendezvous(place) if place.size > 1 else None
-        again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
-        with RunLock(Path(again) if again else output_dir(loaded)) as held:
-            config, _ = _begin(held, loaded, layout, again=again is not None)
-            rank = Rank(place, rendezvous=rendezvous, settle=lambda status: _settle(held, status))
-            status = rank.train(lambda rank: _start(config, held))
-            _settle(held, status)
-        return _left(rank, status)
-    except ForgatherError as error:
-        _tell_mistake(place, rendezvous, error)
-        raise
-
-
-def _left(rank: Rank, status: ExitStatus) -> int:
-    code = rank.exit_code(status)
-    if status.failed and rank.place.size > 1:  # unwinding may wait for ranks that are gone
-        leave_now(code)
-    return code
-
-
-def _tell_mistake(place: Place, rendezvous: Rendezvous | None, error: ForgatherError) -> None:
-    """Let the other ranks leave too, which say nothing of it."""
-    if place.size == 1:
-        return
-    problems = tuple(error.problems) if isinstance(error, ConfigError) else ()
-    rendezvous = rendezvous or Rendezvous(place)
-    rendezvous.fail(ExitStatus(0, Kind.MISTAKE, error.exit_code, str(error), problems))
-    rendezvous.leave()
-
-
-# ------------------------------------------------------------------------------------------------------ the directory
-
-
 def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False) -> tuple[Config, Path]:
     """Write what is started; returns the config with its directory, and its file. ``again``: a restart of all ranks."""
+    from forgather_cli.config.decode import dump_tree
+
     root = held.run.root
     config = replace(loaded.config, output_dir=str(root))
     path = prepare(
         held,
-        _config_text({**loaded.tree, "output_dir": str(root)}),
+        dump_tree({**loaded.tree, "output_dir": str(root)}),
         _origin(loaded),
         overwrite=config.overwrite_output_dir and config.resume_from_checkpoint is not True and not again,
         resume=config.resume_from_checkpoint is not False or again,
         ranks=layout.world,
     )
     return config, path
-
-
-def _start(config: Config, held: RunLock) -> Start:
-    return Start(held.run, lambda: config)
-
-
-def _config_text(tree: dict[str, Any]) -> str:
-    from forgather_cli.config.decode import dump_tree
-
-    return dump_tree(tree)
 
 
 def _origin(loaded: Loaded) -> dict[str, Any]:
@@ -242,33 +286,19 @@ def _settle(held: RunLock, status: ExitStatus) -> None:
         print(f"\n{told}to go on from step {kept[-1].step}:\n{resume_command(run)}", file=stream, flush=True)
 
 
-# ----------------------------------------------------------------------------------------------------------- our ranks
+# ----------------------------------------------------------------------------------------------- before ranks are there
 
 
-def supervised(
-    layout: Layout, run: RunDir | None, path: Path | None, settle: Callable[[ExitStatus], None] = lambda status: None
-) -> ExitStatus:
-    """Run ranks of this node under torchrun's agent, on the config at ``path``. Why they failed is shown here, once.
-
-    ``run`` and ``settle`` are the Supervisor's.
-    """
-    _quiet_elastic()
-    with Job.made(node=layout.node, nodes=layout.nodes, restarts=layout.restarts) as job:
-        status = Supervisor(layout, job, run, settle).train(path)
-    if status.failed and sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid
-    if status.failed and status.smaller_batch is None:
-        report_failure(status, rank_named=layout.world > 1)
-    if status.kind == Kind.ERROR and run is not None:
-        print(f"the log of rank {status.rank} is {run.rank_log(status.rank)}", file=sys.stderr, flush=True)
-    return status
-
-
-def _quiet_elastic() -> None:
-    """Its account of failed ranks would come before ours, on standard error, for want of a handler of its own."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
+def check_packages(config: Config) -> None:
+    """Raise SetupError, with the command that installs it, for a package that is missing here; imports none."""
+    if isinstance(config.precision, FP8Settings | QATSettings) and find_spec("torchao") is None:
+        what = f"precision={config.precision.type}"
+        raise SetupError(f"{what}: needs the package torchao; pip install 'forgather[quantize]'")
+    if isinstance(config.loss, KernelLoss):
+        for package in (_KERNELS[config.loss.type], *_OF_KERNELS):
+            if find_spec(package.replace("-", "_")) is None:
+                what = f"loss={config.loss.type}"
+                raise SetupError(f"{what}: needs the package {package}; pip install 'forgather[kernels]'")
 
 
 def check_port(layout: Layout) -> None:

@@ -15,7 +15,7 @@ from forgather_cli.errors import SetupError
 from forgather_cli.launch.exit_status import FAILED, MISTAKE, ExitStatus, Kind, cut, done, first_cause, killed
 from forgather_cli.launch.job import Attempt, Job
 from forgather_cli.launch.layout import Layout
-from forgather_cli.launch.process import children, is_running
+from forgather_cli.launch.processes import children, is_running
 from forgather_cli.launch.signals import STOP_SIGNALS, counts_again, end_process, listening
 from forgather_cli.run_dir import RunDir
 

@@ -8,10 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from forgather_cli.config.schema import (
@@ -24,6 +22,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.exit_status import read_exit_record
+from forgather_cli.launch.temporary import temporary_folder
 from forgather_cli.plan.device_memory import Budget
 from forgather_cli.plan.run import RunPlan
 from forgather_cli.run_dir import RunDir
@@ -106,11 +105,11 @@ def _peak(config: Config, budget: Budget) -> int:
     """Peak memory of a trial. Raises RuntimeError as an allocator would if it has no room, SetupError if it fails."""
     from forgather_cli.config.decode import dump_tree, to_tree
 
-    with tempfile.TemporaryDirectory(prefix="forgather-fit-") as folder:
-        run = RunDir(Path(folder) / "run")
-        start = Path(folder) / "config.yaml"
-        start.write_text(dump_tree(to_tree(replace(config, output_dir=str(run.root)))), encoding="utf-8")
-        command = [sys.executable, "-m", "forgather_cli.launch.trial", str(start)]
+    with temporary_folder("fit") as folder:
+        run = RunDir(folder / "run")
+        run.root.mkdir()
+        run.config.write_text(dump_tree(to_tree(replace(config, output_dir=str(run.root)))), encoding="utf-8")
+        command = [sys.executable, "-m", "forgather_cli", "resume", str(run.root)]  # in its saved state: from the start
         done = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=False)
         ended = read_exit_record(run)
         if done.returncode == -signal.SIGKILL or (ended is not None and "out of memory" in ended.reason):

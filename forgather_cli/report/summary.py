@@ -12,7 +12,7 @@ from typing import Any
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.input_files import read_text
 from forgather_cli.launch.exit_status import newest_step, read_exit_record
-from forgather_cli.launch.process import is_running
+from forgather_cli.launch.processes import is_running
 from forgather_cli.report.records import Record, is_number, read_records, running_time
 from forgather_cli.report.runs import differing, settings_of
 from forgather_cli.run_dir import RunDir

@@ -100,7 +100,7 @@ class Job:
         if pid == self.process.pid:
             return Member(pid, "launcher")
         words, parent = _command(pid), _parent(pid)
-        if "forgather_cli.launch.rank" in words and _command(parent) != words:
+        if "forgather_cli.worker" in words and _command(parent) != words:
             return Member(pid, "rank", rank)
         return Member(pid, "worker" if "forgather_cli" in words else "helper", rank)
 

@@ -23,6 +23,7 @@ from forgather_cli.launch.start import launch
 from forgather_cli.plan import make_plan
 from forgather_cli.report.summary import summarize
 from forgather_cli.run_dir import RunDir
+from forgather_cli.worker import work
 
 SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
@@ -62,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with checkpoints at 2 and 4."""
     run = tmp_path_factory.mktemp("trained") / "run"
     settings = ["max_steps=4", "save_steps=2", "eval_steps=2", f"output_dir={run}"]
-    assert launch(load_config("default", [*SMALL, *settings])) == 0
+    assert launch(load_config("default", [*SMALL, *settings]), work) == 0
     return run
 
 

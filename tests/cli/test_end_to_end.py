@@ -192,7 +192,7 @@ def hangs(config, run, should_stop, **kwargs):
     time.sleep(60)
 worker.run = hangs
 signals.GRACE = 0.3
-sys.exit(start.launch(load_config("default", ["output_dir=run"])))
+sys.exit(start.launch(load_config("default", ["output_dir=run"]), worker.work))
 """
 
 

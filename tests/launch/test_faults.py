@@ -178,10 +178,12 @@ def test_a_mistake_that_one_rank_finds_is_said_once_and_neither_restarted_nor_le
     assert not RUN.root.exists()
 
 
-def test_a_rank_that_does_not_get_to_a_signal_is_named_and_not_the_one_that_waits_for_it() -> None:
-    with start("max_steps=1000", *fault("forward-sleep", grace=1.0), strategy="pipeline") as job:
+def test_a_rank_that_does_not_get_to_a_signal_is_named_and_not_the_one_that_got_it_and_waits() -> None:
+    """And a job that was to stop is not started again."""
+    words = ["max_steps=1000", "max_restarts=1", *fault("forward-sleep", grace=1.0)]
+    with start(*words, strategy="pipeline") as job:
         acted(job)
-        job.process.send_signal(signal.SIGTERM)
+        os.kill(int(Path("pid-0").read_text()), signal.SIGTERM)
         assert job.finish() == 1, job.output
     said = r"error: SIGTERM was not acted on within 1 s: rank 1 stands at .*faults.py:\d+ in _sleep$"
     assert re.match(said, job.lines[-1]), job.output

@@ -23,6 +23,7 @@ from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.signals import watching
 from forgather_cli.launch.start import launch
 from forgather_cli.run_dir import RunDir
+from forgather_cli.worker import work
 
 SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
@@ -34,7 +35,7 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(*overrides: str) -> int:
-    return launch(load_config("default", [*SMALL, *overrides]))
+    return launch(load_config("default", [*SMALL, *overrides]), work)
 
 
 def losses(run: RunDir) -> dict[int, float]:
@@ -66,8 +67,8 @@ def test_a_run_leaves_config_origin_log_and_outcome(capsys: pytest.CaptureFixtur
 
 def test_the_made_up_name_is_never_that_of_another_run() -> None:
     loaded = load_config("default", [*SMALL, "max_steps=1", "save_strategy=no"])
-    assert launch(loaded) == 0
-    assert launch(loaded) == 0
+    assert launch(loaded, work) == 0
+    assert launch(loaded, work) == 0
     first, second = sorted(Path("outputs/default").iterdir())
     assert second.name == f"{first.name}_2"
 
@@ -94,7 +95,7 @@ def test_overwrite_starts_anew_and_spares_foreign_files() -> None:
 
 def test_resume_adds_a_config_and_goes_on() -> None:
     start("max_steps=2", "output_dir=run")
-    assert launch(reload_config(Path("run"), ["max_steps=4"])) == 0
+    assert launch(reload_config(Path("run"), ["max_steps=4"]), work) == 0
     run = RunDir(Path("run"))
     assert load_saved(run.config).max_steps == 2
     assert load_saved(run.later_config(1)).max_steps == 4
@@ -113,10 +114,10 @@ def test_a_resume_of_a_finished_run_changes_nothing_and_one_that_ends_earlier_is
     before = state()
     for name, words in (("run", []), ("run", ["logging_steps=7"]), ("epochs", [])):
         capsys.readouterr()
-        assert launch(reload_config(Path(name), words)) == 0
+        assert launch(reload_config(Path(name), words), work) == 0
         assert "nothing left to train: step 2 is the last" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"max_steps: .*step 2, got 1; give 2 or more"):
-        launch(reload_config(Path("run"), ["max_steps=1"]))
+        launch(reload_config(Path("run"), ["max_steps=1"]), work)
     assert state() == before
 
 
@@ -164,7 +165,7 @@ def test_a_run_that_began_from_another_begins_there_again_until_it_has_its_own_c
     again = reload_config(Path("second"), []).config
     assert again.resume_from_checkpoint == "first/checkpoints/step-00000001"
     assert again.resume_components == ["model"]
-    launch(reload_config(Path("second"), ["save_strategy=steps", "max_steps=3"]))
+    launch(reload_config(Path("second"), ["save_strategy=steps", "max_steps=3"]), work)
     settled = reload_config(Path("second"), []).config
     assert (settled.resume_from_checkpoint, settled.resume_components) == (True, "all")
 
@@ -175,7 +176,7 @@ def test_a_run_that_began_from_another_begins_there_again_until_it_has_its_own_c
 def test_a_setup_mistake_leaves_no_directory(capsys: pytest.CaptureFixture[str]) -> None:
     Path("corpus.txt").write_text("")
     words = ["data=text", "data.files=[corpus.txt]", "cache_dir=cache", "model=nano", "output_dir=a/b/run"]
-    assert launch(load_config("default", words)) == 2
+    assert launch(load_config("default", words), work) == 2
     assert "error: " in capsys.readouterr().err
     assert {path.name for path in Path().iterdir()} - {"cache"} == {"corpus.txt"}
 
@@ -184,7 +185,7 @@ def test_a_setup_mistake_in_a_resume_takes_back_its_files_alone(capsys: pytest.C
     start("max_steps=1", "output_dir=run")
     before = sorted(path for path in Path("run").rglob("*"))
     exit_before = Path("run/exit.json").read_text()
-    assert launch(reload_config(Path("run"), ["hidden_size=32", "max_steps=2"])) == 2
+    assert launch(reload_config(Path("run"), ["hidden_size=32", "max_steps=2"]), work) == 2
     assert "model" in capsys.readouterr().err
     assert sorted(path for path in Path("run").rglob("*")) == before
     assert Path("run/exit.json").read_text() == exit_before
@@ -258,7 +259,7 @@ def test_a_signal_saves_and_says_how_to_go_on() -> None:
     told = read_exit_record(run)
     assert told is not None
     assert (told.code, told.reason, told.step) == (75, "stopped by SIGTERM", step)
-    assert launch(reload_config(run.root, [f"max_steps={step + 2}"])) == 0
+    assert launch(reload_config(run.root, [f"max_steps={step + 2}"]), work) == 0
     assert set(losses(run)) >= set(range(1, step + 3))
 
 
@@ -275,7 +276,7 @@ def wait(config, run, should_stop, **hooks):
     print("listening", flush=True)
     threading.Event().wait()
 worker.run = wait
-sys.exit(start.launch(load_config("default", {SMALL!r} + ["output_dir=run"])))
+sys.exit(start.launch(load_config("default", {SMALL!r} + ["output_dir=run"]), worker.work))
 """
     with Process(code=python) as job:
         job.read_until("^listening")

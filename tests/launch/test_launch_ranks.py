@@ -22,12 +22,13 @@ from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_s
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import ExitStatus, Kind, done, first_cause, killed, told
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import count_gpus, plan_layout
 from forgather_cli.launch.place import Place, first_host, joined, launched
-from forgather_cli.launch.process import children, is_running
-from forgather_cli.launch.rank import Rank, shared
+from forgather_cli.launch.processes import children, is_running
+from forgather_cli.launch.rank import shared
 from forgather_cli.launch.rendezvous import Rendezvous
 from forgather_cli.run_dir import RunDir
 
@@ -278,7 +279,7 @@ def a_run(root: Path) -> RunDir:
 def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) -> None:
     folders = [Rendezvous(Place(rank, 2, rank, 2), tmp_path / "folder") for rank in range(2)] if of_one_node else None
     with nullcontext(folders) if folders else connected() as (first, second):
-        assert second.failure() is second.stop_asked() is None
+        assert second.failure() is None
         assert second.shared() == (None, "")
         if not of_one_node:
             first.share(a_run(RUN.root), going_on=True)
@@ -288,12 +289,13 @@ def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) ->
             assert stat.S_IMODE(RUN.secret.stat().st_mode) == 0o600
         for rendezvous in (first, second):
             rendezvous.all_here()
-        second.ask_to_stop(signal.SIGTERM)
-        assert first.stop_asked() == (signal.SIGTERM, 1)
-        assert not first.busy_since(10)
-        second.say_busy()
-        while not first.busy_since(10):
+        second.tell("where", "1 now")
+        while first.told("where") != "1 now":
             time.sleep(0.01)
+        assert first.take("hang", "0")
+        while second.told("hang") != "0":
+            time.sleep(0.01)
+        assert not second.take("hang", "1")
         assert first.dead_neighbour() is None
         lost, raised = status(Kind.LOST, 0, 1.0), status(Kind.ERROR, 1, 2.0)
         assert first.fail(lost)
@@ -328,14 +330,12 @@ def test_a_stranger_in_the_store_is_not_listened_to() -> None:
         for rendezvous in (first, second):
             rendezvous.all_here()
         for unsigned in ("", "-" * 64, "0" * 64):
-            store.set("stop", unsigned + "[15, 1]")
+            store.set("where", unsigned + "1 now")
             store.set("failed", unsigned + status(Kind.ERROR, 1, 2.0).to_json())
-            store.set("busy", unsigned + str(time.time()))
-            assert second.stop_asked() is second.failure() is None
-            assert not second.busy_since(10)
-        first.say_busy()
-        store.set("stop", store.get("busy"))  # signed, as something else
-        assert second.stop_asked() is None
+            assert second.told("where") is second.failure() is None
+        first.tell("own/0", "1 now")
+        store.set("where", store.get("own/0"))  # signed, as something else
+        assert second.told("where") is None
         assert first.fail(status(Kind.ERROR, 0, 3.0))
         assert second.failure() == status(Kind.ERROR, 0, 3.0)
         first.leave(patience=0.0)
@@ -346,7 +346,7 @@ def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pyt
     with connected() as (first, second):
         run = a_run(RUN.root)
         first.share(run, going_on=False)
-        other = Rank(Place(1, 2), rendezvous=second)
+        other = RankContext(Place(1, 2), rendezvous=second)
         assert shared(other).run.root == RUN.root.resolve()
         secret = run.secret.read_text()
         for change, said in (
@@ -512,7 +512,6 @@ def test_two_nodes_train_one_run_whoever_writes_into_their_store(tmp_path: Path)
         assert b"model" not in stranger.get("forgather/0/shared")
         failure = status(Kind.ERROR, 1, time.time()).to_json()
         for signature in ("", "-" * 64):
-            stranger.set("forgather/0/stop", signature + "[15, 1]")
             stranger.set("forgather/0/failed", signature + failure)
         time.sleep(2.5)  # two looks at the store
         nodes[0].process.send_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ import pytest
 from program import Process
 from two_ranks import SMALL
 
-from forgather_cli.launch.process import children
+from forgather_cli.launch.processes import children
 
 # A host called "elsewhere" that has an address of a network, and whose name means that one. Then the command.
 ELSEWHERE = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -13,8 +12,6 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-_OBJECTS = 50_000
-
 
 def collect_less() -> None:
     """Let Python look for cycles after 50,000 new objects instead of 700.
@@ -22,7 +19,7 @@ def collect_less() -> None:
     torch and its compiler make 300,000 while they are imported, none of them garbage: looking at them again and again
     takes 0.2 s of torch's 1.2, and 0.5 s of 2.2 with ``torch._dynamo`` (Python 3.11, torch 2.13).
     """
-    gc.set_threshold(_OBJECTS)
+    gc.set_threshold(50_000)
 
 
 def leave(code: int) -> NoReturn:
@@ -50,6 +47,8 @@ def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     Linux only (PR_SET_PDEATHSIG): elsewhere the parent has to be watched (``is_orphan``).
     """
     if sys.platform.startswith("linux"):
+        import ctypes
+
         set_death_signal = 1
         ctypes.CDLL(None).prctl(set_death_signal, int(signum))
     if is_orphan(parent):
@@ -70,10 +69,20 @@ def children(parent: int) -> set[int]:
     return found
 
 
+def process_state(pid: int | str) -> str:
+    """Linux's letter for a process, or a thread of this one (``self/task/7``): R runs, T is stopped, Z is a zombie.
+
+    Empty for one that is gone, and where the system does not tell.
+    """
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
 def is_running(pid: int) -> bool:
     """False for a process that is gone, or only waits for its parent to take notice (a zombie)."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    if state := process_state(pid):
+        return state not in "ZX"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
