@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forgather_cli import worker
 from forgather_cli.callbacks.bars import CorpusBar, close_bar, open_bar
 from forgather_cli.checkpoint.gather import gather, on_rank_0
 from forgather_cli.checkpoint.load import Reader
@@ -30,7 +29,7 @@ from forgather_cli.distributed import World, all_sum, cpu_group, pick_device, wo
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.loss import build_loss
-from forgather_cli.models.build import directory_option
+from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import Located, load_located, locate
@@ -135,8 +134,9 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
         raise ModelError(f"{found.path}: is quantized, and runs on one device; set trainer=single")
     if is_directory:
         config = replace(config, model=directory_option(found.directory))
-    init = partial(worker.fill, config, device, seed=0) if is_directory else None
-    strategy.materialize(model_spec(partial(worker.construct, config, data, device), config, strategy, init=init))
+    init = partial(fill, config, device, seed=0) if is_directory else None
+    build = partial(construct, config, device, vocab_size=data.vocab_size, seq_len=data.seq_len)
+    strategy.materialize(model_spec(build, config, strategy, init=init))
     if not is_directory:
         assert found.reader is not None
         load_model(found.reader, named_tensors(strategy.parts), group)

@@ -1,4 +1,4 @@
-"""Opening and parsing files that anybody may have written. No torch here.
+"""Opening and parsing files that anybody may have written, and writing some for others to read. No torch here.
 
 A file may be a pipe, at which a reader waits for ever; a document may be nested deeper than a parser's stack, which
 ends the process, or expand to more than memory holds. Each is an error that says so.
@@ -10,7 +10,9 @@ import errno
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable
+from functools import partial
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -104,6 +106,17 @@ def read_weight_map(path: Path, fail: Failure) -> dict[str, Path]:
         return {name: file_inside(path.parent, file) for name, file in found.items()}
     except ValueError as error:
         raise fail(f"{path}: {error}") from error
+
+
+def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a file that is whole as soon as it is there. Raises OSError; what was at ``path`` is there still then."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def parse_json(text: str | bytes, *, any_text: bool = False) -> Any:

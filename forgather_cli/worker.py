@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.decode import written_tree
-from forgather_cli.config.schema import Config, DecoderSettings, Target
+from forgather_cli.config.schema import Config, Target
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import ExitStatus, done
 from forgather_cli.launch.hang import standings_of_all
@@ -25,12 +25,7 @@ from forgather_cli.launch.rank import main as rank_process
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
-    import torch
-
-    from forgather_cli.data.splits import DataSplits
     from forgather_cli.trainer.trainer import Trainer
-
-log = logging.getLogger(__name__)
 
 
 def work(config: Config, run_dir: RunDir, rank: RankContext) -> ExitStatus:
@@ -79,6 +74,7 @@ def run(
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.data.build import load_data
     from forgather_cli.distributed import pick_device, world
+    from forgather_cli.models.build import construct, fill
     from forgather_cli.trainer.trainer import Trainer
 
     class _Steps(TrainerCallback):
@@ -94,7 +90,7 @@ def run(
         model_path = getattr(config.model, "path", None)
         data = load_data(config.data, seed=max(config.seed, 0), progress=progress, model_path=model_path)
     trainer = Trainer(
-        model_init=lambda: construct(config, data, device),
+        model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
         init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
         args=replace(config, output_dir=str(run.root)),
         train_dataset=data.train,
@@ -108,33 +104,6 @@ def run(
     )
     trainer.train()
     return trainer
-
-
-def construct(config: Config, data: DataSplits, device: torch.device) -> torch.nn.Module:
-    """The model without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
-    import torch
-
-    from forgather_cli.models.build import build_model
-
-    where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
-    if isinstance(config.model, Target):
-        where = torch.device("cpu") if where.type == "meta" else where
-    with where:
-        return build_model(config.model, vocab_size=data.vocab_size, seq_len=data.seq_len)
-
-
-def fill(config: Config, device: torch.device, module: torch.nn.Module, seed: int) -> None:
-    """Give the parameters their first values: from the pretrained directory, or drawn by (seed, name).
-
-    A model of the user's keeps those of its constructor.
-    """
-    from forgather_cli.models.build import initialize
-
-    draws_on_device = config.construct_model_on == "device" and device.type != "cpu"
-    draws_on_device = draws_on_device and isinstance(config.model, DecoderSettings)
-    if draws_on_device:
-        log.info("construct_model_on=device draws other numbers than meta and cpu do")
-    initialize(config.model, module, seed, device_generator=draws_on_device)
 
 
 def main() -> int:

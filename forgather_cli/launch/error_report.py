@@ -18,14 +18,9 @@ if TYPE_CHECKING:
 _SCREEN = 40  # lines of a traceback
 
 
-def report_error(error: ForgatherError, stream: IO[str] | None = None) -> None:
-    """Write the message to ``stream`` (standard error by default), in colour on a terminal."""
-    stream = stream or sys.stderr
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-    if stream.isatty():
-        _in_colour(problems, stream)
-    else:
-        print(*_plain(problems), sep="\n", file=stream, flush=True)
+def report_error(error: ForgatherError) -> None:
+    """Write the message to standard error, in colour on a terminal."""
+    _report(error.problems if isinstance(error, ConfigError) else [str(error)], sys.stderr)
 
 
 def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_named: bool = False) -> None:
@@ -34,20 +29,24 @@ def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_na
     if status.kind == Kind.ERROR and rank_named:
         print(f"rank {status.rank} failed:", file=stream)
     if status.traceback and status.kind in (Kind.ERROR, Kind.MISTAKE):
-        print(_on_one_screen(status.traceback), file=stream, flush=True)
+        lines = status.traceback.rstrip().splitlines()
+        left_out = len(lines) - _SCREEN
+        if left_out > 0:
+            lines[3 : 3 + left_out] = [f"  ... {left_out} lines, which are in the log ..."]
+        print("\n".join(lines), file=stream, flush=True)
     if status.kind == Kind.CUT:
         print(status.message, file=stream, flush=True)
     elif status.kind != Kind.ERROR:
         named = rank_named and status.kind == Kind.MISTAKE and status.code == FAILED
-        report_error(ForgatherError(f"rank {status.rank}: {status.message}") if named else status.as_error(), stream)
+        message = f"rank {status.rank}: {status.message}" if named else status.message
+        _report([message] if named else list(status.problems) or [message], stream)
 
 
-def _on_one_screen(traceback: str) -> str:
-    lines = traceback.rstrip().splitlines()
-    left_out = len(lines) - _SCREEN
-    if left_out > 0:
-        lines[3 : 3 + left_out] = [f"  ... {left_out} lines, which are in the log ..."]
-    return "\n".join(lines)
+def _report(problems: list[str], stream: IO[str]) -> None:
+    if stream.isatty():
+        _in_colour(problems, stream)
+    else:
+        print(*_plain(problems), sep="\n", file=stream, flush=True)
 
 
 def _plain(problems: list[str]) -> list[str]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from forgather_cli.errors import ConfigError, ForgatherError, SetupError
-from forgather_cli.input_files import open_file, parse_json, read_json_object
+from forgather_cli.errors import SetupError
+from forgather_cli.input_files import open_file, parse_json, read_json_object, write_whole
 from forgather_cli.run_dir import RunDir
 
 DONE = 0
@@ -100,14 +99,10 @@ class ExitStatus:
 
     @property
     def worth_a_restart(self) -> bool:
-        """True for failures that may not happen again; mistakes and signals are answered by status."""
+        """True for failures that may not happen again; mistakes and signals end the job."""
         cause = self.cause
         otherwise = cause.diverged or cause.smaller_batch is not None
         return cause.failed and cause.code == FAILED and cause.kind != Kind.UNHEEDED and not otherwise
-
-    def as_error(self) -> ForgatherError:
-        """The error that told the user's mistake, to be reported like it."""
-        return ConfigError(self.problems) if self.problems else ForgatherError(self.message)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -119,7 +114,7 @@ class ExitStatus:
         try:
             known = {each.name: raw[each.name] for each in fields(cls)}
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not an status: {text!r}") from error
+            raise ValueError(f"not an exit status: {text!r}") from error
         return cls(**{**known, "kind": Kind(known["kind"]), "problems": tuple(known["problems"])})
 
 
@@ -181,13 +176,8 @@ class ExitRecord:
 def write_exit_record(run: RunDir, state: State, code: int, reason: str, step: int | None = None) -> None:
     """Publish ``RUN/exit.json``; without ``step`` the newest one that checkpoints and metrics tell. Raises OSError."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    outcome = ExitRecord(state, code, reason, newest_step(run) if step is None else step, now)
-    temporary = run.exit.with_name(f".{run.exit.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
-        temporary.replace(run.exit)
-    finally:
-        temporary.unlink(missing_ok=True)
+    record = ExitRecord(state, code, reason, newest_step(run) if step is None else step, now)
+    write_whole(run.exit, json.dumps(asdict(record)) + "\n")
 
 
 def resume_command(run: RunDir) -> str:
@@ -209,23 +199,17 @@ def read_exit_record(run: RunDir) -> ExitRecord | None:
 
 
 def newest_step(run: RunDir) -> int:
-    """The last step that left a checkpoint or a record, 0 if none did."""
-    return max([0, *run.checkpoint_steps()[-1:], _last_recorded_step(run.metrics)])
-
-
-def _last_recorded_step(metrics: Path) -> int:
-    """Step of the last whole record of a metrics file; reads its last 64 KiB."""
+    """The last step that left a checkpoint or a record, which is looked for in the last 64 KiB; 0 if none did."""
+    newest = max([0, *run.checkpoint_steps()[-1:]])
     try:
-        with open_file(metrics) as stream:
-            stream.seek(max(0, metrics.stat().st_size - 65536))
+        with open_file(run.metrics) as stream:
+            stream.seek(max(0, run.metrics.stat().st_size - 65536))
             lines = stream.read().splitlines()
     except OSError:
-        return 0
+        return newest
     for line in reversed(lines):
-        try:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # of a torn line
             record = parse_json(line)
             if not record.get("abandoned"):
-                return int(record["step"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return 0
+                return max(newest, int(record["step"]))
+    return newest

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import statistics
 import threading
 import time
@@ -20,6 +19,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from forgather_cli.config.schema import Config, PipelineSettings
+from forgather_cli.input_files import write_whole
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 from forgather_cli.launch.failures import close_bars, end_at_once
@@ -185,15 +185,11 @@ class HangReport:
             self._say(f"training goes on after {self._still:.0f} s")
 
     def _write(self) -> None:
-        """hang.json, whole or not at all."""
         assert self._rank.run is not None
-        path = self._rank.run.hang
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(self._report, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            write_whole(self._rank.run.hang, json.dumps(self._report, indent=1) + "\n")
         except OSError as error:
-            log.error("%s cannot be written: %s", path, error.strerror)
+            log.error("%s cannot be written: %s", self._rank.run.hang, error.strerror)
 
     def _say(self, text: str) -> None:
         """On the terminal and in this rank's log."""
@@ -294,7 +290,7 @@ class OwnTime:
 
     def __init__(self, rank: RankContext, looks: int) -> None:
         """``looks``: of one window, after which the ranks are compared."""
-        self._rank, self._meeting, self._looks = rank, rank.rendezvous, looks
+        self._rank, self._rendezvous, self._looks = rank, rank.rendezvous, looks
         self._seen = self._waited = 0
         self._lines: Counter[str] = Counter()
         """Where it stood outside of collectives."""
@@ -311,12 +307,12 @@ class OwnTime:
         else:
             self._lines[standing_at(stack)] += 1
         self._seen += 1
-        if self._seen < self._looks or self._meeting is None:
+        if self._seen < self._looks or self._rendezvous is None:
             return
         self._windows += 1
         line = self._lines.most_common(1)[0][0] if self._lines else ""
         me = self._rank.place.rank
-        self._meeting.tell(f"own/{me}", json.dumps([self._windows, 1 - self._waited / self._seen, line]))
+        self._rendezvous.tell(f"own/{me}", json.dumps([self._windows, 1 - self._waited / self._seen, line]))
         self._seen = self._waited = 0
         self._lines.clear()
         if me == 0:
@@ -324,8 +320,8 @@ class OwnTime:
 
     def _compare(self) -> None:
         """Of rank 0. Windows are as long on every rank, though they do not begin together."""
-        assert self._meeting is not None
-        texts = [self._meeting.told(f"own/{rank}") for rank in range(self._rank.place.size)]
+        assert self._rendezvous is not None
+        texts = [self._rendezvous.told(f"own/{rank}") for rank in range(self._rank.place.size)]
         if None in texts:
             return
         windows, shares, lines = zip(*(json.loads(text or "") for text in texts), strict=True)

@@ -11,12 +11,11 @@ import contextlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.launch.place import ATTEMPT
 from forgather_cli.launch.temporary import temporary_folder
@@ -42,7 +41,7 @@ class Job:
         """A new job of this process, with its folder."""
         with temporary_folder("job") as root:
             facts = {"launcher": os.getpid(), "node": node, "nodes": nodes, "restarts": restarts}
-            publish(root / "job.json", json.dumps(facts))
+            write_whole(root / "job.json", json.dumps(facts), mode=0o600)
             yield cls(root, **facts)
 
     @classmethod
@@ -65,7 +64,7 @@ class Job:
     # ------------------------------------------------------------------------------------------------- to the ranks
 
     def ask_to_stop(self, signum: int) -> None:
-        publish(self.root / "stop", str(signum))
+        write_whole(self.root / "stop", str(signum), mode=0o600)
 
     def stop_asked(self) -> int | None:
         """The signal that the launcher has got."""
@@ -92,7 +91,7 @@ class Attempt:
     def enter(self, rank: int) -> None:
         """Tell that this process is rank ``rank``."""
         self.folder.mkdir(exist_ok=True)
-        publish(self.folder / f"pid-{rank}", str(os.getpid()))
+        write_whole(self.folder / f"pid-{rank}", str(os.getpid()), mode=0o600)
 
     def pids(self) -> dict[int, int]:
         """Process id by rank."""
@@ -106,7 +105,7 @@ class Attempt:
         """Only a rank's first word counts, except that what it was told by others gives way to what it knows."""
         known = next((each for each in self.statuses() if each.rank == status.rank), None)
         if known is None or (known.failed and not known.is_cause and status.is_cause):
-            publish(self.folder / f"status-{status.rank}", status.to_json())
+            write_whole(self.folder / f"status-{status.rank}", status.to_json(), mode=0o600)
 
     def statuses(self) -> list[ExitStatus]:
         """How those ranks have ended that have told it."""
@@ -115,11 +114,3 @@ class Attempt:
             with contextlib.suppress(OSError, ValueError):
                 found.append(ExitStatus.from_json(path.read_text(encoding="utf-8")))
         return found
-
-
-def publish(path: Path, text: str) -> None:
-    """Write a file that is whole as soon as it is there, for this user alone."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-        file.write(text)
-    temporary.replace(path)

@@ -20,7 +20,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file: the lines are lo
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
 
-class LogFile:
+class LogFile(io.TextIOBase):
     """A rank's log, appended to. A full disk loses lines of it, and not the run.
 
     Unbuffered: what a buffer could not write would be tried again, and fail again, with every later line.
@@ -34,7 +34,7 @@ class LogFile:
         self.terminal: TextIO = sys.stderr
         """Where errors of the process went before."""
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         try:
             self._file.write(text.encode("utf-8", errors="replace"))
             self._failing = False
@@ -43,11 +43,12 @@ class LogFile:
                 with contextlib.suppress(OSError):
                     print(f"error: {self._path} cannot be written: {error.strerror}", file=self.terminal)
             self._failing = True
+        return len(text)
 
     def flush(self) -> None: ...
 
-    def isatty(self) -> bool:
-        return False
+    def writable(self) -> bool:
+        return True
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -149,23 +150,6 @@ class Tee(_Over):
             self._line = ""
 
 
-class _ToLog(io.TextIOBase):
-    """A text stream of which all goes to a log."""
-
-    def __init__(self, log: LogFile) -> None:
-        self.log = log
-
-    def write(self, text: str) -> int:
-        self.log.write(text)
-        return len(text)
-
-    def fileno(self) -> int:
-        return self.log.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     """Inside, standard output and standard error may go away without an error."""
@@ -236,7 +220,7 @@ def _moved(log: LogFile) -> Iterator[None]:
     log.terminal = os.fdopen(os.dup(kept[1]), "w", buffering=1)
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
-    stream = cast(TextIO, _ToLog(log))
+    stream = cast(TextIO, log)
     with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         try:
             yield

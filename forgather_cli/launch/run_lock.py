@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import SetupError
+from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import newest_step
 from forgather_cli.run_dir import RunDir
 
@@ -32,15 +34,18 @@ class RunLock:
         self.run = RunDir(root)
         self._before: dict[Path, bytes | None] = {}
         self._hidden: list[tuple[Path, Path]] = []
-        self._made = _make_directory(root)
+        self._made = [path for path in (root, *root.parents) if not path.exists()]  # innermost first
         try:
+            with _writing(root, "created"):
+                root.mkdir(parents=True, exist_ok=True)
             self._lock = _take_lock(self.run)
         except SetupError:
             if self._made:  # else the lock may be another job's
-                self.run.lock.unlink(missing_ok=True)
+                with suppress(OSError):
+                    self.run.lock.unlink()
             _remove_empty(self._made)
             raise
-        with _writing(self.run):
+        with _writing(root):
             _settle_overwritten(self.run)
             forget_hidden(self.run)
         self._traces = self._training_traces()
@@ -48,14 +53,8 @@ class RunLock:
     def write(self, path: Path, text: str) -> None:
         """Write a file of the run that ``undo`` takes back: whole or not at all, since a later start reads it."""
         self.remember(path)
-        temporary = path.with_name(f".{path.name}.tmp")
-        with _writing(self.run):
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+        with _writing(self.run.root):
+            write_whole(path, text)
 
     def remember(self, path: Path) -> None:
         """Note what is at ``path`` now, for ``undo``."""
@@ -103,12 +102,9 @@ class RunLock:
             elif now != content and now.startswith(content):  # a log, which was appended to
                 os.truncate(path, len(content))
             elif now != content:
-                temporary = path.with_name(f".{path.name}.tmp")
                 try:
-                    temporary.write_bytes(content)
-                    temporary.replace(path)
+                    write_whole(path, content)
                 except OSError as error:
-                    temporary.unlink(missing_ok=True)
                     print(f"{path} cannot be put back as it was: {error.strerror}", file=sys.stderr)
         for path, hidden in self._hidden:
             hidden.rename(path)
@@ -130,19 +126,6 @@ class RunLock:
                 self.undo()
         finally:
             os.close(self._lock)
-
-
-def _make_directory(root: Path) -> list[Path]:
-    """Create ``root`` and its parents; returns what was missing, innermost first."""
-    missing = [path for path in (root, *root.parents) if not path.exists()]
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _remove_empty(missing)
-        raise SetupError(
-            f"output_dir: {root} cannot be created: {error.strerror}; make it writable or choose another one"
-        ) from error
-    return missing
 
 
 def begin_training(run: RunDir) -> None:
@@ -169,7 +152,7 @@ def settle(run: RunDir) -> None:
     except SetupError:
         return
     try:
-        with _writing(run):
+        with _writing(run.root):
             _settle_overwritten(run)
     finally:
         os.close(lock)
@@ -205,14 +188,15 @@ def _settle_overwritten(run: RunDir) -> None:
 
 
 @contextmanager
-def _writing(run: RunDir) -> Iterator[None]:
-    """Turn an OSError into a SetupError that names the file."""
+def _writing(path: Path, done: str = "written") -> Iterator[None]:
+    """Turn an OSError into a SetupError that names the file, or ``path``."""
     try:
         yield
     except OSError as error:
+        where = path if done == "created" else error.filename or path
+        remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         raise SetupError(
-            f"output_dir: {error.filename or run.root} cannot be written: {error.strerror}; make it writable or choose "
-            "another one"
+            f"output_dir: {where} cannot be {done}: {error.strerror}; {remedy} or choose another one"
         ) from error
 
 
@@ -230,12 +214,8 @@ def _take_lock(run: RunDir) -> int:
     A record lock, which belongs to the process: one of flock(2) would live on in data workers for the seconds they
     need to notice that their parent was killed, and a restart would be refused.
     """
-    try:
+    with _writing(run.root):
         lock = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise SetupError(
-            f"output_dir: {run.root} cannot be written: {error.strerror}; make it writable or choose another one"
-        ) from error
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -245,13 +225,12 @@ def _take_lock(run: RunDir) -> int:
             f"output_dir: {run.root} is being written by another job ({holder}); wait for it or choose another one"
         ) from error
     try:
-        os.ftruncate(lock, 0)
-        os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-    except OSError as error:
+        with _writing(run.lock):
+            os.ftruncate(lock, 0)
+            os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    except SetupError:
         os.close(lock)
-        raise SetupError(
-            f"output_dir: {run.lock} cannot be written: {error.strerror}; make room or choose another one"
-        ) from error
+        raise
     return lock
 
 
@@ -271,7 +250,7 @@ def prepare(
             f"output_dir: {run.root} already holds a run; go on with it by resume_from_checkpoint=true, "
             "or delete it by overwrite_output_dir=true"
         )
-    with _writing(run):
+    with _writing(run.root):
         if run.is_used() and overwrite:
             held.set_aside()
         for rank in range(ranks):
@@ -279,20 +258,18 @@ def prepare(
         if ranks:
             run.logs.mkdir(exist_ok=True)
             run.rank_log(0).touch()
-        path = _write_start(held, tree_text, origin, later=resume and run.config.exists())
+        later = run.later_starts()
+        if resume and run.config.exists():
+            path = run.later_config(max([0, *later]) + 1)
+            held.write(path, tree_text)
+        else:
+            path = run.config
+            held.write(path, tree_text)
+            for n in later:
+                held.hide(run.later_config(n))
+            held.write(run.origin, _yaml({**origin, "versions": versions()}))
         held.hide(run.exit)
         return path
-
-
-def _write_start(held: RunLock, tree_text: str, origin: dict[str, Any], *, later: bool) -> Path:
-    run = held.run
-    path = run.later_config(max([0, *run.later_starts()]) + 1) if later else run.config
-    held.write(path, tree_text)
-    if not later:
-        for n in run.later_starts():
-            held.hide(run.later_config(n))
-        held.write(run.origin, _yaml({**origin, "versions": versions()}))
-    return path
 
 
 def _remove_tree(directory: Path) -> None:
@@ -308,15 +285,9 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages a run depends on, without importing them."""
     found = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
-        found.update(_version(name))
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
-
-
-def _version(package: str) -> dict[str, str]:
-    try:
-        return {package: metadata.version(package)}
-    except metadata.PackageNotFoundError:
-        return {}
 
 
 def _yaml(value: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from forgather_cli.launch.job import publish
+from forgather_cli.input_files import write_whole
 
 SECRET = "FORGATHER_LAUNCH_SECRET"
 """Environment variable: what the ranks sign with, where the file of rank 0 does not do."""
@@ -52,7 +52,7 @@ class FolderStore:
             return None
 
     def set(self, key: str, text: str) -> None:
-        publish(self._path(key), text)
+        write_whole(self._path(key), text, mode=0o600)
 
     def swap(self, key: str, old: str | None, new: str) -> bool:
         with open(self._path(".lock"), "w", opener=partial(os.open, mode=0o600)) as lock:
@@ -132,7 +132,7 @@ def new_secret() -> bytes:
 def leave_secret(path: Path, secret: bytes) -> None:
     """Let the ranks of other nodes, which see the run's directory, know the secret."""
     if SECRET not in os.environ:
-        publish(path, secret.decode())
+        write_whole(path, secret, mode=0o600)
 
 
 def find_secret(path: Path) -> bytes:

@@ -72,11 +72,19 @@ class Supervisor:
         """Note who is gone, tell of a restart, and end ranks that do not end by themselves."""
         attempts = self._job.attempts()
         if attempts > self._attempts_seen:
-            self._tell_of_restart(attempts)
+            cause = first_cause(self._causes(self._job.attempt(attempts - 2), {}))
+            reason = cause.message if cause is not None else "a rank failed"
+            rank_of = f"rank {cause.rank}: " if cause is not None and cause.kind in (Kind.MISTAKE, Kind.ERROR) else ""
+            restart = f"restart {attempts - 1} of {self._layout.restarts}, from the newest checkpoint"
+            print(f"\n{restart}: {rank_of}{reason}", file=sys.stderr, flush=True)
+            self._attempts_seen = attempts
+            self._gone, self._failed_at, self._told_at, self._silent = {}, None, None, set()
         attempt, now = self._attempt(), time.time()
         pids, statuses = attempt.pids(), attempt.statuses()
         for rank, pid in pids.items():
-            self._watch_exit(pid)
+            if pid not in self._watched:
+                self._watched.add(pid)
+                threading.Thread(target=self._watch_exit, args=(pid,), name="forgather-exit", daemon=True).start()
             if rank not in self._gone and not is_running(pid):
                 self._gone[rank] = now
         if self._failed_at is None and any(status.failed for status in statuses):
@@ -90,30 +98,11 @@ class Supervisor:
             _kill(pids[rank] for rank in silent)
 
     def _watch_exit(self, pid: int) -> None:
-        """Learn the exit code of a rank: the agent tells those of the last start only."""
-        if pid in self._watched:
-            return
-        self._watched.add(pid)
-
-        def wait() -> None:
-            with contextlib.suppress(OSError):  # it was quick, or this system has no waitid
-                end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the agent is to see it too
-                if end is not None:
-                    self._exits[pid] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-
-        threading.Thread(target=wait, name="forgather-exit", daemon=True).start()
-
-    def _tell_of_restart(self, attempts: int) -> None:
-        cause = first_cause(self._causes(self._job.attempt(attempts - 2), {}))
-        reason = cause.message if cause is not None else "a rank failed"
-        rank = f"rank {cause.rank}: " if cause is not None and cause.kind in (Kind.MISTAKE, Kind.ERROR) else ""
-        print(
-            f"\nrestart {attempts - 1} of {self._layout.restarts}, from the newest checkpoint: {rank}{reason}",
-            file=sys.stderr,
-            flush=True,
-        )
-        self._attempts_seen = attempts
-        self._gone, self._failed_at, self._told_at, self._silent = {}, None, None, set()
+        """Learn the exit code of a rank, in a thread: the agent tells those of the last start only."""
+        with contextlib.suppress(OSError):  # it was quick, or this system has no waitid
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the agent is to see it too
+            if end is not None:
+                self._exits[pid] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     # --------------------------------------------------------------------------------------------------------- signals
 
@@ -130,10 +119,7 @@ class Supervisor:
                 print(f"{signal.Signals(signum).name}: told to all ranks", file=sys.stderr, flush=True)
 
     def _cut(self, signum: int, *, early: bool) -> int:
-        doomed = {
-            *self._attempt().pids().values(),
-            *children(os.getpid()),
-        }  # those that have not told their rank yet too
+        doomed = {*self._attempt().pids().values(), *children(os.getpid())}  # some have not told their rank yet
         _kill(doomed)
         until = time.monotonic() + _REAPED
         while any(is_running(pid) for pid in doomed) and time.monotonic() < until:
@@ -148,20 +134,16 @@ class Supervisor:
 
     def _status(self) -> ExitStatus:
         attempt = self._attempt()
+        told = attempt.statuses()
         if self._trouble is not None and not isinstance(self._trouble, SetupError):
             raise self._trouble
-        if self._trouble is not None and len(attempt.statuses()) < self._layout.ranks_per_node:
-            return self._without_the_others(attempt, str(self._trouble))
+        if self._trouble is not None and len(told) < self._layout.ranks_per_node:
+            # the agents have not met, or not again: what our ranks told of a failure is nearer to the cause
+            if self._job.attempts() == 0:
+                return ExitStatus(0, Kind.MISTAKE, MISTAKE, str(self._trouble))
+            return first_cause(told) or ExitStatus(0, Kind.LOST, FAILED, str(self._trouble))
         cause = first_cause(self._causes(attempt, self._codes))
-        if cause is not None:
-            return cause
-        return min(attempt.statuses(), key=lambda status: status.rank, default=done(0))
-
-    def _without_the_others(self, attempt: Attempt, message: str) -> ExitStatus:
-        """The agents have not met, or not again: what our ranks told of a failure is nearer to the cause."""
-        if self._job.attempts() == 0:
-            return ExitStatus(0, Kind.MISTAKE, MISTAKE, message)
-        return first_cause(attempt.statuses()) or ExitStatus(0, Kind.LOST, FAILED, message)
+        return cause or min(told, key=lambda status: status.rank, default=done(0))
 
     def _causes(self, attempt: Attempt, codes: dict[int, int]) -> list[ExitStatus]:
         """What the ranks of this node have told, and what became of those that could not.
@@ -173,18 +155,19 @@ class Supervisor:
         ends = {rank: self._exits[pid] for rank, pid in attempt.pids().items() if pid in self._exits}
         ends |= {first + local: code for local, code in codes.items()}
         statuses = {status.rank: status for status in attempt.statuses()}
-        silent = [self._without_a_word(rank, ends) for rank in here if rank not in statuses]
-        told = [e for e in statuses.values() if not (e.cause.kind == Kind.KILLED and e.cause.rank in here)]
-        return [*told, *(status for status in silent if status is not None)]
-
-    def _without_a_word(self, rank: int, ends: dict[int, int]) -> ExitStatus | None:
-        log = self._run.rank_log(rank) if self._run is not None else f"logs/rank-{rank}.log"
-        if rank in self._silent:
-            return ExitStatus(rank, Kind.STUCK, FAILED, f"rank {rank} gave no answer and was killed; its log is {log}")
-        code, failed = ends.get(rank), {each for each, end in ends.items() if end}
-        if code == -signal.SIGTERM and failed - {rank}:
-            return None  # by the agent, after another rank had failed
-        return killed(rank, code, log, self._gone.get(rank, time.time()))
+        causes = [e for e in statuses.values() if not (e.cause.kind == Kind.KILLED and e.cause.rank in here)]
+        for rank in here:
+            log = self._run.rank_log(rank) if self._run is not None else f"logs/rank-{rank}.log"
+            code = ends.get(rank)
+            by_agent = code == -signal.SIGTERM and any(end for other, end in ends.items() if other != rank)
+            if rank in statuses:
+                continue
+            if rank in self._silent:
+                message = f"rank {rank} gave no answer and was killed; its log is {log}"
+                causes.append(ExitStatus(rank, Kind.STUCK, FAILED, message))
+            elif not by_agent:  # which ends the others when one has failed
+                causes.append(killed(rank, code, log, self._gone.get(rank, time.time())))
+        return causes
 
 
 def _kill(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:

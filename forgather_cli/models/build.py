@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from forgather_cli.config.schema import DecoderSettings, ModelOption, PretrainedSettings, Target, TransformersSettings
+from forgather_cli.config.schema import (
+    Config,
+    DecoderSettings,
+    ModelOption,
+    PretrainedSettings,
+    Target,
+    TransformersSettings,
+)
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.files import read_rows, tensor_files
@@ -18,7 +26,30 @@ from forgather_cli.models.pretrained import read_config, read_settings
 from forgather_cli.models.resize import grown_vocabulary
 from forgather_cli.targets import import_target
 
+log = logging.getLogger(__name__)
+
 _REMEDY = "by its config.json; mend config.json or save the model again"
+
+
+def construct(config: Config, device: torch.device, *, vocab_size: int | None, seq_len: int) -> nn.Module:
+    """The model of a run without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
+    where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
+    if isinstance(config.model, Target) and where.type == "meta":
+        where = torch.device("cpu")
+    with where:
+        return build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
+
+
+def fill(config: Config, device: torch.device, module: nn.Module, seed: int) -> None:
+    """Give a run's parameters their first values: from the pretrained directory, or drawn by (seed, name).
+
+    A model of the user's keeps those of its constructor.
+    """
+    draws_on_device = config.construct_model_on == "device" and device.type != "cpu"
+    draws_on_device = draws_on_device and isinstance(config.model, DecoderSettings)
+    if draws_on_device:
+        log.info("construct_model_on=device draws other numbers than meta and cpu do")
+    initialize(config.model, module, seed, device_generator=draws_on_device)
 
 
 def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) -> nn.Module:

@@ -14,10 +14,10 @@ import transformers
 from parity import LAYOUTS, Result, assert_same_samples, composed_of, corpus, go_on, scratch, train
 from torch import Tensor
 
-from forgather_cli import worker
 from forgather_cli.config.load import load_config
+from forgather_cli.data.build import load_data
 from forgather_cli.errors import ConfigError
-from forgather_cli.models.build import build_model
+from forgather_cli.models.build import build_model, construct, fill
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.models.transform import cast_parameters
@@ -245,10 +245,11 @@ def test_checkpoints_are_bf16_models_of_transformers(tmp_path: Path) -> None:
     assert apart < 2**-6, "of two implementations that round to bf16 in other places"
     words = ["model=pretrained", f"model.path={folder}", f"data.tokenizer={folder}", "data=synthetic", "seq_len=16"]
     config = load_config(None, [*words, "precision=bf16_true"]).config
-    model = worker.construct(config, worker.load_data(config.data, seed=0), torch.device("cpu"))
+    data = load_data(config.data, seed=0)
+    model = construct(config, torch.device("cpu"), vocab_size=data.vocab_size, seq_len=data.seq_len)
     cast_parameters(model, BF16)
     allocate(model, "cpu")
-    worker.fill(config, torch.device("cpu"), model, 0)
+    fill(config, torch.device("cpu"), model, 0)
     saved = placed("fsdp2 2").tensors(8)
     assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
 
