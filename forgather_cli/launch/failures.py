@@ -112,7 +112,9 @@ def tell(rank: RankContext, status: ExitStatus) -> None:
         rank.job.attempt(rank.place.attempt).tell(status)
     if not status.failed:
         return
-    rendezvous = rank.rendezvous or within(ANSWER, rank.connect)
+    rendezvous = rank.rendezvous
+    if rendezvous is None and status.kind != Kind.CUT:  # it failed before it came to meet the others
+        rendezvous = within(ANSWER, rank.connect)
     first = rendezvous is None or within(ANSWER, lambda: rendezvous.fail(status.cause)) is not False
     # the launcher shows what its ranks tell; of ranks that others started, the first to fail speaks for all
     log = cast("IO[str] | None", rank.log)

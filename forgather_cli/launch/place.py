@@ -14,8 +14,8 @@ from forgather_cli.errors import ConfigError
 
 ATTEMPT = "FORGATHER_ATTEMPT"
 """Environment variable: how often our launcher has started this node's ranks before."""
-_SLURM_PORTS = 20000, 20000
-"""First port and number of ports for the rank 0 of a Slurm job that names none."""
+_SLURM_PORT = 20_000
+"""First port, and number of ports, for the rank 0 of a Slurm job that names none."""
 
 
 @dataclass(frozen=True)
@@ -101,48 +101,35 @@ def _missing(name: str) -> str:
 
 
 def _from_slurm(size: int, words: Sequence[str], environ: Mapping[str, str]) -> Place:
-    address, port = _slurm_endpoint(words, environ)
-    rank = _number(environ, "SLURM_PROCID")
-    local_size = _tasks_on_node(environ)
-    sees_one_gpu = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")  # --gpus-per-task
-    return Place(
-        rank=rank,
-        size=size,
-        local_rank=0 if sees_one_gpu else _number(environ, "SLURM_LOCALID", 0),
-        local_size=local_size,
-        address=address,
-        port=port,
-        hosts_store=rank == 0,
-        by="Slurm",
-    )
-
-
-def _slurm_endpoint(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
     named = next((word.partition("=")[2] for word in words if word.startswith("rdzv_endpoint=")), "")
     host, _, port = named.rpartition(":")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = environ.get("MASTER_ADDR") or host or first_host(nodes)
     if not address:
         raise ConfigError("rdzv_endpoint: Slurm names no nodes to meet on; set rdzv_endpoint=HOST:PORT, of rank 0")
-    first, count = _SLURM_PORTS
-    made_up = first + _number(environ, "SLURM_JOB_ID", 0) % count
-    return address, int(environ.get("MASTER_PORT") or (port if port.isdigit() else made_up))
+    made_up = _SLURM_PORT + _number(environ, "SLURM_JOB_ID", 0) % _SLURM_PORT
+    tasks: list[int] = []  # of each node: 4(x2),3 is 4, 4, 3
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+        tasks += [int(count)] * int(times or 1)
+    node, rank = _number(environ, "SLURM_NODEID", 0), _number(environ, "SLURM_PROCID")
+    sees_one_gpu = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")  # --gpus-per-task
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=0 if sees_one_gpu else _number(environ, "SLURM_LOCALID", 0),
+        local_size=tasks[node] if node < len(tasks) else 1,
+        address=address,
+        port=int(environ.get("MASTER_PORT") or (port if port.isdigit() else made_up)),
+        hosts_store=rank == 0,
+        by="Slurm",
+    )
 
 
 def first_host(nodes: str) -> str:
     """The first of a Slurm list of nodes: ``gpu[03-05,9],cpu1`` -> ``gpu03``."""
     match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     return "".join(part or "" for part in match.groups()) if match else ""
-
-
-def _tasks_on_node(environ: Mapping[str, str]) -> int:
-    """This node's share of ``4(x2),3``, SLURM_STEP_TASKS_PER_NODE."""
-    shares: list[int] = []
-    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
-        shares += [int(count)] * int(times or 1)
-    node = _number(environ, "SLURM_NODEID", 0)
-    return shares[node] if node < len(shares) else 1
 
 
 def enter(place: Place, environ: MutableMapping[str, str] = os.environ) -> None:

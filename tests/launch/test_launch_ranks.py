@@ -30,6 +30,7 @@ from forgather_cli.launch.place import Place, first_host, joined, launched
 from forgather_cli.launch.processes import children, is_running
 from forgather_cli.launch.rank import shared
 from forgather_cli.launch.rendezvous import Rendezvous
+from forgather_cli.launch.temporary import keep, temporary_folder
 from forgather_cli.run_dir import RunDir
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
@@ -204,18 +205,22 @@ def test_a_killed_rank_explains_errors_at_the_same_moment_and_none_before() -> N
         assert cause.kind == first
 
 
-def test_folders_of_killed_launchers_go_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_folders_of_killed_commands_go_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     child = os.fork()
     if child == 0:
-        with Job.made(node=0, nodes=1, restarts=0):
+        with Job.made(node=0, nodes=1, restarts=0), temporary_folder("eval"), temporary_folder("kept") as kept:
+            keep(kept)  # for people to look at
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    [left] = tmp_path.iterdir()
-    with Job.made(node=0, nodes=1, restarts=0) as first, Job.made(node=0, nodes=1, restarts=0) as second:
-        assert sorted(tmp_path.iterdir()) == sorted([first.root, second.root])
-    assert not left.exists()
-    assert list(tmp_path.iterdir()) == []
+    left = sorted(tmp_path.iterdir())
+    assert len(left) == 3
+    with Job.made(node=0, nodes=1, restarts=0) as first, temporary_folder("eval") as second:
+        assert sorted(tmp_path.iterdir()) == sorted([first.root, second, left[-1]])
+        assert stat.S_IMODE(second.stat().st_mode) == 0o700
+    assert list(tmp_path.iterdir()) == [left[-1]]
 
 
 def test_what_is_worth_a_restart() -> None:
