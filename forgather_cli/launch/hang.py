@@ -155,8 +155,9 @@ class HangReport:
         self._is_reporter = self._is_reporter or rendezvous is None or rendezvous.take("hang", me)
         if self._report or not self._is_reporter:
             return
+        polls = self._rank.stop.polls
         standings = standings_of_all(self._rank)
-        if any(self._is_usual(standing) for standing in standings) or self._rank.still < self._still:
+        if any(self._is_usual(standing) for standing in standings) or self._rank.stop.polls != polls:
             return
         lengths = round(statistics.median(self._lengths), 3) if self._lengths else None
         self._report = {
