@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from forgather_cli.launch.process import leave
+from forgather_cli.launch.processes import leave
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["warm"])
