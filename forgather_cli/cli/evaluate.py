@@ -91,7 +91,7 @@ def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[
     from forgather_cli.launch.start import supervised
     from forgather_cli.launch.temporary import keep, temporary_folder
 
-    def settle(status: ExitStatus) -> None:
+    def leave_directory(status: ExitStatus) -> None:
         if not status.failed or status.kind in (Kind.MISTAKE, Kind.CUT):
             shutil.rmtree(run.root, ignore_errors=True)
         else:
@@ -102,9 +102,9 @@ def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[
         run.logs.mkdir()
         run.config.write_text(dump_tree({**loaded.tree, "output_dir": str(folder)}), encoding="utf-8")
         run.evaluation.write_text(json.dumps(request), encoding="utf-8")
-        status = supervised(layout, run, run.config, settle)
+        status = supervised(layout, run, run.config, leave_directory)
         report = {} if status.failed else json.loads(run.report.read_text(encoding="utf-8"))
-        settle(status)
+        leave_directory(status)
     return status.code, report
 
 

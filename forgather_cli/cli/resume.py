@@ -34,9 +34,9 @@ def resume(
 
     def compose() -> Loaded:
         from forgather_cli.config.load import reload_config
-        from forgather_cli.launch.run_lock import settle
+        from forgather_cli.launch.run_lock import restore_overwritten
 
-        settle(RunDir(run_dir))
+        restore_overwritten(RunDir(run_dir))
         return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
 
     with contextlib.chdir(directory):  # for all that the run reads, its own modules and its ranks too

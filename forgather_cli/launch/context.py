@@ -26,7 +26,7 @@ class RankContext:
     job: Job | None = None
     """The launcher's folder, where one of ours has started this process."""
     rendezvous: Rendezvous | None = None
-    settle: Callable[[ExitStatus], None] = lambda status: None
+    leave_directory: Callable[[ExitStatus], None] = lambda status: None
     """Leaves the run directory as a status of the job asks, if this process ends without returning."""
     run: RunDir | None = None
     log: LogFile | None = None

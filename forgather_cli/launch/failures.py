@@ -141,7 +141,7 @@ def last_words(rank: RankContext, status: ExitStatus, *, farewell: float = 0.0) 
     """
     close_bars()
     tell(rank, status)
-    rank.settle(status.cause)
+    rank.leave_directory(status.cause)
     if farewell:
         leave_store(rank, patience=farewell)
     return rank.exit_code(status)

@@ -46,7 +46,7 @@ class RunLock:
             _remove_empty(self._made)
             raise
         with _writing(root):
-            _settle_overwritten(self.run)
+            _restore_overwritten(self.run)
             forget_hidden(self.run)
         self._traces = self._training_traces()
 
@@ -77,7 +77,7 @@ class RunLock:
             moving.rename(self.run.set_aside)
         finally:
             if moving.is_dir():
-                _settle_overwritten(self.run)
+                _restore_overwritten(self.run)
         self._traces = self._training_traces()
 
     def has_set_aside(self) -> bool:
@@ -114,7 +114,7 @@ class RunLock:
             return
         for directory in (self.run.logs, self.run.checkpoints):
             _remove_empty([directory])
-        _settle_overwritten(self.run)
+        _restore_overwritten(self.run)
 
     def __enter__(self) -> RunLock:
         return self
@@ -140,7 +140,7 @@ def forget_hidden(run: RunDir) -> None:
         path.unlink()
 
 
-def settle(run: RunDir) -> None:
+def restore_overwritten(run: RunDir) -> None:
     """Put back a run that a killed job had set aside and never overwritten, before anything of it is read.
 
     It does nothing where a job holds the directory, which will be told when it is taken. Raises SetupError.
@@ -153,7 +153,7 @@ def settle(run: RunDir) -> None:
         return
     try:
         with _writing(run.root):
-            _settle_overwritten(run)
+            _restore_overwritten(run)
     finally:
         os.close(lock)
     print(
@@ -169,7 +169,7 @@ def _files_of(run: RunDir) -> list[Path]:
     return [path for path in (*files, run.logs, run.tensorboard, run.checkpoints, run.control) if path.exists()]
 
 
-def _settle_overwritten(run: RunDir) -> None:
+def _restore_overwritten(run: RunDir) -> None:
     """Put back a run that was set aside by a job that never trained; delete it if the job did.
 
     Whenever this is cut off, the next job does the rest.

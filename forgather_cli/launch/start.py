@@ -67,22 +67,23 @@ def launch(loaded: Loaded, work: Work) -> int:
         return DONE
     with RunLock(root) as held:
         config, path = _begin(held, loaded, layout)
-        settle = partial(_settle, held)
+        leave_directory = partial(_leave_directory, held)
         control = config.callbacks.control
 
         def once(config: Config) -> ExitStatus:
             if layout.in_process:
-                return train(RankContext(Place(), settle=settle), lambda _: Start(held.run, lambda: config), work)
+                rank = RankContext(Place(), leave_directory=leave_directory)
+                return train(rank, lambda _: Start(held.run, lambda: config), work)
             before = os.environ.get(TOKEN_VARIABLE)
             if control is not None and control.auth_token is not None:  # of which the ranks' config.yaml says nothing
                 os.environ[TOKEN_VARIABLE] = control.auth_token
             try:
-                return supervised(layout, held.run, path, settle)
+                return supervised(layout, held.run, path, leave_directory)
             finally:
                 os.environ.pop(TOKEN_VARIABLE, None) if before is None else os.environ.update({TOKEN_VARIABLE: before})
 
         status = _until_it_fits(held, config, path, once)
-        settle(status)
+        leave_directory(status)
     return status.code
 
 
@@ -105,9 +106,9 @@ def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
         again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
         with RunLock(Path(again) if again else output_dir(loaded)) as held:
             config, _ = _begin(held, loaded, layout, again=again is not None)
-            rank.settle = partial(_settle, held)
+            rank.leave_directory = partial(_leave_directory, held)
             status = train(rank, lambda _: Start(held.run, lambda: config), work)
-            _settle(held, status)
+            _leave_directory(held, status)
         return _left(rank, status)
     except ForgatherError as error:
         if (rendezvous := rank.connect()) is not None:  # the other ranks leave too, and say nothing of it
@@ -125,17 +126,20 @@ def _left(rank: RankContext, status: ExitStatus) -> int:
 
 
 def supervised(
-    layout: Layout, run: RunDir | None, path: Path | None, settle: Callable[[ExitStatus], None] = lambda status: None
+    layout: Layout,
+    run: RunDir | None,
+    path: Path | None,
+    leave_directory: Callable[[ExitStatus], None] = lambda status: None,
 ) -> ExitStatus:
     """Run ranks of this node under torchrun's agent, on the config at ``path``. Why they failed is shown here, once.
 
-    ``run`` and ``settle`` are the Supervisor's.
+    ``run`` and ``leave_directory`` are the Supervisor's.
     """
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())  # its account of failed ranks would come before ours, on standard error
     elastic.propagate = False
     with Job.made(node=layout.node, nodes=layout.nodes, restarts=layout.restarts) as job:
-        status = Supervisor(layout, job, run, settle).train(path)
+        status = Supervisor(layout, job, run, leave_directory).train(path)
     if status.failed and sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid
     if status.failed and status.smaller_batch is None:
@@ -263,7 +267,7 @@ def _origin(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _settle(held: RunLock, status: ExitStatus) -> None:
+def _leave_directory(held: RunLock, status: ExitStatus) -> None:
     """Leave the directory as an status asks: as it was found after a mistake, else with ``exit.json``, which a run that
     has come to its end has written itself. The last line is how to go on, where there is something to go on from.
     """

@@ -28,11 +28,13 @@ _REAPED = 1.0  # seconds
 class Supervisor:
     """Starts the ranks of this node and stays until they have ended.
 
-    ``run`` is None on nodes that do not hold the run directory. ``settle`` leaves the directory as an status asks.
+    ``run`` is None on nodes that do not hold the run directory, which ``leave_directory`` leaves as a status asks.
     """
 
-    def __init__(self, layout: Layout, job: Job, run: RunDir | None, settle: Callable[[ExitStatus], None]) -> None:
-        self._layout, self._job, self._run, self._settle = layout, job, run, settle
+    def __init__(
+        self, layout: Layout, job: Job, run: RunDir | None, leave_directory: Callable[[ExitStatus], None]
+    ) -> None:
+        self._layout, self._job, self._run, self._leave_directory = layout, job, run, leave_directory
         self._codes: dict[int, int] = {}
         self._trouble: BaseException | None = None
         self._asked: int | None = None
@@ -126,7 +128,7 @@ class Supervisor:
             time.sleep(0.02)
         status = cut(0, self._run, signum, early)
         print(f"\n{status.message}", file=sys.stderr, flush=True)
-        self._settle(status)
+        self._leave_directory(status)
         self._job.discard()
         return status.code
 
@@ -155,13 +157,12 @@ class Supervisor:
         ends = {rank: self._exits[pid] for rank, pid in attempt.pids().items() if pid in self._exits}
         ends |= {first + local: code for local, code in codes.items()}
         statuses = {status.rank: status for status in attempt.statuses()}
-        causes = [e for e in statuses.values() if not (e.cause.kind == Kind.KILLED and e.cause.rank in here)]
-        for rank in here:
+        # of a rank of this node that was killed the exit code says more than what the others have noticed
+        causes = [each for each in statuses.values() if each.cause.kind != Kind.KILLED or each.cause.rank not in here]
+        for rank in set(here) - statuses.keys():
             log = self._run.rank_log(rank) if self._run is not None else f"logs/rank-{rank}.log"
             code = ends.get(rank)
             by_agent = code == -signal.SIGTERM and any(end for other, end in ends.items() if other != rank)
-            if rank in statuses:
-                continue
             if rank in self._silent:
                 message = f"rank {rank} gave no answer and was killed; its log is {log}"
                 causes.append(ExitStatus(rank, Kind.STUCK, FAILED, message))
