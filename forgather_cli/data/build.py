@@ -154,7 +154,7 @@ def _describe(option: Packed, data: Tokenized, train: Any, evaluation: Any) -> d
 
 
 def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:
-    from forgather_cli.data.synthetic import SyntheticDataset
+    from forgather_cli.data.samples import SyntheticDataset
 
     tokenizer = load_tokenizer(option.tokenizer)
     splits = [

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 from forgather_cli.config.schema import (
     DataOption,
     HfSettings,
     InstructSettings,
-    PythonStdlibSettings,
     SyntheticSettings,
     Target,
-    TextSettings,
     TokensSettings,
 )
-from forgather_cli.data.cache import cache_root, find
+from forgather_cli.data.cache import Meta, cache_root, find
 from forgather_cli.data.packing import packing_key
 from forgather_cli.data.text.corpus import find_corpus
 from forgather_cli.data.text.token_files import cached_token_files
 from forgather_cli.data.text.tokenize import bpe_directory, cached_corpus
 from forgather_cli.data.text.tokenizer import load_tokenizer
-
-OnDisk = PythonStdlibSettings | TextSettings | TokensSettings
+from forgather_cli.data.tokens import SPLITS
 
 
 def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
@@ -40,52 +36,39 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
         return {"vocab_size": vocab_size, **tokens, **{f"{name}_samples": n for name, n in counts.items()}}
     root = cache_root(option.cache_dir)
     if isinstance(option, InstructSettings):
-        return _cached_chats(option, root)
-    found = _cached(option, root)
-    if found is None:
-        return None
-    key, meta, vocab_size = found
-    known: dict[str, int | None] = {"vocab_size": vocab_size}
-    packed = _cached_rows(option, key, root)
-    for name in ("train", "eval"):
-        tokens_of = int(meta[name]["tokens"])
-        known[f"{name}_tokens"] = tokens_of
-        concat = tokens_of // option.seq_len if name == "train" else -(-tokens_of // option.seq_len)
-        known[f"{name}_samples"] = concat if option.packing == "concat" else packed.get(name)
-    return known
+        from forgather_cli.data.chat.instruct import cached_chats
 
-
-def _cached_chats(option: InstructSettings, root: Path) -> dict[str, int | None] | None:
-    from forgather_cli.data.chat.instruct import cached_chats
-
-    found = cached_chats(option, root)
-    if found is None:
-        return None
-    meta, rows, vocab_size = found
-    known: dict[str, int | None] = {"vocab_size": vocab_size}
-    for name in ("train", "eval"):
-        known |= {f"{name}_tokens": meta[name]["tokens"], f"{name}_samples": rows.get(name)}
-    return known
-
-
-def _cached(option: OnDisk, root: Path) -> tuple[str, dict[str, Any], int] | None:
-    if isinstance(option, TokensSettings):
-        indexed = cached_token_files(option, root)
-        return (*indexed, load_tokenizer(option.tokenizer).vocab_size) if indexed else None
-    corpus = find_corpus(option)
-    name = option.tokenizer
-    if name == "bpe":
-        directory = bpe_directory(corpus, option.bpe_vocab_size, root, read=False)
-        if directory is None or find(root, "tokenizers", directory.name) is None:
+        chats = cached_chats(option, root)
+        if chats is None:
             return None
-        name = str(directory)
-    tokenizer = load_tokenizer(name)
-    known = cached_corpus(corpus, tokenizer.fingerprint, root)
-    return (*known, tokenizer.vocab_size) if known else None
+        meta, samples, vocab_size = chats
+        return _counts(meta, samples, vocab_size)
+    if isinstance(option, TokensSettings):
+        found = cached_token_files(option, root)
+        vocab_size = load_tokenizer(option.tokenizer).vocab_size if found else 0
+    else:
+        corpus, name = find_corpus(option), option.tokenizer
+        if name == "bpe":
+            directory = bpe_directory(corpus, option.bpe_vocab_size, root, read=False)
+            if directory is None or find(root, "tokenizers", directory.name) is None:
+                return None
+            name = str(directory)
+        tokenizer = load_tokenizer(name)
+        vocab_size, found = tokenizer.vocab_size, cached_corpus(corpus, tokenizer.fingerprint, root)
+    if found is None:
+        return None
+    key, meta = found
+    if option.packing == "concat":  # training leaves a last partial sample out
+        tokens = {name: meta[name]["tokens"] for name in SPLITS}
+        samples = {"train": tokens["train"] // option.seq_len, "eval": -(-tokens["eval"] // option.seq_len)}
+    else:
+        packed = find(root, "packings", packing_key(key, option.seq_len, option.packing)) or {}
+        samples = {name: packed[name]["rows"] for name in SPLITS if name in packed}
+    return _counts(meta, samples, vocab_size)
 
 
-def _cached_rows(option: OnDisk, key: str, root: Path) -> dict[str, int]:
-    if option.packing == "concat":
-        return {}
-    meta = find(root, "packings", packing_key(key, option.seq_len, option.packing))
-    return {name: meta[name]["rows"] for name in ("train", "eval") if name in meta} if meta else {}
+def _counts(meta: Meta, samples: Mapping[str, int], vocab_size: int) -> dict[str, int | None]:
+    known: dict[str, int | None] = {"vocab_size": vocab_size}
+    for name in SPLITS:
+        known |= {f"{name}_tokens": int(meta[name]["tokens"]), f"{name}_samples": samples.get(name)}
+    return known

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,7 +114,13 @@ def packed_tables(
         }
 
     directory, meta = build_once(root, "packings", key, write)
-    return {name: _open_table(directory / name, meta[name]) for name, _ in _splits(data)}
+    tables: dict[str, PackingTable] = {}
+    for name, _ in _splits(data):
+        counts = meta[name]
+        sizes = {"rows": counts["rows"] + 1, "starts": counts["pieces"], "lengths": counts["pieces"]}
+        files = {kind: ArrayFile(directory / f"{name}.{kind}.bin", "int64", size) for kind, size in sizes.items()}
+        tables[name] = PackingTable(**files, counts=counts)
+    return tables
 
 
 def packing_key(fingerprint: str, seq_len: int, packing: str, too_long: str | None = None) -> str:
@@ -145,9 +150,3 @@ def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str, too_
     for name, array in (("rows", rows), ("starts", starts), ("lengths", lengths)):
         array.astype(np.int64).tofile(stem.with_suffix(f".{name}.bin"))
     return {"rows": len(rows) - 1, "pieces": len(starts), **left_out}
-
-
-def _open_table(stem: Path, counts: dict[str, Any]) -> PackingTable:
-    sizes = {"rows": counts["rows"] + 1, "starts": counts["pieces"], "lengths": counts["pieces"]}
-    files = {name: ArrayFile(stem.with_suffix(f".{name}.bin"), "int64", size) for name, size in sizes.items()}
-    return PackingTable(files["rows"], files["starts"], files["lengths"], counts)

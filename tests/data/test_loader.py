@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.data.loaders.collate import Step, default_collate
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
-from forgather_cli.data.synthetic import SyntheticDataset
+from forgather_cli.data.samples import SyntheticDataset
 from forgather_cli.errors import DataError
 from forgather_cli.trainer.loaders import _loader_settings
 

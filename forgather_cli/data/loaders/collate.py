@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather_cli.data.samples import IGNORED
 from forgather_cli.errors import DataError
 
 Batch = dict[str, Tensor]
@@ -17,7 +18,6 @@ CollateFn = Callable[[list[Any]], Any]
 Position = dict[str, Any]
 """``epoch``, ``sample`` (samples consumed in it by all ranks); for iterable data ``stream``, which is None on ranks
 that rank 0 reads for, and ``shards``, how many there are, where ranks read shards of their own."""
-IGNORED = -100
 _MAPPING = (dict, Mapping)  # dict first: to ask the abstract class costs a Python call
 
 

@@ -69,23 +69,12 @@ class _Damaged(Exception):
     pass
 
 
-def _gzip(raw: BinaryIO, path: Path) -> BinaryIO:
-    return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
-
-
-def _bz2(raw: BinaryIO, path: Path) -> BinaryIO:
-    return bz2.BZ2File(raw)  # type: ignore[return-value]
-
-
-def _xz(raw: BinaryIO, path: Path) -> BinaryIO:
-    return lzma.LZMAFile(raw)  # type: ignore[return-value]
-
-
-def _zst(raw: BinaryIO, path: Path) -> BinaryIO:
-    return io.BufferedReader(_ZstdFile(raw, _zstd_frames(path)), _CHUNK)
-
-
-CODECS: dict[str, Callable[[BinaryIO, Path], BinaryIO]] = {".gz": _gzip, ".bz2": _bz2, ".xz": _xz, ".zst": _zst}
+CODECS: dict[str, Callable[[BinaryIO, Path], Any]] = {
+    ".gz": lambda raw, _: gzip.GzipFile(fileobj=raw, mode="rb"),
+    ".bz2": lambda raw, _: bz2.BZ2File(raw),
+    ".xz": lambda raw, _: lzma.LZMAFile(raw),  # noqa: SIM115 - the caller closes it
+    ".zst": lambda raw, path: io.BufferedReader(_ZstdFile(raw, _zstd_frames(path)), _CHUNK),
+}
 """By suffix: a handle on the decompressed bytes of a file."""
 
 

@@ -48,12 +48,56 @@ class Opened:
 
 def open_datasets(option: HfSettings, root: Path) -> Opened:
     """Load what an option names, from the hub, its cache, or files. Raises DataError."""
-    source = _Source(option, root)
+    path = option.dataset or _FORMAT_OF.get(kind_of(Path(option.data_files[0])))
+    if path is None:
+        name = option.data_files[0]
+        raise DataError(f"data.data_files: cannot tell the format of {name!r}; set data.dataset={', '.join(_FORMATS)}")
+    files = _data_files(option)
+    directory = Path(path).expanduser()
+    is_local = path in _FORMATS or directory.is_dir()
+    is_saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    path = str(directory) if directory.is_dir() else path
+    named = [name for names in files.values() for name in names]
+    # the library knows a local file by its modification time alone (datasets 5.2, data_files.py)
+    stamp = digest([stamp_of(Path(name)) for name in named if os.path.isfile(name)])
     library = _library()
-    with _explained(option, library), _maybe_offline(source, library):
-        train = source.split(library, "train_split", option.train_split)
+
+    def load(**kwargs: Any) -> Any:
+        if is_saved:
+            found = library.load_from_disk(path)
+            found = found if isinstance(found, dict) else {str(found.split or "train"): found}
+            if not option.streaming:
+                return found
+            # parts in which ranks and workers may read a dataset that has no files of its own
+            parts = {name: min(64, max(1, len(each))) for name, each in found.items()}
+            return {name: each.to_iterable_dataset(num_shards=parts[name]) for name, each in found.items()}
+        return library.load_dataset(
+            path,
+            name=option.dataset_config,
+            data_files=files or None,
+            revision=option.revision,
+            streaming=option.streaming,
+            cache_dir=str(root / "datasets" / stamp) if is_local else None,
+            **kwargs,
+        )
+
+    splits: Any = None
+
+    def split(setting: str, name: str) -> Any:
+        """A split by its name, or a slice of one (``train[:10%]``)."""
+        nonlocal splits
+        if set(name) & set("[+") and not is_saved:
+            return load(split=name)
+        splits = load() if splits is None else splits
+        if name not in splits:
+            raise DataError(f"data.{setting}: no split {name!r}, the dataset has {', '.join(map(str, splits))}")
+        return splits[name]
+
+    is_remote = not is_local or any("://" in name for name in named)
+    with _explained(option, library), _offline_if_unreachable(library) if is_remote else contextlib.nullcontext():
+        train = split("train_split", option.train_split)
         held_out = "eval" if option.eval_files else option.eval_split
-        evaluation = None if held_out is None else source.split(library, "eval_split", held_out)
+        evaluation = None if held_out is None else split("eval_split", held_out)
         return Opened(*(None if each is None else _text_alone(each, option.text_key) for each in (train, evaluation)))
 
 
@@ -67,60 +111,6 @@ def _library() -> Any:
     library.logging.set_verbosity(logging.CRITICAL + 1)
     library.disable_progress_bars()
     return library
-
-
-class _Source:
-    """Where the splits of an option come from."""
-
-    def __init__(self, option: HfSettings, root: Path) -> None:
-        self._option = option
-        self._path = option.dataset or _format_of(option.data_files[0])
-        self._files = _data_files(option)
-        directory = Path(self._path).expanduser()
-        is_local = self._path in _FORMATS or directory.is_dir()
-        self._path = str(directory) if directory.is_dir() else self._path
-        self._saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        # the library knows a local file by its modification time alone (datasets 5.2, data_files.py)
-        ours = [name for names in self._files.values() for name in names if os.path.isfile(name)]
-        stamp = digest([stamp_of(Path(name)) for name in ours])
-        self._cache = str(root / "datasets" / stamp) if is_local else None
-        self.is_remote = not is_local or any("://" in name for names in self._files.values() for name in names)
-        self._found: Any = None
-
-    def split(self, library: Any, setting: str, name: str) -> Any:
-        """A split by its name, or a slice of one (``train[:10%]``). Raises DataError with the names that there are."""
-        if set(name) & set("[+") and not self._saved:
-            return self._load(library, split=name)
-        if self._found is None:
-            self._found = self._saved_splits(library) if self._saved else self._load(library)
-        if name not in self._found:
-            raise DataError(f"data.{setting}: no split {name!r}, the dataset has {', '.join(map(str, self._found))}")
-        return self._found[name]
-
-    def _load(self, library: Any, **kwargs: Any) -> Any:
-        option = self._option
-        return library.load_dataset(
-            self._path,
-            name=option.dataset_config,
-            data_files=self._files or None,
-            revision=option.revision,
-            streaming=option.streaming,
-            cache_dir=self._cache,
-            **kwargs,
-        )
-
-    def _saved_splits(self, library: Any) -> Any:
-        found = library.load_from_disk(self._path)
-        if not isinstance(found, dict):
-            found = {str(found.split or "train"): found}
-        if self._option.streaming:
-            return {name: each.to_iterable_dataset(num_shards=_num_shards(each)) for name, each in found.items()}
-        return found
-
-
-def _num_shards(dataset: Any) -> int:
-    """Parts in which ranks and workers may read a dataset that has no files of its own."""
-    return min(64, max(1, len(dataset)))
 
 
 def _data_files(option: HfSettings) -> dict[str, list[str]]:
@@ -137,13 +127,6 @@ def _data_files(option: HfSettings) -> dict[str, list[str]]:
         for split, patterns in named.items()
         if patterns
     }
-
-
-def _format_of(name: str) -> str:
-    found = _FORMAT_OF.get(kind_of(Path(name)))
-    if found is None:
-        raise DataError(f"data.data_files: cannot tell the format of {name!r}; set data.dataset={', '.join(_FORMATS)}")
-    return found
 
 
 def _text_alone(dataset: Any, key: str) -> Any:
@@ -194,13 +177,13 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _maybe_offline(source: _Source, library: Any) -> Iterator[None]:
+def _offline_if_unreachable(library: Any) -> Iterator[None]:
     """Where the hub cannot be reached, tell the library so: it then looks into its cache at once.
 
     By itself it tries six times (datasets 5.2, huggingface_hub 2.4: 25 s for a name that does not resolve).
     """
     constants = importlib.import_module("huggingface_hub").constants
-    if not source.is_remote or constants.HF_HUB_OFFLINE or _can_reach(constants.ENDPOINT):
+    if constants.HF_HUB_OFFLINE or _can_reach(constants.ENDPOINT):
         yield
         return
     _log.warning("%s cannot be reached: reading from the cache of the datasets library", constants.ENDPOINT)
@@ -297,17 +280,14 @@ class HfCorpus:
             elif text is None and self.skip_bad:
                 damage.skipped.append(f"row {row} of the {('train', 'eval')[number]} split: {self.text_key!r} is null")
             elif text is None:
-                raise self._null_rows(number)
-
-    def _null_rows(self, number: int) -> DataError:
-        dataset = self._datasets()[number]
-        texts = enumerate(_texts(dataset, self.text_key, 0, len(dataset)))
-        rows = [row for row, text in texts if text is None]
-        named = ", ".join(map(str, rows[:20])) + (", ..." if len(rows) > 20 else "")
-        return DataError(
-            f"data.text_key: {self.text_key!r} is null in {len(rows)} rows of the {('train', 'eval')[number]} split "
-            f"({named}); leave them out with data.on_bad_row=skip"
-        )
+                dataset = self._datasets()[number]
+                texts = enumerate(_texts(dataset, self.text_key, 0, len(dataset)))
+                rows = [row for row, text in texts if text is None]  # all of them in one message
+                named = ", ".join(map(str, rows[:20])) + (", ..." if len(rows) > 20 else "")
+                raise DataError(
+                    f"data.text_key: {self.text_key!r} is null in {len(rows)} rows of the {('train', 'eval')[number]} "
+                    f"split ({named}); leave them out with data.on_bad_row=skip"
+                )
 
     def nothing(self) -> DataError:
         rows = len(self.train)

@@ -11,7 +11,6 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -129,13 +128,18 @@ def read_documents(
     ``skip_bad``: rows without text are left out and told to ``damage``; otherwise they are one error.
     """
     path, kind = source.path, kind_of(source.path)
-    if kind in (".jsonl", ".json"):
+    if kind in (".jsonl", ".json", ".parquet"):
+        is_table = kind == ".parquet"
 
         def rows(part: Part, bad: BadRow) -> Iterator[Document]:
-            for record in read_records(path, damage, bad, part):
+            records = read_rows(path, part, text_key) if is_table else read_records(path, damage, bad, part)
+            for record in records:
                 text = record.value.get(text_key)
                 if isinstance(text, str):
                     yield Document(f"{path}:{record.line}", encodable(text), record.num_bytes)
+                elif is_table and text is not None:
+                    what = type(text).__name__
+                    raise DataError(f"{path}: column {text_key!r} holds {what}, not text; set data.text_key")
                 elif text_key in record.value:
                     bad(record.line, f"{text_key!r} is {_kind(text)}, not text")
                 else:
@@ -143,8 +147,6 @@ def read_documents(
                     bad(record.line, f"no key {text_key!r} (its keys: {keys}); set data.text_key")
 
         documents = sound_rows(path, rows, damage, part, skip_bad=skip_bad)
-    elif kind == ".parquet":
-        documents = sound_rows(path, partial(_parquet, path, text_key), damage, part, skip_bad=skip_bad)
     else:
         documents = _plain(source, damage, part)
     return (document for document in documents if document.text)
@@ -291,17 +293,21 @@ def read_records(path: Path, damage: Damage, bad: BadRow, part: Part = WHOLE) ->
 
     Raises DataError for a list that cannot be read.
     """
+    is_list = False
+    if kind_of(path) == ".json":  # one list of records, as Alpaca's and ShareGPT's are, or a record a line
+        with opened(path) as file:
+            first = next((line for line in file.handle if line.strip()), b"")
+        is_list = first.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
     with opened(path) as file:
-        if kind_of(path) == ".json" and _is_list(path):
+        if is_list:
             try:
-                values = parse_json(file.handle.read().decode("utf-8-sig"), any_text=True)
+                values: Iterable[Any] = parse_json(file.handle.read().decode("utf-8-sig"), any_text=True)
             except ValueError as error:
                 raise DataError(f"{path}: not JSON ({error}); mend it") from error
-            lines: Iterable[Any] = values
         else:
-            values, lines = None, _lines(file, part)
-        for number, value in enumerate(lines, 1):
-            if values is None:
+            values = _lines(file, part)
+        for number, value in enumerate(values, 1):
+            if not is_list:
                 if not value.strip():
                     continue
                 try:
@@ -313,13 +319,6 @@ def read_records(path: Path, damage: Damage, bad: BadRow, part: Part = WHOLE) ->
                 yield Record(number, value, file.progress())
             else:
                 bad(number, f"expected a JSON object, got {_kind(value)}")
-
-
-def _is_list(path: Path) -> bool:
-    """Whether a JSON file is one list of records, as Alpaca's and ShareGPT's are, and not a record a line."""
-    with opened(path) as file:
-        first = next((line for line in file.handle if line.strip()), b"")
-    return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
 
 
 def _lines(file: Opened, part: Part) -> Iterator[bytes]:
@@ -380,37 +379,26 @@ def _row_groups(path: Path, size: int) -> list[Part]:
     return parts
 
 
-def _parquet(path: Path, key: str, part: Part, bad: BadRow) -> Iterator[Document]:
+def read_rows(path: Path, part: Part = WHOLE, column: str | None = None) -> Iterator[Record]:
+    """The rows of a parquet file or of a part of it as records, their numbers from 1; of one column alone where that is
+    named. Raises DataError."""
     with _parquet_file(path) as file:
         names = file.schema_arrow.names
-        if key not in names:
-            raise DataError(f"{path}: no column {key!r} (its columns: {', '.join(names)}); set data.text_key")
+        if column is not None and column not in names:
+            raise DataError(f"{path}: no column {column!r} (its columns: {', '.join(names)}); set data.text_key")
         groups = list(range(part.start, file.num_row_groups if part.stop is None else part.stop))
         rows = sum(file.metadata.row_group(number).num_rows for number in groups)
         share = (part.num_bytes or os.stat(path).st_size) / max(rows, 1)
         row, done = 0, 0
-        for batch in file.iter_batches(columns=[key], batch_size=1024, row_groups=groups):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                if text is None:
-                    bad(row, f"{key!r} is null, not text")
-                    continue
-                if not isinstance(text, str):
-                    raise DataError(f"{path}: column {key!r} holds {type(text).__name__}, not text; set data.text_key")
-                begin, done = done, int(row * share)
-                yield Document(f"{path}:{row}", text, done - begin)
-
-
-def read_rows(path: Path) -> Iterator[Record]:
-    """The rows of a parquet file as records, their numbers from 1. Raises DataError."""
-    with _parquet_file(path) as file:
-        share = os.stat(path).st_size / max(file.metadata.num_rows, 1)
-        row, done = 0, 0
-        for batch in file.iter_batches(batch_size=256):
+        columns = None if column is None else [column]
+        for batch in file.iter_batches(columns=columns, batch_size=256, row_groups=groups):
             for value in batch.to_pylist():
                 row += 1
                 begin, done = done, int(row * share)
                 yield Record(row, value, done - begin)
+
+
+# --------------------------------------------------------------------------------------------------------------- chunks
 
 
 def chunks(texts: Iterable[_Text], report: Callable[[int], None]) -> Iterator[list[_Text]]:

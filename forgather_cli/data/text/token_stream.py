@@ -172,12 +172,19 @@ class TokenStream(IterableDataset[Sample]):
 
     def _samples(self, at: _Position, chunk: Sequence[str], *, is_end: bool) -> Iterator[Sample]:
         """Samples of a chunk that were not handed out yet; then ``at`` has the tokens that are left over."""
-        ids, starts = self._encoded(at, chunk)
-        packed = self._packed(ids, starts, is_end=is_end)
+        rules, (ids, starts) = self._rules, self._encoded(at, chunk)
+        tokens, pad = Tokens([ArrayFile.of(ids)]), rules.tokenizer.pad_token_id
+        packed: Batched
+        if rules.packing == "concat":
+            documents = ArrayFile.of(starts) if rules.isolate else None
+            packed = ConcatDataset(tokens, rules.seq_len, pad, keep_tail=is_end, documents=documents)
+        else:
+            table = _table(np.append(starts, len(ids)), rules.seq_len, rules.packing)
+            packed = PackedDataset(tokens, table, rules.seq_len, pad, isolate=rules.isolate)
         for number in range(at.emitted, len(packed)):
             at.emitted, self._has_begun = number + 1, True
             yield packed[number]
-        used = len(packed) * self._rules.seq_len if self._rules.packing == "concat" else len(ids)
+        used = len(packed) * rules.seq_len if rules.packing == "concat" else len(ids)
         at.left, at.starts, at.emitted = ids[used:], starts[starts >= used] - used, 0
 
     def _encoded(self, at: _Position, chunk: Sequence[str]) -> tuple[Ints, Ints]:
@@ -190,15 +197,6 @@ class TokenStream(IterableDataset[Sample]):
         for each, end in zip(arrays, ends, strict=True):
             ids[end - 1 - len(each) : end - 1] = each
         return ids, np.concatenate([at.starts, ends - lengths])
-
-    def _packed(self, ids: Ints, starts: Ints, *, is_end: bool) -> Batched:
-        rules, tokens = self._rules, Tokens([ArrayFile.of(ids)])
-        pad = rules.tokenizer.pad_token_id
-        if rules.packing == "concat":
-            documents = ArrayFile.of(starts) if rules.isolate else None
-            return ConcatDataset(tokens, rules.seq_len, pad, keep_tail=is_end, documents=documents)
-        table = _table(np.append(starts, len(ids)), rules.seq_len, rules.packing)
-        return PackedDataset(tokens, table, rules.seq_len, pad, isolate=rules.isolate)
 
 
 def _chunk(texts: Iterator[str] | list[str]) -> list[str]:
