@@ -69,7 +69,9 @@ def _conversation(record: Record, messages_key: str | None) -> Conversation:
     """Raises DataError with what is wrong with the record."""
     turns = _turns(record.value, messages_key)
     system = record.value.get("system")
-    if isinstance(system, str) and system and not _is_system(turns[0]):
+    first = turns[0]
+    begins_with_system = isinstance(first, Mapping) and first.get("role", first.get("from")) == "system"
+    if isinstance(system, str) and system and not begins_with_system:
         turns = [{"role": "system", "content": system}, *turns]
     messages = [_message(number, turn) for number, turn in enumerate(turns, 1)]
     return Conversation(messages, _tools(record.value), record.num_bytes)
@@ -102,10 +104,6 @@ def _side(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
     return [{"role": role, "content": f"{value}\n\n{more}" if isinstance(more, str) and more else value}]
 
 
-def _is_system(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and turn.get("role", turn.get("from")) == "system"
-
-
 def _message(number: int, turn: Any) -> dict[str, Any]:
     """A message with role and content, and without the None that tables put where a record has nothing."""
     what = f"message {number}"
@@ -120,21 +118,15 @@ def _message(number: int, turn: Any) -> dict[str, Any]:
     role = _CALLED.get(role, role)
     if role not in ROLES:
         raise DataError(f"{what} has the unknown role {role!r}; roles are {', '.join(ROLES)}; rename it")
-    content = _joined(content)
+    if isinstance(content, list) and content:  # parts that are all text are one text
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        content = "".join(texts) if len(texts) == len(content) else content
     if content is None and role == "assistant" and rest.get("tool_calls"):
         return {"role": role, **rest}
     if not isinstance(content, str):
         got = "none" if content is None else type(content).__name__
         raise DataError(f"{what} must have text as content, got {got}")
     return {"role": role, "content": content, **rest}
-
-
-def _joined(content: Any) -> Any:
-    """A list of parts that are all text as one text; anything else as it is."""
-    if not isinstance(content, list) or not content:
-        return content
-    texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-    return "".join(texts) if len(texts) == len(content) else content
 
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:

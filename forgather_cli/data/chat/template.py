@@ -69,8 +69,13 @@ class ChatTemplate:
         config = _read_json(directory / "tokenizer_config.json")
         path = directory / "chat_template.jinja"
         try:
-            source = read_text(path, DataError) if path.exists() else _in_config(config.get("chat_template"))
-            return None if source is None else cls(source, special_tokens(directory))
+            if path.exists():
+                return cls(read_text(path, DataError), special_tokens(directory))
+            source = config.get("chat_template")
+            if isinstance(source, list):  # several by name
+                named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+                source = named.get("default")
+            return cls(source, special_tokens(directory)) if isinstance(source, str) else None
         except DataError as error:
             raise DataError(f"{directory}: {error}") from error
 
@@ -212,14 +217,6 @@ def special_tokens(directory: Path) -> dict[str, str]:
             if key.endswith("_token") and isinstance(token, str):
                 found[key] = token
     return found
-
-
-def _in_config(value: Any) -> str | None:
-    """tokenizer_config.json's ``chat_template``: a template, or several by name."""
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -128,20 +128,20 @@ def _start() -> tuple[Connection, subprocess.Popen[bytes]]:
 def serve(descriptor: int) -> None:
     """Encode the pieces that the other end of a connection asks for until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    parent = os.getppid()
+
+    def end_with_parent() -> None:  # a piece may take half a minute, for nobody if the parent was killed
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         encoder, pieces, stem, reading.PIECE = connection.recv()
         while True:
             number = connection.recv()
             connection.send(_answer(connection, encoder, pieces[number], stem, number))
-
-
-def _end_with_parent(parent: int) -> None:
-    """A piece may take half a minute, for nobody if the parent was killed."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def _answer(connection: Connection, encoder: Encoder, piece: Piece, stem: Path, number: int) -> tuple[str, int, Any]:
