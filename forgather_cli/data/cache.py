@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 
 class Meter:
-    """Adds up bytes and tells ``progress`` of them now and then: a bar needs no more, and documents may be small."""
+    """Adds up bytes and calls ``progress`` some 200 times in all: a bar needs no more, and documents may be small."""
 
     def __init__(self, progress: Progress | None, total: int, done: int = 0) -> None:
         self._progress, self._total, self._done = progress, total, done
@@ -62,7 +62,7 @@ class Meter:
 
 
 class InterruptedBuildError(DataError):
-    """A build has stopped half-way and may be gone on with: what it has done stays."""
+    """A build has stopped half-way and can be resumed: what it has done stays."""
 
 
 def cache_root(cache_dir: str | None) -> Path:
@@ -114,7 +114,7 @@ def _build(directory: Path, write: Callable[[Path], Meta], *, goes_on: bool) -> 
     temporary = directory.parent / f".tmp-{directory.name}"
     temporary.parent.mkdir(parents=True, exist_ok=True)
     for path in temporary.parent.glob(".tmp-*"):
-        # what builds have left that were killed long ago and never gone on with: their source has changed since
+        # left by builds that were killed long ago and never resumed: their source has changed since
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _ABANDONED:
                 shutil.rmtree(path, ignore_errors=True)

@@ -27,5 +27,5 @@ class DataSplits:
 
     @property
     def vocab_size(self) -> int | None:
-        """Ids are below it; None where nothing tells."""
+        """Ids are below it; None where neither a tokenizer nor custom data says."""
         return self.tokenizer.vocab_size if self.tokenizer is not None else self.stated_vocab_size

@@ -46,7 +46,7 @@ def read_conversations(
 ) -> Iterator[_T]:
     """What ``use`` makes of the conversations of a file, plain or compressed, in order.
 
-    Records that are none, and those at which ``use`` raises DataError, are left out and told to ``damage``
+    Records that are none, and those at which ``use`` raises DataError, are left out and noted in ``damage``
     (``skip_bad``), or raise one DataError that names them all.
     """
     kind = kind_of(path)

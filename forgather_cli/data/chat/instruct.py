@@ -321,7 +321,7 @@ def _describe(option: InstructSettings, meta: Meta, tables: dict[str, PackingTab
         description[f"{name}_tokens"] = meta[name]["tokens"]
         description[f"{name}_documents"] = meta[name]["documents"]
         description[f"{name}_samples"] = len(tables[name]) if name in tables else 0
-        found = [f"{counts[each]:,} {said}" for each, said in what.items() if counts.get(each)]
+        found = [f"{counts[each]:,} {how}" for each, how in what.items() if counts.get(each)]
         if found:
             left_out.append(f"of {meta[name]['documents']:,} {name} conversations {', '.join(found)}")
     tokens, targets = meta["train"]["tokens"], meta["train"]["targets"]

@@ -122,10 +122,10 @@ class ChatTemplate:
             yield
         except _RAISED as error:
             what = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-            said = f"the chat template refuses these messages ({what})"
+            message = f"the chat template refuses these messages ({what})"
             if isinstance(error, TooSlow):
-                self._given_up = said
-            raise DataError(said) from error
+                self._given_up = message
+            raise DataError(message) from error
 
     def _variables(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Any] | None

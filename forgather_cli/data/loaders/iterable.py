@@ -162,7 +162,7 @@ class IterableRounds:
         return self._send(self._ranks, position) if self._ranks.rank == 0 else self._receive(self._ranks)
 
     def _send(self, ranks: DataRanks, position: Position) -> Iterator[Portion]:
-        """On rank 0: read every round and send each data rank its portion; an error is told to all."""
+        """On rank 0: read every round and send each data rank its portion; an error is sent to all."""
         rounds = self._rounds(position)
         while True:
             try:

@@ -2,7 +2,7 @@
 
 The order of map-style data is a function of (seed, epoch), and of the samples' lengths where these group it; each rank
 reads its own slice of each global batch, and the position is the number of samples behind: another world size or batch
-size goes on with exactly the next samples.
+size continues with exactly the next samples.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TrainLoader:
 
     @property
     def state_is_per_rank(self) -> bool:
-        """True if each rank's position is its own, and can be gone on from by as many ranks only."""
+        """True if each rank has a position of its own, from which only as many ranks can resume."""
         return isinstance(self._steps, IterableSteps) and self._steps.rounds.is_sharded
 
     def __len__(self) -> int:

@@ -55,7 +55,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 class _Reader:
     """A dataset that answers a request with a batch.
 
-    The epoch travels with the numbers, so that workers that outlive an epoch hear of the next one.
+    The epoch travels with the numbers, so that workers that outlive an epoch learn of the next one.
     """
 
     def __init__(self, dataset: Any, collate_fn: CollateFn | None, *, tell_epoch: bool) -> None:

@@ -87,7 +87,7 @@ def _zstd_frames(path: Path) -> Callable[[], Any]:
         zstandard = importlib.import_module("zstandard")
     except ImportError as error:
         raise DataError(f"{path}: zst files need the package zstandard; pip install zstandard") from error
-    # files of zstd --long=31 are read too, as its own tool does when told so
+    # files of zstd --long=31 are read too, which its own tool does only with that option
     return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
 

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Documents(Protocol):
-    """What is tokenized: documents in pieces that any process can read by themselves."""
+    """What is tokenized: documents in pieces, each of which any process can read alone."""
 
     @property
     def origin(self) -> dict[str, str]:

@@ -33,8 +33,9 @@ class Encoded:
     """Tokens of each document, its end token included."""
     num_chars: int = 0
     damage: Damage = field(default_factory=Damage)
-    took_as_later: bool = False
-    """Its first document is held out, as it would not be if it were the first of the corpus."""
+    assumed_later: bool = False
+    """Its first document is held out, which is right only if a piece before it has documents: the very first one of a
+    corpus always trains."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Encoder:
     def encode(
         self, piece: Piece, outputs: Outputs, report: Callable[[int], None], *, is_first: bool = False
     ) -> Encoded:
-        """Write the tokens of a piece; ``report`` hears of bytes of the source. ``is_first``: no document is before."""
+        """Write the tokens of a piece; ``report`` gets the bytes of the source that are done. ``is_first``: no
+        document is before."""
         made = Encoded()
         for chunk in chunks(self.corpus.read(piece, made.damage), report):
             arrays = self.tokenizer.encode_arrays([document.text for document in chunk])
@@ -58,7 +60,7 @@ class Encoder:
             for document, ids in zip(chunk, arrays, strict=True):
                 first_here = made.num_chars == 0
                 held_out = piece.is_eval or is_held_out(self.corpus, document, is_first=is_first and first_here)
-                made.took_as_later |= held_out and first_here and not piece.is_eval and self.corpus.eval_fraction < 1
+                made.assumed_later |= held_out and first_here and not piece.is_eval and self.corpus.eval_fraction < 1
                 made.num_chars += len(document.text)
                 taken["eval" if held_out else "train"].append(ids)
             for split in SPLITS:
@@ -115,7 +117,7 @@ class Journal:
 class TokenFiles:
     """The token files of a corpus in a directory while they grow: ``<split>.bin``, ``<split>.lengths`` and a journal.
 
-    What a killed process has left is gone on with if it was made by the same plan.
+    What a killed process has left is resumed if it was made by the same plan.
     """
 
     def __init__(self, directory: Path, plan: str, dtype: str) -> None:

@@ -125,7 +125,7 @@ def read_documents(
 ) -> Iterator[Document]:
     """The documents of a file, or of a part that ``parts_of`` names, that are not empty. Raises DataError.
 
-    ``skip_bad``: rows without text are left out and told to ``damage``; otherwise they are one error.
+    ``skip_bad``: rows without text are left out and noted in ``damage``; otherwise they are one error.
     """
     path, kind = source.path, kind_of(source.path)
     if kind in (".jsonl", ".json", ".parquet"):
@@ -232,14 +232,14 @@ def _decode(data: bytes, path: Path, damage: Damage) -> str:
 
 
 BadRow = Callable[[int, str], None]
-"""Is told the number of a row that cannot be used, from 1 in its part, and what is wrong with it."""
+"""Called with the number of a row that cannot be used, from 1 in its part, and what is wrong with it."""
 _MOST_BAD_ROWS = 1000  # that are looked for: with a wrong text_key every row is bad
 
 
 def sound_rows(
     path: Path, rows: Callable[[Part, BadRow], Iterator[_Row]], damage: Damage, part: Part = WHOLE, *, skip_bad: bool
 ) -> Iterator[_Row]:
-    """The rows that ``rows(part, bad)`` finds in a file. Those that it calls bad are left out and told to ``damage``,
+    """The rows that ``rows(part, bad)`` finds in a file. Those that it calls bad are left out and noted in ``damage``,
     or raise one DataError, at the end, that names all of the file's."""
     if skip_bad:
         before = None
@@ -404,7 +404,7 @@ def read_rows(path: Path, part: Part = WHOLE, column: str | None = None) -> Iter
 def chunks(texts: Iterable[_Text], report: Callable[[int], None]) -> Iterator[list[_Text]]:
     """Texts in lists of about a million characters: enough for the tokenizer's threads, little memory.
 
-    ``report`` hears of a list's bytes when the next one is asked for.
+    ``report`` gets a list's bytes when the next one is asked for.
     """
     chunk: list[_Text] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Documents that come in order, tokenized and packed on the fly, and a position in them that is gone on from exactly.
+"""Documents that come in order, tokenized and packed on the fly, and a position from which reading resumes exactly.
 
 Documents are read by blocks, and a block is encoded and packed by chunks. The position is the source's state before the
 present block, how far in it the present chunk begins, the tokens that earlier chunks have left over (fewer than a
@@ -117,7 +117,7 @@ class TokenStream(IterableDataset[Sample]):
         at = self._position = self._next or self._fresh()
         self._next = None
         self._source.set_epoch(self._epoch)
-        self._source.load_state_dict({**at.source, "epoch": self._epoch})  # otherwise it goes on from the last pass
+        self._source.load_state_dict({**at.source, "epoch": self._epoch})  # otherwise it continues the last pass
         texts = self._texts()
         while block := self._block(texts, at.block):
             while at.documents < len(block):

@@ -17,7 +17,7 @@ from forgather_cli.errors import DataError
 
 _VERSION = 2  # of the files below
 _WORTH_PROCESSES = 64 << 20  # bytes of text; less is done before processes have started
-_MOST_PROCESSES = 16  # by themselves: each takes some 300 MB
+_MOST_PROCESSES = 16  # unless more are asked for: each takes some 300 MB
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +60,7 @@ def tokenize_corpus(
 ) -> Tokenized:
     """The tokens of a corpus, from the cache or made now. Raises DataError for a corpus without text.
 
-    A build that was killed goes on where it was. ``processes`` encode at once; None: as many as there are cores, where
+    A build that was killed is resumed. ``processes`` encode at once; None: as many as there are cores, where
     there is enough to do. Their number changes no byte of the result.
     """
     key = corpus_key(corpus, tokenizer.fingerprint, root)
@@ -145,7 +145,7 @@ def _encode(
                 meter.add(result)
                 continue
             made, paths = result
-            if made.took_as_later and files.journal.last < 0:  # nothing was in the pieces before
+            if made.assumed_later and files.journal.last < 0:  # no piece before had a document: encode it as the first
                 for path in paths.values():
                     path.unlink()
                 encode_here(pieces[files.journal.done])

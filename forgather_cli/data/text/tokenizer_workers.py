@@ -85,7 +85,7 @@ class TokenizerWorkers:
                 turn += 1
 
     def _send(self, worker: Connection, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # heard of when it is asked
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reported when its answer is read
             worker.send(message)
 
     def _receive(self, worker: Connection) -> tuple[int | None, Any]:
