@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from forgather_cli.callbacks.bars import CorpusBar, close_bar, open_bar
-from forgather_cli.checkpoint.gather import gather, on_rank_0
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
@@ -25,7 +24,7 @@ from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.splits import DataSplits
-from forgather_cli.distributed import World, all_sum, cpu_group, pick_device, world
+from forgather_cli.distributed import World, all_sum, cpu_group, gather, on_rank_0, pick_device, world
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.loss import build_loss

@@ -97,8 +97,8 @@ class _Cuts:
         mesh = tuple(tensor.device_mesh.shape)
         by_dim: list[list[int]] = [[] for _ in tensor.shape]
         for number, placement in reversed(list(enumerate(tensor.placements))):
-            if placement.is_replicate():
-                continue
+            if placement.is_replicate() or (mesh[number] == 1 and placement.is_shard() and placement.dim > 0):
+                continue  # one rank along a mesh dimension cuts no columns
             if placement.is_partial():
                 raise SetupError(_unknown(tensor, "its values are sums that are still to be made"))
             # a _StridedShard says into how many parts the mesh dimensions to its right have cut before it
@@ -156,6 +156,16 @@ def rows_of(tensor: Tensor) -> tuple[int, int]:
         return box_of(tensor).rows
     *_, (_, _, cuts) = _Cuts.of(tensor).column_cuts()
     return cuts.box().rows
+
+
+def row_group(tensor: Tensor) -> Any:
+    """The ranks that together hold one copy of a DTensor, where one mesh dimension cuts it and by rows; else None."""
+    sharded: Any = tensor
+    if is_sharded(tensor) and tensor.ndim:
+        rows, *others = _Cuts.of(tensor).by_dim
+        if len(rows) == 1 and not any(others):
+            return sharded.device_mesh.get_group(rows[0])
+    return None
 
 
 class RowExchange:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from forgather_cli.checkpoint.load import Reader, newest_valid, open_whole
-from forgather_cli.checkpoint.weights import Weights
+from forgather_cli.checkpoint.tensors import Weights
 from forgather_cli.config.decode import load_saved
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device

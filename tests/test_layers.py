@@ -17,6 +17,8 @@ FREE = {
     "run_dir",
     "targets",
     "shards",
+    "encoding",
+    "messages",
     "",
 }  # anyone may import these; "" is __init__ with the version
 
@@ -29,6 +31,8 @@ ALLOWED = {
     "run_dir": set(),
     "targets": set(),
     "shards": set(),
+    "encoding": set(),
+    "messages": set(),
     "finalize": {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
@@ -52,19 +56,19 @@ ALLOWED = {
         "callbacks.build", "launch.exit_status", "launch.run_lock",
     },
     "strategies": {
-        "checkpoint.gather", "config.accelerate_file", "config.pipeline_layout", "distributed", "loss", "precision",
+        "config.accelerate_file", "config.pipeline_layout", "distributed", "loss", "precision",
         "models.init",
         "models.stages", "models.transform",
     },
     "callbacks": {
-        "checkpoint.gather", "checkpoint.messages", "control", "distributed", "models.generate", "models.parts",
+        "control", "distributed", "models.generate", "models.parts",
         "config.schedule",
     },
     "control": {"callbacks.base", "launch.exit_status"},
     "distributed": set(),
-    "checkpoint": set(),
+    "checkpoint": {"distributed"},
     "models": set(),
-    "data": {"checkpoint.files", "checkpoint.gather"},
+    "data": {"checkpoint.files", "distributed"},
     "optim": {"checkpoint"},
     "loss": set(),
     "tally": {"loss"},

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.checkpoint.gather import gather
-from forgather_cli.distributed import all_sum
+from forgather_cli.distributed import all_sum, gather
 from forgather_cli.models.parts import named_tensors
-from forgather_cli.shards import locals_of
+from forgather_cli.shards import locals_of, needs_exchange
 
 
 class FullParameters:
@@ -36,8 +35,11 @@ class FullParameters:
         counted = {n: p for n, p in own.items() if p not in strategy.duplicates}
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of the full parameters, by name; equal on all ranks, also in their order."""
-        for shapes in gather({n: tuple(p.shape) for n, p in counted.items()}, trainer.run.cpu_group):
+        self.cut_by_columns: set[str] = set()
+        """Names of those of which no rank holds whole rows."""
+        for shapes, cut in gather(_described(counted), trainer.run.cpu_group):
             self.shapes |= shapes
+            self.cut_by_columns |= cut
         self.held: list[tuple[int, nn.Parameter]] = [
             (place, counted[name]) for place, name in enumerate(self.shapes) if name in counted
         ]
@@ -77,6 +79,11 @@ class FullParameters:
         """Collective. What is quadratic in a parameter, in place, from this rank's share of it."""
         all_sum(shares, self._group)
         return shares if self._copies == 1 else shares.div_(self._copies)
+
+
+def _described(counted: dict[str, nn.Parameter]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Full shapes, and the names of those that are cut by columns."""
+    return {n: tuple(p.shape) for n, p in counted.items()}, {n for n, p in counted.items() if needs_exchange(p)}
 
 
 class HostCopy:

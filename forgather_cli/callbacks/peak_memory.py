@@ -15,9 +15,9 @@ from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, Traine
 from forgather_cli.callbacks.columns import format_value
 from forgather_cli.callbacks.console import StreamName, say
 from forgather_cli.callbacks.metrics import peak_memory, peak_reserved
-from forgather_cli.checkpoint.gather import gather
-from forgather_cli.checkpoint.messages import sent
 from forgather_cli.config.schema import PeakMemorySettings
+from forgather_cli.distributed import gather
+from forgather_cli.messages import sent
 from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)

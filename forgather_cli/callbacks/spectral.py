@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.callbacks.norms import FullParameters
-from forgather_cli.shards import local
+from forgather_cli.shards import box_of, local
 
 _NOTHING_LEFT = 1e-6  # of the largest value seen: what remains of a vector in fp32 when its directions are used up
 
@@ -33,6 +33,10 @@ class SpectralNorms:
         self._parameters = parameters
         self._columns = {name: columns for _, name, columns in matrices}
         self._held = [(rows[place], p) for place, p in parameters.held if place in rows]
+        cut = [place for place, name, _ in matrices if name in parameters.cut_by_columns]
+        self._cut = {rows[place]: n for n, place in enumerate(cut)}
+        """The matrices of which no rank holds whole rows, and their number among these."""
+        self._longest = max((shapes[place][2][0] for place in cut), default=0)
         self._vectors: Tensor | None = None  # (M, C), rows of length 1, zeros behind a matrix's columns
 
     @property
@@ -64,10 +68,17 @@ class SpectralNorms:
     def _multiplied(self, vectors: Tensor) -> Tensor:
         """Collective. W^T W times each matrix's vector, (M, C)."""
         products = torch.zeros_like(vectors)
+        of_cut = vectors.new_zeros(len(self._cut), self._longest)
         for row, parameter in self._held:
-            matrix = local(parameter).float()
-            columns = matrix.shape[1]
-            products[row, :columns] = matrix.T @ (matrix @ vectors[row, :columns])
+            if row in self._cut:  # W's rows times the vector are sums over the ranks that hold their columns
+                rows, columns = box_of(parameter).slices
+                of_cut[self._cut[row], rows] = local(parameter).float() @ vectors[row, columns]
+        if self._cut:
+            self._parameters.whole(of_cut)
+        for row, parameter in self._held:
+            matrix, (rows, columns) = local(parameter).float(), box_of(parameter).slices
+            product = of_cut[self._cut[row], rows] if row in self._cut else matrix @ vectors[row, columns]
+            products[row, columns] = matrix.T @ product
         return self._parameters.whole(products)
 
     def _start(self) -> Tensor:

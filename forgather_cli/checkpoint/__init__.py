@@ -7,5 +7,5 @@
       state.json, state.safetensors      components that are equal on all ranks, and their tensors
       state-rank-00000.json, ...         components that each rank has of its own, or has stored for its group or node
 
-``layout`` (which byte of which file a tensor's rows are), ``files``, ``manifest`` and ``retention`` do without torch.
+``format`` (which byte of which file a tensor's rows are), ``files``, ``manifest`` and ``retention`` do without torch.
 """

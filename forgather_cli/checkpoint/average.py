@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 import forgather_cli
+from forgather_cli.checkpoint.files import check_absent, new_directory
 from forgather_cli.checkpoint.load import Reader, healthy_ones, open_whole, whole_ones
-from forgather_cli.checkpoint.new_directory import check_absent, new_directory
 from forgather_cli.checkpoint.sources import check_sources, is_checkpoint, model_directory
-from forgather_cli.checkpoint.tensors import dtype_of, write_weights
-from forgather_cli.checkpoint.weights import Weights
+from forgather_cli.checkpoint.tensors import Weights, dtype_of, write_weights
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.input_files import read_bytes, read_json_object
 from forgather_cli.run_dir import RunDir, run_of
@@ -33,6 +32,7 @@ PROVENANCE = "provenance.json"
 _BLOCK_NUMBERS = 1 << 22
 _NOT_COMPARED = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_OF_ONE = (PROVENANCE, "README.md", "finalize_report.json")  # files that say how one model was made
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,20 @@ def average_models(sources: Sequence[Path], out: Path, *, verified: bool = False
     mean = _Mean([member.weights for member in members])
     specs = members[-1].weights.specs()
     with new_directory(out, sum(spec.num_bytes for spec in specs.values())) as directory:
-        _copy_files(members[-1].directory, directory)
+        for path in sorted(members[-1].directory.iterdir()):  # config, tokenizer and what else is not weights
+            if path.is_dir():
+                shutil.copytree(path, directory / path.name)
+            elif not path.name.endswith(_WEIGHTS) and path.name not in _OF_ONE:
+                shutil.copyfile(path, directory / path.name)
         write_weights(directory, specs.values(), mean)
-        document = {**_versions(), "sources": [member.description() for member in members]}
+        document = {
+            "kind": "average",
+            "method": "mean in fp32, in the sources' dtype",
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "forgather": forgather_cli.__version__,
+            "torch": torch.__version__,
+            "sources": [member.description() for member in members],
+        }
         (directory / PROVENANCE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
@@ -116,41 +127,30 @@ def _opened(source: Path, verified: bool) -> Member:
 
 def check_alike(first: Member, other: Member) -> None:
     """Raise CheckpointError, naming the first difference, unless the mean of two models means something."""
-    problem = _other_tensors(first, other) or _other_config(first, other) or _other_tokenizer(first, other)
-    if problem:
+    if (problem := next(_differences(first, other), None)) is not None:
         raise CheckpointError(f"{other.path}: cannot be averaged with {first.path}: {problem}")
 
 
-def _other_tensors(first: Member, other: Member) -> str | None:
+def _differences(first: Member, other: Member) -> Iterator[str]:
     before, now = first.weights.specs(), other.weights.specs()
-    if lacking := sorted(before.keys() - now.keys()):
-        return f"it has no tensor {lacking[0]}"
-    if extra := sorted(now.keys() - before.keys()):
-        return f"it has a tensor {extra[0]} that the other lacks"
+    for name in sorted(before.keys() - now.keys()):
+        yield f"it has no tensor {name}"
+    for name in sorted(now.keys() - before.keys()):
+        yield f"it has a tensor {name} that the other lacks"
     for name, spec in now.items():
         if spec.shape != before[name].shape:
-            return f"{name} has shape {list(spec.shape)} here, {list(before[name].shape)} there"
+            yield f"{name} has shape {list(spec.shape)} here, {list(before[name].shape)} there"
         if spec.dtype != before[name].dtype:
-            return f"{name} is {spec.dtype} here, {before[name].dtype} there"
-    return None
-
-
-def _other_config(first: Member, other: Member) -> str | None:
-    before, now = (_json(member.directory / "config.json") for member in (first, other))
-    for key in sorted(before.keys() | now.keys()):
-        if key not in _NOT_COMPARED and before.get(key) != now.get(key):
-            return f"config.json has {key}={now.get(key)!r} here, {before.get(key)!r} there"
-    return None
-
-
-def _other_tokenizer(first: Member, other: Member) -> str | None:
+            yield f"{name} is {spec.dtype} here, {before[name].dtype} there"
+    files = [member.directory / "config.json" for member in (first, other)]
+    theirs, ours = (read_json_object(file, CheckpointError) if file.exists() else {} for file in files)
+    for key in sorted(theirs.keys() | ours.keys()):
+        if key not in _NOT_COMPARED and theirs.get(key) != ours.get(key):
+            yield f"config.json has {key}={ours.get(key)!r} here, {theirs.get(key)!r} there"
     files = [member.directory / "tokenizer.json" for member in (first, other)]
     contents = [read_bytes(file) if file.exists() else None for file in files]
-    return "its tokenizer is another one (tokenizer.json differs)" if contents[0] != contents[1] else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return read_json_object(path, CheckpointError) if path.exists() else {}
+    if contents[0] != contents[1]:
+        yield "its tokenizer is another one (tokenizer.json differs)"
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -182,22 +182,3 @@ class _Mean:
         for model in self._models[1:]:
             total += model.read(name, start, stop).to(wide)
         return (total / len(self._models)).to(dtype)
-
-
-def _copy_files(source: Path, target: Path) -> None:
-    """Config, tokenizer and what else is not weights."""
-    for path in sorted(source.iterdir()):
-        if path.is_dir():
-            shutil.copytree(path, target / path.name)
-        elif not path.name.endswith(_WEIGHTS) and path.name not in (PROVENANCE, "README.md", "finalize_report.json"):
-            shutil.copyfile(path, target / path.name)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "kind": "average",
-        "method": "mean in fp32, in the sources' dtype",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "forgather": forgather_cli.__version__,
-        "torch": torch.__version__,
-    }

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from forgather_cli.checkpoint.encoding import Encoded
-from forgather_cli.checkpoint.layout import Piece
+from forgather_cli.checkpoint.format import Piece
 from forgather_cli.checkpoint.tensors import spec_of
+from forgather_cli.encoding import Encoded
 from forgather_cli.errors import SetupError
 from forgather_cli.shards import box_of, is_sharded, local, needs_exchange, rows_of
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.checkpoint.components import shared_file
-from forgather_cli.checkpoint.encoding import Encoded
-from forgather_cli.checkpoint.files import remove, sync_directory, write_file
+from forgather_cli.checkpoint.files import remove, sibling, sync_directory, write_file
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import NAME, merge_entries
-from forgather_cli.checkpoint.retention import sibling
+from forgather_cli.encoding import Encoded
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.run_dir import RunDir
 
@@ -31,59 +30,35 @@ def rewrite(reader: Reader, states: Mapping[str, Any], info: Mapping[str, Any]) 
     path = reader.path
     temporary = sibling(path, "tmp")
     try:
-        _link_all(path, temporary)
-        _write(temporary, reader, states, info)
+        for source in [path, *sorted(path.rglob("*"))]:
+            copy = temporary / source.relative_to(path)
+            if source.is_dir():
+                copy.mkdir()
+                continue
+            try:
+                os.link(source, copy)
+            except OSError:  # not every file system has hard links
+                shutil.copy2(source, copy)
+        name = f"{shared_file()}.json"
+        document = json.loads((temporary / name).read_bytes())
+        for key, state in states.items():
+            encoded = Encoded()
+            encoded.add(key, state)
+            assert not encoded.tensors, key
+            document["components"][key] = encoded.documents[key]
+        for changed in (name, NAME):  # new files instead of the links: the old ones must not change
+            (temporary / changed).unlink()
+        content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        old, new = reader.manifest, merge_entries([{name: write_file(temporary / name, content)}])
+        manifest = replace(old, files={**old.files, **new}, info={**old.info, **info})
+        write_file(temporary / NAME, manifest.to_bytes())
+        for directory in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
+            sync_directory(directory)
         return _swap(temporary, path)
     except OSError as error:
         raise SetupError(f"{path}: cannot be edited ({error.strerror or error}); it is as it was") from error
     finally:
         remove(temporary)
-
-
-def check_idle(run: RunDir) -> None:
-    """Raise CheckpointError if a job is writing the run directory."""
-    if not run.lock.exists():
-        return
-    with run.lock.open("r+b") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CheckpointError(
-                f"{run.root}: a job is writing it; stop it first with forgather control save_and_stop {run.root}"
-            ) from None
-
-
-def _link_all(source: Path, target: Path) -> None:
-    for path in [source, *sorted(source.rglob("*"))]:
-        copy = target / path.relative_to(source)
-        if path.is_dir():
-            copy.mkdir()
-            continue
-        try:
-            os.link(path, copy)
-        except OSError:  # not every file system has hard links
-            shutil.copy2(path, copy)
-
-
-def _write(temporary: Path, reader: Reader, states: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    """New files instead of the links: the old ones must not change."""
-    name = f"{shared_file()}.json"
-    document = json.loads((temporary / name).read_bytes())
-    for key, state in states.items():
-        encoded = Encoded()
-        encoded.add(key, state)
-        assert not encoded.tensors, key
-        document["components"][key] = encoded.documents[key]
-    for changed in (name, NAME):
-        (temporary / changed).unlink()
-    content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    entries = merge_entries([{name: write_file(temporary / name, content)}])
-    manifest = replace(
-        reader.manifest, files={**reader.manifest.files, **entries}, info={**reader.manifest.info, **info}
-    )
-    write_file(temporary / NAME, manifest.to_bytes())
-    for directory in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-        sync_directory(directory)
 
 
 def _swap(temporary: Path, path: Path) -> Path:
@@ -102,3 +77,16 @@ def _swap(temporary: Path, path: Path) -> Path:
     aside.rename(backup)
     sync_directory(path.parent)
     return backup
+
+
+def check_idle(run: RunDir) -> None:
+    """Raise CheckpointError if a job is writing the run directory."""
+    if not run.lock.exists():
+        return
+    with run.lock.open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(
+                f"{run.root}: a job is writing it; stop it first with forgather control save_and_stop {run.root}"
+            ) from None

@@ -1,10 +1,9 @@
-"""Reading checkpoints: find the newest or the best good one, verify it, read rows of tensors and components."""
+"""Reading checkpoints: find the newest or the best good one, verify it, read its tensors, restore components."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +11,20 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, Sharing, rank_file, shared_file
-from forgather_cli.checkpoint.encoding import decode
-from forgather_cli.checkpoint.gather import on_rank_0, rank_in
-from forgather_cli.checkpoint.manifest import BestBy, DamagedError, Level, Manifest, NewerFormatError, read_manifest
+from forgather_cli.checkpoint.files import Range
+from forgather_cli.checkpoint.manifest import (
+    BestBy,
+    DamagedError,
+    FileEntry,
+    Level,
+    Manifest,
+    NewerFormatError,
+    read_manifest,
+)
 from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
 from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
-from forgather_cli.checkpoint.verify import find_problems
+from forgather_cli.distributed import gather, on_rank_0, rank_in
+from forgather_cli.encoding import decode
 from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import read_json_object
 from forgather_cli.run_dir import RunDir
@@ -36,6 +43,7 @@ class Reader:
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
         self.manifest = manifest or read_manifest(self.path)
+        self._tensors: dict[Kind, dict[str, TensorReader]] = {}
         self._documents: dict[str, dict[str, Any]] = {}
         self._state_tensors: dict[str, TensorReader] = {}
 
@@ -55,11 +63,11 @@ class Reader:
 
     def model_names(self) -> list[str]:
         """Names of the weights, sorted."""
-        return sorted(self._model)
+        return sorted(self._files("model"))
 
     def optimizer_names(self) -> list[str]:
         """Names of the optimizer's tensors, ``<parameter>.<state>``, sorted."""
-        return sorted(self._optimizer)
+        return sorted(self._files("optimizer"))
 
     def shape(self, name: str, kind: Kind = "model") -> tuple[int, ...]:
         """Full shape of a tensor."""
@@ -80,25 +88,19 @@ class Reader:
         return part if part.shape == rows.shape else part.clone()
 
     def _file_of(self, name: str, kind: Kind) -> TensorReader:
-        files = self._model if kind == "model" else self._optimizer
+        files = self._files(kind)
         if name not in files:
             raise CheckpointError(f"{self.path}: has no {kind} tensor {name}")
         return files[name]
 
-    @cached_property
-    def _model(self) -> dict[str, TensorReader]:
-        return self._index("model")
-
-    @cached_property
-    def _optimizer(self) -> dict[str, TensorReader]:
-        return self._index("optimizer")
-
-    def _index(self, folder: str) -> dict[str, TensorReader]:
+    def _files(self, kind: Kind) -> dict[str, TensorReader]:
         """Tensor name -> the file that has it."""
-        prefix = f"{folder}/{folder}"
-        names = [name for name in self.manifest.files if name.startswith(prefix) and name.endswith(".safetensors")]
-        readers = [TensorReader(self.path / name) for name in names]
-        return {tensor: reader for reader in readers for tensor in reader.specs}
+        if kind not in self._tensors:
+            prefix = f"{kind}/{kind}"
+            names = [name for name in self.manifest.files if name.startswith(prefix) and name.endswith(".safetensors")]
+            readers = [TensorReader(self.path / name) for name in names]
+            self._tensors[kind] = {tensor: reader for reader in readers for tensor in reader.specs}
+        return self._tensors[kind]
 
     # ----------------------------------------------------------------------------------------------------- components
 
@@ -126,7 +128,13 @@ class Reader:
         document = self._document(stem)
         if key not in document:
             raise CheckpointError(f"{self.path / stem}.json: is damaged (has no {key})")
-        return decode(document[key], lambda name: self._state_tensor(stem, name))
+
+        def tensor(name: str) -> Tensor:
+            if stem not in self._state_tensors:
+                self._state_tensors[stem] = TensorReader(self.path / f"{stem}.safetensors")
+            return self._state_tensors[stem].read(name)
+
+        return decode(document[key], tensor)
 
     def _stem(self, key: str, rank: int, group: str) -> str:
         sharing, world_size = self._sharing(key), self.manifest.world_size
@@ -164,11 +172,6 @@ class Reader:
                 raise CheckpointError(f"{path}: is damaged (has no components)")
             self._documents[stem] = components
         return self._documents[stem]
-
-    def _state_tensor(self, stem: str, name: str) -> Tensor:
-        if stem not in self._state_tensors:
-            self._state_tensors[stem] = TensorReader(self.path / f"{stem}.safetensors")
-        return self._state_tensors[stem].read(name)
 
 
 def open_whole(path: Path, remedy: str = "name another checkpoint, or give its run for the newest whole one") -> Reader:
@@ -298,3 +301,83 @@ def _read_all(run: RunDir) -> tuple[dict[Path, Manifest], list[str]]:
         if not is_abandoned(step, manifest.rollbacks, rollbacks):
             manifests[path] = manifest
     return manifests, problems
+
+
+def find_problems(path: Path, manifest: Manifest, level: Level, group: Any = None) -> list[str]:
+    """Collective. ``file: what is wrong`` for every damaged file of the checkpoint at ``path``, equal on all ranks."""
+    if group is None or level == "none":
+        return manifest.problems(path, level)
+    import torch.distributed as dist
+
+    mine = share_out(manifest.files, dist.get_world_size(group))[rank_in(group)]
+    found = {name: manifest.files[name].problem(path / name, level, ranges) for name, ranges in mine.items()}
+    told: dict[str, str] = {}
+    for rank, problems in enumerate(gather({name: found[name] for name in found if found[name]}, group)):
+        for name, problem in problems.items():
+            told.setdefault(name, f"{name} {problem} (found by rank {rank})")
+    return [told[name] for name in manifest.files if name in told]
+
+
+def share_out(files: dict[str, FileEntry], num_ranks: int) -> list[dict[str, list[Range]]]:
+    """By rank, the ranges of each file that it reads, so that all read about the same number of bytes."""
+    shares: list[dict[str, list[Range]]] = [{} for _ in range(num_ranks)]
+    load = [0] * num_ranks
+    ranges = [(name, r) for name, entry in files.items() for r in entry.ranges]
+    for name, (start, stop, sha256) in sorted(ranges, key=lambda item: item[1][0] - item[1][1]):
+        rank = load.index(min(load))
+        shares[rank].setdefault(name, []).append((start, stop, sha256))
+        load[rank] += stop - start
+    for name, entry in files.items():
+        if not entry.ranges:
+            shares[0][name] = []
+    return shares
+
+
+def restore_components(
+    reader: Reader,
+    components: Iterable[Component],
+    *,
+    rank: int = 0,
+    world_size: int | None = None,
+    only: Collection[str] | None = None,
+) -> list[str]:
+    """Load what the checkpoint has of ``components``; with ``only``, of those with these keys.
+
+    ``world_size``: of this job, None for that of the checkpoint's. Returns the keys that start fresh: because the
+    checkpoint lacks them, each with a warning, or because ranks' or groups' own states belong to another layout, which
+    is one line of information. Raises CheckpointError if a required one starts fresh, and names the component whose
+    state does not fit.
+    """
+    fresh: list[str] = []
+    foreign: list[str] = []
+    saved = reader.manifest.world_size
+    size = saved if world_size is None else world_size
+    for component in components:
+        key = component.key
+        if only is not None and key not in only:
+            continue
+        if not reader.has(component):
+            fresh.append(key)
+            continue
+        if not reader.fits(component, size):
+            if component.required:
+                raise CheckpointError(
+                    f"{reader.path}: {key} was saved by each of {saved} ranks for itself, without which a run of "
+                    f"{size} cannot go on; resume it with {saved} ranks"
+                )
+            foreign.append(key)
+            continue
+        state = reader.state(key, rank, component.group if component.sharing.is_grouped else "")
+        try:
+            component.object.load_state_dict(state)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{reader.path}: the state of {key} does not fit this run ({type(error).__name__}: {error}); "
+                "leave it out of resume_components if it may start fresh"
+            ) from error
+    if foreign:
+        log.info(
+            "%s: what %d ranks or their groups saved for themselves starts fresh here: %s",
+            reader.path, saved, ", ".join(foreign),
+        )  # fmt: skip
+    return fresh + foreign

@@ -7,14 +7,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from forgather_cli.checkpoint.files import Range, hash_range
-from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import file_inside, read_json
+from forgather_cli.messages import sent
 
 NAME = "manifest.json"
 FORMAT = "forgather-checkpoint"
@@ -256,19 +255,3 @@ def merge_entries(reports: list[dict[str, list[Range]]]) -> dict[str, FileEntry]
         name: FileEntry(max((stop for _, stop, _ in written), default=0), tuple(sorted(written)))
         for name, written in sorted(ranges.items())
     }
-
-
-def manifest_of(info: Mapping[str, Any], *, versions: Mapping[str, str], **known: Any) -> Manifest:
-    """A new checkpoint's manifest, still without files: what is ``known``, and what a caller's ``info`` says."""
-    rest = dict(info)
-    rest.pop("world_size", None)
-    return Manifest(
-        **known,
-        strategy=rest.pop("strategy", ""),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config_fingerprint=rest.pop("config_fingerprint", None),
-        versions={**versions, **rest.pop("versions", {})},
-        final=bool(rest.pop("final", False)),
-        rollbacks=int(rest.pop("rollbacks", 0)),
-        info=rest,
-    )

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgather_cli.checkpoint import files
-from forgather_cli.checkpoint.encoding import Encoded
-from forgather_cli.checkpoint.files import Check, Range, remove, sync_directory, write_file
-from forgather_cli.checkpoint.gather import NoAnswerError, gather, joined
-from forgather_cli.checkpoint.layout import plan
+from forgather_cli.checkpoint.files import Check, Range, remove, sibling, sync_directory, write_file
+from forgather_cli.checkpoint.format import plan
 from forgather_cli.checkpoint.manifest import NAME, Manifest, NewerFormatError, merge_entries, read_manifest
-from forgather_cli.checkpoint.messages import sent
-from forgather_cli.checkpoint.retention import sibling
 from forgather_cli.checkpoint.snapshot import Snapshot
 from forgather_cli.checkpoint.tensors import whole, write_index, write_share
+from forgather_cli.distributed import NoAnswerError, gather, joined
+from forgather_cli.encoding import Encoded
 from forgather_cli.errors import CheckpointError, ForgatherError
+from forgather_cli.messages import sent
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.components import LocalShard
-from forgather_cli.checkpoint.encoding import TAG, Encoded
-from forgather_cli.checkpoint.gather import ranks_named
-from forgather_cli.checkpoint.layout import Piece
-from forgather_cli.checkpoint.tensors import raw_bytes
+from forgather_cli.checkpoint.format import Piece
+from forgather_cli.distributed import ranks_named
+from forgather_cli.encoding import TAG, Encoded, raw_bytes
 from forgather_cli.errors import ReplicationError
 
 Check = Literal["none", "quick", "tensor", "full"]

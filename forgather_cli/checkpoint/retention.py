@@ -1,25 +1,20 @@
-"""Which checkpoints a run has, which is best, and which may go. No torch here."""
+"""Which checkpoints a run has, which one a resume takes, which is best, and which may go. No torch here."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from forgather_cli.checkpoint.files import remove, size_of, sync_directory
-from forgather_cli.checkpoint.manifest import NAME, BestBy, Manifest, NewerFormatError, read_manifest
+from forgather_cli.checkpoint.files import remove, sibling, siblings, size_of, sync_directory
+from forgather_cli.checkpoint.manifest import NAME, BestBy, NewerFormatError, read_manifest
 from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir, step_of
 
 log = logging.getLogger(__name__)
-
-_TEMPORARY = re.compile(r"\.(?P<kind>tmp|trash|replaced)-(?P<name>.+)-\d+\.\d+$")
-_serial = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -88,10 +83,6 @@ def _info(step: int, path: Path) -> CheckpointInfo:
     except CheckpointError as error:
         foreign = isinstance(error, NewerFormatError) or not (path / NAME).exists()
         return CheckpointInfo(step, path, size, problem=str(error), foreign=foreign)
-    return _from_manifest(step, path, size, manifest)
-
-
-def _from_manifest(step: int, path: Path, size: int, manifest: Manifest) -> CheckpointInfo:
     return CheckpointInfo(
         step=step,
         path=path,
@@ -124,44 +115,23 @@ def expendable(
     return [info for info in found if info.step not in kept | set(protected) and not info.foreign]
 
 
-def delete_all(found: Iterable[CheckpointInfo]) -> None:
-    """Delete checkpoints. What cannot be deleted is a warning."""
+def delete_all(found: Iterable[CheckpointInfo], kind: str = "old") -> None:
+    """Delete checkpoints, so that no half of one is ever taken for one: rename first. What cannot be deleted is a
+    warning.
+    """
     for info in found:
+        trash = sibling(info.path, "trash")
         try:
-            delete(info.path)
+            info.path.rename(trash)
+            sync_directory(info.path.parent)
+            remove(trash)
         except OSError as error:
-            log.warning("%s: cannot delete this old checkpoint (%s)", info.path, error.strerror)
+            log.warning("%s: cannot delete this %s checkpoint (%s)", info.path, kind, error.strerror)
 
 
 def delete_abandoned(run: RunDir) -> None:
-    """Delete what the run has gone back from. What cannot be deleted is a warning, and is never resumed from."""
-    for info in list_checkpoints(run):
-        if info.abandoned and not info.foreign:
-            try:
-                delete(info.path)
-            except OSError as error:
-                log.warning("%s: cannot delete this abandoned checkpoint (%s)", info.path, error.strerror)
-
-
-def delete(path: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever taken for one: rename first. Raises OSError."""
-    trash = sibling(path, "trash")
-    path.rename(trash)
-    sync_directory(path.parent)
-    remove(trash)
-
-
-def sibling(path: Path, kind: str) -> Path:
-    """A new name beside ``path`` that is not a checkpoint's: ``tmp`` (being written), ``trash`` (being deleted) or
-    ``replaced`` (a checkpoint whose successor is about to take its name).
-    """
-    return path.with_name(f".{kind}-{path.name}-{os.getpid()}.{next(_serial)}")
-
-
-def siblings(directory: Path) -> list[tuple[Path, str, Path]]:
-    """What ``sibling`` has named in a directory: (path, kind, the path it is a sibling of)."""
-    found = [(path, _TEMPORARY.match(path.name)) for path in sorted(directory.iterdir())]
-    return [(path, match["kind"], path.with_name(match["name"])) for path, match in found if match]
+    """Delete what the run has gone back from; what cannot be deleted is never resumed from either."""
+    delete_all((info for info in list_checkpoints(run) if info.abandoned and not info.foreign), "abandoned")
 
 
 def clean(run: RunDir) -> None:
@@ -179,3 +149,44 @@ def clean(run: RunDir) -> None:
                 remove(path)
         except OSError as error:
             log.warning("%s: cannot remove this leftover of a killed job (%s)", path, error.strerror)
+
+
+EDITED = "edited"
+"""Key in a manifest's ``info``: ``settings`` (parts of the config's tree) and ``starts`` (of the run, until then)."""
+
+
+def record(run: RunDir | None, settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The entry for a manifest's ``info``, with what ``before`` (that of an earlier edit) holds."""
+    earlier = before.get("settings", {})
+    return {EDITED: {"settings": {**earlier, **settings}, "starts": _starts(run)}}
+
+
+def pending(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint a resume will go on from and the settings it was given by edits, if no start has taken them yet.
+
+    A start writes its config, which has the edits in it; so later ones need not look here, and what a later command
+    line has set stays.
+    """
+    path = resumed(run)
+    if path is None:
+        return None
+    try:
+        found = read_manifest(path).info.get(EDITED)
+    except CheckpointError:
+        return None  # whoever loads it says what is wrong
+    if not isinstance(found, dict) or found.get("starts") != _starts(run):
+        return None
+    return path, dict(found.get("settings", {}))
+
+
+def resumed(run: RunDir) -> Path | None:
+    """The checkpoint a resume will go on from, as far as manifests and file sizes tell."""
+    usable = [info for info in list_checkpoints(run) if info.usable]
+    healthy = [info for info in usable if info.healthy] or usable
+    return healthy[-1].path if healthy else None
+
+
+def _starts(run: RunDir | None) -> int:
+    """How many times the run has been started after the first."""
+    later = [] if run is None else run.later_starts()
+    return later[-1] if later else 0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.checkpoint.files import sync_directory
-from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import parse_json, read_bytes
+from forgather_cli.messages import sent
 from forgather_cli.run_dir import RunDir
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ import torch
 import forgather_cli
 from forgather_cli.checkpoint import retention
 from forgather_cli.checkpoint.components import Component, LocalShard
-from forgather_cli.checkpoint.gather import gather, joined, new_group_like
-from forgather_cli.checkpoint.layout import MAX_SHARD_BYTES
-from forgather_cli.checkpoint.manifest import BestBy, Manifest, manifest_of
-from forgather_cli.checkpoint.messages import sent
+from forgather_cli.checkpoint.format import MAX_SHARD_BYTES
+from forgather_cli.checkpoint.manifest import BestBy, Manifest
 from forgather_cli.checkpoint.publish import Publication, reason
-from forgather_cli.checkpoint.snapshot import Snapshot, Snapshots
+from forgather_cli.checkpoint.snapshot import Snapshots
 from forgather_cli.checkpoint.trial import try_save
 from forgather_cli.config.schema import RunSettings
+from forgather_cli.distributed import cpu_group, gather, joined
 from forgather_cli.errors import SetupError
+from forgather_cli.messages import sent
 from forgather_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Checkpointer:
             check=args.replication_check,
             max_shard_bytes=max_shard_bytes,
         )
-        self._writers_group = new_group_like(group)
+        self._writers_group = None if group is None else cpu_group()
         self._job: Publication | None = None
         self._thread: threading.Thread | None = None
         self._stuck: threading.Thread | None = None
@@ -155,28 +156,32 @@ class Checkpointer:
         except SetupError as error:
             self._failed(step, reason(error))
             return False
-        manifest = manifest_of(
-            info,
-            versions=_versions(),
+        more = dict(info)
+        manifest = Manifest(
             step=step,
+            strategy=more.pop("strategy", ""),
             world_size=self._world_size,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config_fingerprint=more.pop("config_fingerprint", None),
+            versions={
+                "forgather": forgather_cli.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                **more.pop("versions", {}),
+            },
             metrics={key: float(value) for key, value in metrics.items()},
             healthy=healthy,
+            final=bool(more.pop("final", False)),
+            rollbacks=int(more.pop("rollbacks", 0)),
             best_by=self.best_by,
+            info=more,
             components={component.key: component.sharing.value for component in components},
             holders=snapshot.holders,
         )
-        self._start(self._publication(snapshot, manifest, write_model_files))
-        return len(self.failures) == failures
-
-    def _publication(
-        self, snapshot: Snapshot, manifest: Manifest, write_model_files: Callable[[Path], None]
-    ) -> Publication:
-        """Collective."""
-        if self._writers_group is None:
-            self._writers_group = new_group_like(self._group)
-        return Publication(
-            self.run.checkpoint(manifest.step),
+        if self._writers_group is None and self._group is not None:
+            self._writers_group = cpu_group()
+        self._job = Publication(
+            self.run.checkpoint(step),
             snapshot=snapshot,
             manifest=manifest,
             write_model_files=write_model_files,
@@ -184,6 +189,16 @@ class Checkpointer:
             group=self._writers_group,
             rank=self._rank,
         )
+        if self._args.async_save:
+            # the thread is a daemon: a disk that hangs must not hang the interpreter's exit
+            atexit.unregister(self.close)
+            atexit.register(self.close)
+            self._thread = threading.Thread(target=self._write, args=(self._job,), name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(self._job)
+            self._collect(self._group)
+        return len(self.failures) == failures
 
     def _obstacle(self, metrics: Mapping[str, float]) -> str | None:
         """Why this rank cannot save now."""
@@ -195,28 +210,14 @@ class Checkpointer:
         self._stuck = None
         return None
 
-    def _start(self, job: Publication) -> None:
-        self._job = job
-        if not self._args.async_save:
-            self._publish_and_thin_out(job)
-            self._collect(self._group)
-            return
-        atexit.unregister(self.close)
-        atexit.register(self.close)  # the thread is a daemon: a disk that hangs must not hang the interpreter's exit
-        self._thread = threading.Thread(target=self._in_background, args=(job,), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _in_background(self, job: Publication) -> None:
-        """The writer thread. Training on a CPU keeps its cores: Linux takes a priority for each thread.
-
-        Hashing at equal priority stalls OpenMP's barriers: steps of 0.2 s took up to 1.4 s on two cores (torch 2.13).
+    def _write(self, job: Publication) -> None:
+        """Publish, in the writer thread where there is one. Training on a CPU keeps its cores: Linux takes a priority
+        for each thread. Hashing at equal priority stalls OpenMP's barriers: steps of 0.2 s took up to 1.4 s on two
+        cores (torch 2.13).
         """
-        if sys.platform == "linux":
+        if sys.platform == "linux" and threading.current_thread() is self._thread:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        self._publish_and_thin_out(job)
-
-    def _publish_and_thin_out(self, job: Publication) -> None:
         if self._rank == 0 and self.failures:
             with contextlib.suppress(OSError):
                 retention.clean(self.run)  # what a rank was still writing when its save was given up
@@ -280,19 +281,16 @@ class Checkpointer:
         Asks no other rank, as it may be called while an error ends this one. After ``patience`` seconds the writer goes
         on by itself until the process ends.
         """
-        if self._job is not None and not self._ends_within(patience):
-            log.warning("the checkpoint of step %d is not finished as this run ends", self._job.step)
-            self._job = self._thread = None
+        if patience is not None and self._thread is not None:
+            self._thread.join(patience)
+            if self._job is not None and self._thread.is_alive():
+                log.warning("the checkpoint of step %d is not finished as this run ends", self._job.step)
+                self._job = self._thread = None
         if self._job is not None:
             self._join(self._job)
             self._collect(None)
         self._snapshots.free()
         atexit.unregister(self.close)
-
-    def _ends_within(self, patience: float | None) -> bool:
-        if patience is not None and self._thread is not None:
-            self._thread.join(patience)
-        return patience is None or self._thread is None or not self._thread.is_alive()
 
     def _join(self, job: Publication) -> None:
         """Wait for the writer; then see to it that one that is still at it publishes nothing."""
@@ -327,11 +325,3 @@ class Checkpointer:
         steps = self.run.checkpoint_steps()
         stands = f"the newest one is {self.run.checkpoint(steps[-1])}" if steps else "the run has none"
         log.error("the checkpoint of step %d was not saved: %s; %s", step, why, stands)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "forgather": forgather_cli.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

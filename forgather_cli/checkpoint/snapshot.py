@@ -21,10 +21,7 @@ from forgather_cli.checkpoint.components import (
     holders_of,
     state_files,
 )
-from forgather_cli.checkpoint.encoding import Encoded
-from forgather_cli.checkpoint.gather import gather, joined
-from forgather_cli.checkpoint.layout import Piece, Plan, plan
-from forgather_cli.checkpoint.messages import sent
+from forgather_cli.checkpoint.format import Piece, Plan, plan
 from forgather_cli.checkpoint.replication import (
     Check,
     ReplicationCheck,
@@ -34,7 +31,10 @@ from forgather_cli.checkpoint.replication import (
     refuse,
 )
 from forgather_cli.checkpoint.tensors import host_copy
+from forgather_cli.distributed import gather, joined
+from forgather_cli.encoding import Encoded
 from forgather_cli.errors import NotFiniteError, SetupError
+from forgather_cli.messages import sent
 from forgather_cli.shards import RowExchange
 
 Kinds = Mapping[str, Mapping[str, LocalShard]]

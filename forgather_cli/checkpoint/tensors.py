@@ -7,6 +7,7 @@ the bytes, and can neither hash what it writes nor write one rank's rows.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,16 +16,11 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.files import Check, Range, no_check, write_file, write_ranges
-from forgather_cli.checkpoint.layout import MAX_SHARD_BYTES, Piece, Plan, TensorSpec, plan, read_header
+from forgather_cli.checkpoint.format import MAX_SHARD_BYTES, Piece, Plan, TensorSpec, plan, read_header
+from forgather_cli.encoding import DTYPES, raw_bytes
 from forgather_cli.errors import CheckpointError
-from forgather_cli.input_files import open_file
+from forgather_cli.input_files import open_file, read_weight_map
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.int64: "I64",
-    torch.uint64: "U64", torch.float64: "F64",
-}  # fmt: skip
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -38,11 +34,6 @@ def spec_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec
 def dtype_of(spec: TensorSpec) -> torch.dtype:
     """Torch's dtype of a tensor in a safetensors file."""
     return _BY_NAME[spec.dtype]
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous host tensor as uint8, flat, shared."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def host_copy(tensor: Tensor, into: Tensor | None = None) -> Tensor:
@@ -147,3 +138,61 @@ def _read_into(path: Path, target: Tensor, offset: int) -> None:
                 view = view[count:]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Weights:
+    """Opening reads headers only; nothing stays in memory, and nothing is mapped into it.
+
+    Raises CheckpointError for a directory without safetensors files, or a damaged one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._readers = {name: reader for reader in _readers(directory) for name in reader.specs}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, sorted."""
+        return sorted(self._readers)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Name, dtype and shape of a tensor."""
+        return self._readers[name].specs[name]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """All specs by name, sorted."""
+        return {name: self.spec(name) for name in self.names}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor, in host memory of its own."""
+        return self._readers[name].read(name, start, stop)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating dtype of most of the weights; fp32 where there is none."""
+        return main_dtype(self.specs().values())
+
+
+def main_dtype(specs: Iterable[TensorSpec]) -> torch.dtype:
+    """The floating dtype that most numbers have; fp32 where none has one."""
+    counts: Counter[torch.dtype] = Counter()
+    for spec in specs:
+        counts[dtype_of(spec)] += spec.num_elements
+    floating = [(count, dtype) for dtype, count in counts.items() if dtype.is_floating_point]
+    return max(floating, key=lambda item: item[0])[1] if floating else torch.float32
+
+
+def _readers(directory: Path) -> list[TensorReader]:
+    if (directory / SINGLE).exists():
+        return [TensorReader(directory / SINGLE)]
+    if not (directory / INDEX).exists():
+        raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX}; save the model again as safetensors")
+    weight_map = read_weight_map(directory / INDEX, CheckpointError)
+    readers = [TensorReader(file) for file in sorted(set(weight_map.values()))]
+    found = {name for reader in readers for name in reader.specs}
+    if lacking := sorted(set(weight_map) - found):
+        raise CheckpointError(f"{directory}: its files lack {lacking[0]}, which {INDEX} names; it is damaged")
+    return readers

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgather_cli.checkpoint.components import Component, LocalShard, encode_components, total_bytes
-from forgather_cli.checkpoint.files import remove, write_file
-from forgather_cli.checkpoint.gather import gather
-from forgather_cli.checkpoint.layout import Piece, plan
-from forgather_cli.checkpoint.retention import sibling
+from forgather_cli.checkpoint.files import remove, sibling, write_file
+from forgather_cli.checkpoint.format import Piece, plan
+from forgather_cli.distributed import gather
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 

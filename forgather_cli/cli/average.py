@@ -35,7 +35,7 @@ def average(
     The sum is made in fp32, tensor by tensor; the result has the checkpoints' dtype. OUT has config and tokenizer, and
     [cyan]provenance.json[/] says what it is the mean of.
     """
-    from forgather_cli.checkpoint.new_directory import check_absent
+    from forgather_cli.checkpoint.files import check_absent
     from forgather_cli.checkpoint.sources import check_sources
 
     with only_json(as_json):

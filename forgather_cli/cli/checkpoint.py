@@ -117,7 +117,7 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
 
 def _tensors(path: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
     """Name, dtype, shape, bytes and file of every tensor, from the files' headers."""
-    from forgather_cli.checkpoint.layout import read_header
+    from forgather_cli.checkpoint.format import read_header
 
     for name in sorted(manifest.files):
         if name.endswith(".safetensors"):

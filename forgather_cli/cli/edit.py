@@ -58,7 +58,7 @@ def edit(
 
 def _how_to_resume(path: Path, words: list[str]) -> str | None:
     """What to do where a resume of the run would go on from another checkpoint than the edited one, at ``path``."""
-    from forgather_cli.checkpoint.edited import resumed
+    from forgather_cli.checkpoint.retention import resumed
 
     run = run_of(path)
     newest = None if run is None else resumed(run)

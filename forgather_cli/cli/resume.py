@@ -45,7 +45,7 @@ def resume(
 
 def _edited(run_dir: Path) -> dict[str, Any]:
     """What the checkpoint to go on from was given by ``forgather checkpoint edit``."""
-    from forgather_cli.checkpoint.edited import pending
+    from forgather_cli.checkpoint.retention import pending
 
     found = pending(RunDir(run_dir))
     if found is None:

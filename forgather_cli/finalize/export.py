@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.files import Range
-from forgather_cli.checkpoint.layout import TensorSpec
-from forgather_cli.checkpoint.tensors import DTYPES, dtype_of, write_weights
-from forgather_cli.checkpoint.weights import Weights, main_dtype
+from forgather_cli.checkpoint.format import TensorSpec
+from forgather_cli.checkpoint.tensors import Weights, dtype_of, main_dtype, write_weights
 from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.encoding import DTYPES
 from forgather_cli.errors import ModelError
 from forgather_cli.finalize.options import DtypeName
 from forgather_cli.input_files import read_json_object

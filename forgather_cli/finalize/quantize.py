@@ -21,9 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from forgather_cli.checkpoint.layout import read_header
-from forgather_cli.checkpoint.tensors import dtype_of
-from forgather_cli.checkpoint.weights import INDEX, SINGLE, Weights
+from forgather_cli.checkpoint.format import read_header
+from forgather_cli.checkpoint.tensors import INDEX, SINGLE, Weights, dtype_of
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError, SetupError

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 import forgather_cli
-from forgather_cli.checkpoint.files import hash_range, remove
-from forgather_cli.checkpoint.new_directory import check_absent, new_directory
-from forgather_cli.checkpoint.weights import Weights
+from forgather_cli.checkpoint.files import check_absent, hash_range, new_directory, remove
+from forgather_cli.checkpoint.tensors import Weights
 from forgather_cli.config.schema import Config, QATSettings, QuantizeRecipe
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device

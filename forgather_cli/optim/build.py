@@ -15,7 +15,7 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
 from forgather_cli.optim.groups import Assignment, assign, empty_groups
 from forgather_cli.optim.state import ParameterOptimizer
-from forgather_cli.shards import is_sharded
+from forgather_cli.shards import is_sharded, row_group
 from forgather_cli.targets import call, import_target
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,13 @@ def _factory(assignment: Assignment) -> Callable[..., Any]:
     if assignment.kind == "muon" and any(is_sharded(p) for _, p in assignment.parameters):
         from forgather_cli.optim.muon import Muon
 
+        for name, parameter in assignment.parameters:
+            if row_group(parameter) is None:
+                raise SetupError(
+                    f"optimizer=muon: {name} must be sharded by rows along one dimension of the mesh, got "
+                    f"{getattr(parameter, 'placements', 'a whole matrix')}; choose optimizer=adamw, or name another "
+                    "optimizer for it in optimizer.groups"
+                )
         return Muon
     return {"adamw": optim.AdamW, "adafactor": optim.Adafactor, "muon": optim.Muon, "sgd": optim.SGD}[assignment.kind]
 

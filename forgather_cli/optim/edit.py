@@ -9,8 +9,8 @@ from typing import Any
 
 from forgather_cli.checkpoint.compare import differences
 from forgather_cli.checkpoint.edit import check_idle, rewrite
-from forgather_cli.checkpoint.edited import EDITED, record
 from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.retention import EDITED, record
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import CheckpointError, ConfigError
 from forgather_cli.optim.groups import Assignment, assign

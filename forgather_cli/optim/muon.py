@@ -17,7 +17,7 @@ from torch import Tensor
 # private, but the same from torch 2.11 to 2.13: one device and many must compute the same
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from forgather_cli.shards import local
+from forgather_cli.shards import local, row_group
 
 
 class Muon(torch.optim.Muon):
@@ -41,7 +41,7 @@ class Muon(torch.optim.Muon):
         return loss
 
     def _step(self, parameters: Sequence[Any], group: dict[str, Any]) -> None:
-        comm = _shard_group(parameters[0])
+        comm = row_group(parameters[0])
         for start in range(0, len(parameters), comm.size()):
             together = parameters[start : start + comm.size()]
             updates = [self._momentum(p, group) for p in together]
@@ -58,12 +58,6 @@ class Muon(torch.optim.Muon):
         gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
-
-
-def _shard_group(parameter: Any) -> Any:
-    """The ranks that together hold one copy of a DTensor sharded over its rows."""
-    (dim,) = (n for n, placement in enumerate(parameter.placements) if placement.is_shard(0))
-    return parameter.device_mesh.get_group(dim)
 
 
 def _orthogonalised(

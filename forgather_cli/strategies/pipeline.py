@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forgather_cli import distributed
-from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.pipeline_layout import Stage, layout_lines, stage_layout
 from forgather_cli.config.schema import FSDP2Settings, PipelineSettings, PrecisionOption
+from forgather_cli.distributed import gather
 from forgather_cli.errors import ConfigError, DataError, ModelError
 from forgather_cli.loss import IGNORED, Loss, model_kwargs, model_logits, num_targets
 from forgather_cli.models.stages import cuttable, fresh_models, replace_parameter, tied_names

@@ -13,10 +13,9 @@ import torch
 
 from forgather_cli import distributed
 from forgather_cli.callbacks.base import TrainerState
-from forgather_cli.checkpoint.gather import gather
 from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.distributed import World
+from forgather_cli.distributed import World, gather
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli import distributed
-from forgather_cli.checkpoint.gather import gather
-from forgather_cli.distributed import World
+from forgather_cli.distributed import World, gather
 from forgather_cli.trainer.step_sync import Counts
 
 

@@ -15,11 +15,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from forgather_cli.callbacks.base import Divergence
-from forgather_cli.checkpoint.encoding import Encoded, decode
-from forgather_cli.checkpoint.gather import gather, on_rank_0
 from forgather_cli.checkpoint.load import Reader, healthy_ones, whole_ones
 from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
+from forgather_cli.distributed import gather, on_rank_0
+from forgather_cli.encoding import Encoded, decode
 from forgather_cli.errors import CheckpointError, DivergenceError
 from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import step_of

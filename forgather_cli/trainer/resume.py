@@ -16,14 +16,12 @@ from torch import Tensor
 
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
-from forgather_cli.checkpoint.gather import gather
-from forgather_cli.checkpoint.layout import plan
-from forgather_cli.checkpoint.load import Reader, best_valid, named, newest_valid
-from forgather_cli.checkpoint.restore import restore_components
+from forgather_cli.checkpoint.format import plan
+from forgather_cli.checkpoint.load import Reader, best_valid, named, newest_valid, restore_components
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
 from forgather_cli.checkpoint.tensors import host_copy, write_index, write_share
-from forgather_cli.distributed import all_sum
+from forgather_cli.distributed import all_sum, gather
 from forgather_cli.errors import CheckpointError
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.optim.state import merge_group_states

@@ -16,9 +16,9 @@ from typing import Any
 
 from forgather_cli.callbacks.base import CallbackList, TrainerCallback
 from forgather_cli.callbacks.build import build_callbacks
-from forgather_cli.checkpoint.gather import on_rank_0
 from forgather_cli.config.decode import dump_tree, to_tree
 from forgather_cli.config.schema import Config
+from forgather_cli.distributed import on_rank_0
 from forgather_cli.errors import DivergenceError, ForgatherError, SetupError
 from forgather_cli.launch.exit_status import FAILED, MISTAKE, ExitStatus, State, write_exit_record
 from forgather_cli.launch.run_lock import RunLock, begin_training, forget_hidden, prepare

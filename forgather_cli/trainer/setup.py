@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config.schema import Config
-from forgather_cli.distributed import world
+from forgather_cli.distributed import gather, world
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.convert import converted, converts

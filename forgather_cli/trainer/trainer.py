@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import CallbackList, NoWriter, TrainerControl, TrainerState
-from forgather_cli.checkpoint.gather import gather
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, Microbatched
-from forgather_cli.distributed import clip_grad_norm, cpu_group, world
+from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.models.parts import trainable_parameters

@@ -235,7 +235,7 @@ def test_moving_the_backup_back_undoes_the_edit(edited: Path) -> None:
     shutil.rmtree(checkpoint)
     Path(f"{checkpoint}.backup-1").rename(checkpoint)
     assert forgather("checkpoint", "verify", str(run)) == 0
-    from forgather_cli.checkpoint.edited import pending
+    from forgather_cli.checkpoint.retention import pending
 
     assert pending(RunDir(run)) is None
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgather_cli.checkpoint.encoding import Encoded, decode
+from forgather_cli.encoding import Encoded, decode
 from forgather_cli.errors import CheckpointError, SetupError
 
 

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from saving import Box, flip
 
 from forgather_cli.checkpoint.components import Component, Sharing
-from forgather_cli.checkpoint.load import Reader, newest_valid
-from forgather_cli.checkpoint.restore import restore_components
+from forgather_cli.checkpoint.load import Reader, newest_valid, restore_components
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir

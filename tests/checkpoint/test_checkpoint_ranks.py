@@ -28,9 +28,8 @@ from torch import Tensor
 
 from forgather_cli.checkpoint import publish
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
-from forgather_cli.checkpoint.layout import Piece, TensorSpec, plan
-from forgather_cli.checkpoint.load import Reader, named, newest_valid
-from forgather_cli.checkpoint.restore import restore_components
+from forgather_cli.checkpoint.format import Piece, TensorSpec, plan
+from forgather_cli.checkpoint.load import Reader, named, newest_valid, restore_components
 from forgather_cli.distributed import cpu_group
 from forgather_cli.errors import CheckpointError, ReplicationError, SetupError
 from forgather_cli.run_dir import RunDir

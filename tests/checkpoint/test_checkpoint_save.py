@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from saving import Box
 
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
-from forgather_cli.checkpoint.layout import Piece, TensorSpec, plan
+from forgather_cli.checkpoint.format import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader, newest_valid
 from forgather_cli.checkpoint.manifest import merge_entries, read_manifest
 from forgather_cli.checkpoint.snapshot import parts_to_write

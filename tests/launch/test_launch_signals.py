@@ -14,8 +14,8 @@ from program import Process, forgather
 from terminal import Terminal
 from two_ranks import RUN, SMALL, acted, ended, fault, recorded_steps, train_in_pool
 
+from forgather_cli.checkpoint.load import find_problems
 from forgather_cli.checkpoint.manifest import read_manifest
-from forgather_cli.checkpoint.verify import find_problems
 
 PHASES = {
     "step": fault("step-stop"),

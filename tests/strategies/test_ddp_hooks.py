@@ -28,8 +28,8 @@ from ddp import (
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from forgather_cli.checkpoint.encoding import Encoded, decode
 from forgather_cli.config.schema import PostLocalSGD
+from forgather_cli.encoding import Encoded, decode
 from forgather_cli.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------------ compressed gradients

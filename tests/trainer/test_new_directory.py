@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forgather_cli.checkpoint.new_directory import new_directory
+from forgather_cli.checkpoint.files import new_directory
 from forgather_cli.errors import ModelError, SetupError
 
 

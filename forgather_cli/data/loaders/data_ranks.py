@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forgather_cli.checkpoint.gather import gather
 from forgather_cli.data.loaders.collate import Batch
+from forgather_cli.distributed import gather
 from forgather_cli.errors import DataError, TrainingError
 
 

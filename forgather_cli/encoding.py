@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgather_cli.checkpoint.tensors import DTYPES, host_copy, raw_bytes
 from forgather_cli.errors import CheckpointError, SetupError
 
+DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float64: "F64",
+}  # fmt: skip
+"""The dtypes of safetensors files, by their names there."""
 TAG = "$"
 _MAX_JSON_INT = 2**63
 """Larger ones are stored in hex: other JSON readers round them, and Python limits decimal digits (4300)."""
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_KINDS: dict[str, Any] = {name: kind for kind, name in _MAPPINGS.items()}
 _STORABLE = "dict, list, tuple, str, int, float, bool, None, bytes, tensors or numpy arrays"
+
+
+Others = Callable[[Any], "tuple[str, list[Any]] | None"]
+"""What else than a checkpoint's values is encoded: a value's kind and parts; None if it is none of that."""
+Makers = Mapping[str, Callable[[list[Any]], Any]]
+"""By kind what makes the value of its parts."""
 
 
 @dataclass
@@ -37,24 +50,34 @@ class Encoded:
 
         Raises SetupError with the path of a value that cannot be stored.
         """
-        try:
-            self.documents[key] = _encode(state, f"{key}.state", self.tensors)
-        except RecursionError:
-            raise SetupError(f"{key}.state: is nested too deeply for a checkpoint, or contains itself") from None
+        self.documents[key] = encode(state, f"{key}.state", self.tensors)
 
 
-def decode(document: Any, tensors: Callable[[str], Tensor]) -> Any:
-    """The state that was encoded as ``document``; ``tensors`` gives a tensor by name. Raises CheckpointError."""
+def encode(value: Any, path: str, tensors: dict[str, Tensor], others: Others | None = None) -> Any:
+    """``value`` as JSON; its tensors and arrays go into ``tensors``, by where they stand below ``path``.
+
+    Raises SetupError with the path of a value that cannot be stored.
+    """
     try:
-        return _decode(document, tensors)
+        return _encode(value, path, tensors, others)
+    except RecursionError:
+        raise SetupError(f"{path}: is nested too deeply for a checkpoint, or contains itself") from None
+
+
+def decode(document: Any, tensors: Callable[[str], Tensor], makers: Makers | None = None) -> Any:
+    """The value that was encoded as ``document``; ``tensors`` gives a tensor by name. Raises CheckpointError."""
+    try:
+        return _decode(document, tensors, makers or {})
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(f"a component's state is damaged ({type(error).__name__}: {error})") from error
 
 
-# ---------------------------------------------------------------------------------------------------------- encode
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous host tensor as uint8, flat, shared."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], others: Others | None) -> Any:
     """Exact types only: a subclass would come back as its base."""
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -63,56 +86,45 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value if abs(value) < _MAX_JSON_INT else {TAG: "int", "hex": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "value": str(value)}
-    if kind is list:
-        return [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
-    if kind is tuple:
-        return {TAG: "tuple", "items": [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]}
+    if kind in (list, tuple):
+        items = [_encode(item, f"{path}[{i}]", tensors, others) for i, item in enumerate(value)]
+        return items if kind is list else {TAG: "tuple", "items": items}
     if kind in _MAPPINGS:
-        return _encode_mapping(value, path, tensors)
+        found = [(key, _encode(item, f"{path}[{key!r}]", tensors, others)) for key, item in value.items()]
+        if kind is dict and all(type(key) is str and key != TAG for key in value):
+            return dict(found)
+        pairs, no_tensors = [], dict[str, Tensor]()
+        for key, item in found:
+            pairs.append([_encode(key, f"{path} key {key!r}", no_tensors, others), item])
+            if no_tensors:
+                raise SetupError(
+                    f"{path}: cannot store a key of type {_name(key)} in a checkpoint; use str, int or tuples of them"
+                )
+        return {TAG: _MAPPINGS[kind], "items": pairs}
+    if others is not None and (parts := others(value)) is not None:
+        return {TAG: parts[0], "items": _encode(parts[1], path, tensors, others)}
     return _encode_array(value, path, tensors)
 
 
-def _encode_mapping(value: dict[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
-    items = [(key, _encode(item, f"{path}[{key!r}]", tensors)) for key, item in value.items()]
-    if type(value) is dict and all(type(key) is str and key != TAG for key, _ in items):
-        return dict(items)
-    encoded = [[_encode_key(key, path), item] for key, item in items]
-    return {TAG: _MAPPINGS[type(value)], "items": encoded}
-
-
-def _encode_key(key: Any, path: str) -> Any:
-    no_tensors: dict[str, Tensor] = {}
-    encoded = _encode(key, f"{path} key {key!r}", no_tensors)
-    if no_tensors:
-        raise SetupError(
-            f"{path}: cannot store a key of type {_name(key)} in a checkpoint; use str, int or tuples of them"
-        )
-    return encoded
-
-
 def _encode_array(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, bytes) and type(value) is bytes:
+    kind = type(value)
+    if kind is bytes:
         tensors[path] = torch.from_numpy(np.frombuffer(value, np.uint8).copy())
         return {TAG: "bytes", "tensor": path}
     if isinstance(value, np.generic) and value.dtype.kind not in "OV":
         return {TAG: "numpy", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
-    if type(value) is np.ndarray and value.dtype.kind not in "OV":
+    if kind is np.ndarray and value.dtype.kind not in "OV":
         tensors[path] = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
         return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "tensor": path}
-    if type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
-        return _encode_tensor(value, path, tensors)
-    raise SetupError(f"{path}: cannot store a value of type {_name(value)} in a checkpoint; use {_STORABLE}")
-
-
-def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A dtype that safetensors lacks is stored as bytes."""
+    if kind not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_meta:
+        raise SetupError(f"{path}: cannot store a value of type {_name(value)} in a checkpoint; use {_STORABLE}")
     if value.is_quantized:
         raise SetupError(f"{path}: cannot store a quantized tensor in a checkpoint; store its int_repr() and scales")
-    copy = host_copy(value)
+    copy = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
     if copy.dtype in DTYPES:
         tensors[path] = copy
         return {TAG: "tensor", "tensor": path}
-    tensors[path] = raw_bytes(copy).clone()
+    tensors[path] = raw_bytes(copy).clone()  # a dtype that safetensors lacks
     name = str(value.dtype).removeprefix("torch.")
     return {TAG: "tensor", "tensor": path, "dtype": name, "shape": list(value.shape)}
 
@@ -126,24 +138,22 @@ def _name(value: Any) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-# ---------------------------------------------------------------------------------------------------------- decode
-
-
-def _decode(value: Any, tensors: Callable[[str], Tensor]) -> Any:
+def _decode(value: Any, tensors: Callable[[str], Tensor], makers: Makers) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, tensors, makers) for item in value]
     if not isinstance(value, dict):
         return value
     if TAG not in value:
-        return {key: _decode(item, tensors) for key, item in value.items()}
-    return _DECODERS[value[TAG]](value, tensors)
-
-
-def _mapping(kind: Callable[[Any], Any]) -> Callable[[dict[str, Any], Callable[[str], Tensor]], Any]:
-    def decode_mapping(value: dict[str, Any], tensors: Callable[[str], Tensor]) -> Any:
-        return kind({_decode(key, tensors): _decode(item, tensors) for key, item in value["items"]})
-
-    return decode_mapping
+        return {key: _decode(item, tensors, makers) for key, item in value.items()}
+    kind = value[TAG]
+    if kind in _KINDS:
+        items = [(_decode(key, tensors, makers), _decode(item, tensors, makers)) for key, item in value["items"]]
+        return _KINDS[kind](dict(items))
+    if kind == "tuple":
+        return tuple(_decode(value["items"], tensors, makers))
+    if kind in makers:
+        return makers[kind](_decode(value["items"], tensors, makers))
+    return _DECODERS[kind](value, tensors)
 
 
 def _array(value: dict[str, Any], tensors: Callable[[str], Tensor]) -> Any:
@@ -171,10 +181,8 @@ def _tensor(value: dict[str, Any], tensors: Callable[[str], Tensor]) -> Tensor:
 _DECODERS: dict[str, Callable[[dict[str, Any], Callable[[str], Tensor]], Any]] = {
     "int": lambda value, _: int(value["hex"], 16),
     "float": lambda value, _: float(value["value"]),
-    "tuple": lambda value, tensors: tuple(_decode(item, tensors) for item in value["items"]),
     "bytes": lambda value, tensors: tensors(value["tensor"]).numpy().tobytes(),
     "numpy": lambda value, _: np.frombuffer(bytes.fromhex(value["hex"]), _numpy_dtype(value))[0],
     "array": _array,
     "tensor": _tensor,
-    **{name: _mapping(kind) for kind, name in _MAPPINGS.items()},
 }

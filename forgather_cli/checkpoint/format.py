@@ -16,9 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.checkpoint.messages import sent
 from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import open_file, parse_json
+from forgather_cli.messages import sent
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's shard limit ("5GB"); a larger tensor gets a file of its own."""
@@ -201,8 +201,13 @@ def plan(held: Sequence[Sequence[Piece]], stem: str, max_bytes: int = MAX_SHARD_
     """
     specs = _agree(held)
     shards = _split(sorted(specs.values(), key=lambda spec: spec.name), max_bytes)
-    names = _file_names(stem, len(shards))
-    files = tuple(TensorFile(name, _in_file_order(shard)) for name, shard in zip(names, shards, strict=True))
+    names = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [f"{stem}.safetensors"]
+    for shard in shards:
+        # wide elements first: then every tensor is aligned to its element, as safetensors' own writer does it
+        shard.sort(key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name))
+    files = tuple(TensorFile(name, tuple(shard)) for name, shard in zip(names, shards, strict=True))
     _check_cover({piece for pieces in held for piece in pieces if piece.num_bytes}, specs)
     return Plan(stem, files, _share_out(held, files))
 
@@ -230,17 +235,6 @@ def _split(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]
         shards[-1].append(spec)
         size += spec.num_bytes
     return shards
-
-
-def _file_names(stem: str, num_files: int) -> list[str]:
-    if num_files == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{n:05d}-of-{num_files:05d}.safetensors" for n in range(1, num_files + 1)]
-
-
-def _in_file_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Wide elements first: then every tensor is aligned to its element, as safetensors' own writer does it."""
-    return tuple(sorted(specs, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name)))
 
 
 def _share_out(held: Sequence[Sequence[Piece]], files: Sequence[TensorFile]) -> tuple[tuple[Piece, ...], ...]:
