@@ -62,7 +62,7 @@ ALLOWED = {
     },
     "callbacks": {
         "control", "distributed", "models.generate", "models.parts",
-        "config.schedule",
+        "config.decode", "config.schedule",
     },
     "control": {"callbacks.base", "launch.exit_status"},
     "distributed": set(),

@@ -13,7 +13,8 @@ from typing import Any
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.tensorboard import curve, is_number
-from forgather_cli.config.schema import TRACKERS, TrackersSettings, without_tokens
+from forgather_cli.config.decode import without_tokens
+from forgather_cli.config.schema import TRACKERS, TrackersSettings
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.targets import import_path

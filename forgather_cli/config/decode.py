@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -82,6 +82,16 @@ def to_tree(config: Any) -> dict[str, Any]:
     tree = _plain(config)
     assert isinstance(tree, dict)
     return tree
+
+
+def without_tokens(tree: Any) -> Any:
+    """A tree of settings that may be sent away: of ``auth_token`` and the like only the name is left."""
+    if isinstance(tree, Mapping):
+        return {
+            key: f"<{str(key).upper()}>" if str(key).endswith("_token") and value is not None else without_tokens(value)
+            for key, value in tree.items()
+        }
+    return [without_tokens(each) for each in tree] if isinstance(tree, list | tuple) else tree
 
 
 def dump_tree(tree: dict[str, Any]) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import os
 from dataclasses import field
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from forgather_cli.config.decode import decode_settings, to_tree
+from forgather_cli.config.decode import decode_settings, to_tree, without_tokens
 from forgather_cli.config.schema import (
-    HF_PROJECT,
     AdamWSettings,
     BF16Settings,
     CallbackSettings,
@@ -54,8 +56,33 @@ LogLevel = Literal["passive", "detail", "debug", "info", "warning", "error", "cr
 _HF_GROUPS = {"no_decay": GroupSettings(regex=r"norm\w*\.weight$|bias$", settings={"weight_decay": 0.0})}
 
 
+HF_PROJECT = "huggingface"
+"""That library's name for a project that nobody has named."""
+
+
 @settings
-class HFSettings(RunSettings):
+class ScriptSettings:
+    """What TrainingArguments alone can say, at what holds for a recipe: its data come as the model takes them, in the
+    order of its seed.
+    """
+
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    data_seed: int | None = None
+    train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = "random"
+    length_column_name: str = "length"
+    remove_unused_columns: bool = False
+    label_names: list[str] | None = None
+    prediction_loss_only: bool = False
+    include_for_metrics: list[Literal["inputs", "loss"]] = field(default_factory=list)
+    eval_accumulation_steps: PositiveInt | None = None
+    save_only_model: bool = False
+    tf32: bool | None = None
+    log_level: LogLevel = "passive"
+    log_level_replica: LogLevel = "warning"
+
+
+@settings
+class HFSettings(RunSettings, ScriptSettings):
     """``RunSettings`` with Hugging Face's defaults, and the ``TrainingArguments`` names that a recipe has not.
 
     ``trainer/hugging_face.py`` says what becomes of each of that library's arguments.
@@ -82,27 +109,15 @@ class HFSettings(RunSettings):
     label_smoothing_factor: Probability = 0.0
     bf16: bool = False
     fp16: bool = False
-    tf32: bool | None = None
     use_cpu: bool = False
     ddp_find_unused_parameters: bool | None = None
     ddp_bucket_cap_mb: int | None = None
     ddp_broadcast_buffers: bool | None = None
     ddp_static_graph: bool | None = None
     fsdp: FSDP2Settings | None = None  # with what fsdp_config says
-    gradient_checkpointing_kwargs: dict[str, Any] | None = None
     dispatch_batches: bool | None = None  # as a recipe's data.dispatch_batches
     dispatch_eval_batches: bool | None = None
-    data_seed: int | None = None
-    train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = "random"
-    length_column_name: str = "length"
     remove_unused_columns: bool = True
-    label_names: list[str] | None = None
-    prediction_loss_only: bool = False
-    include_for_metrics: list[Literal["inputs", "loss"]] = field(default_factory=list)
-    eval_accumulation_steps: PositiveInt | None = None
-    save_only_model: bool = False
-    log_level: LogLevel = "passive"
-    log_level_replica: LogLevel = "warning"
     disable_tqdm: bool | None = None
     report_to: list[str] = field(default_factory=list)
     run_name: str | None = None  # with project, for callbacks that send metrics to a service
@@ -133,7 +148,75 @@ _STAND_FOR = {
 """Group -> the Hugging Face names that stand for it."""
 
 
-class TrainingArguments(HFSettings):
+class HuggingFaceNames:
+    """What callbacks written for Hugging Face ask of ``args`` besides the settings themselves.
+
+    Names are those that ``transformers.integrations`` reads (transformers 5.23): TensorBoard, WandB, Trackio, MLflow,
+    Comet, ClearML, Neptune, DVCLive, SwanLab, CodeCarbon.
+    """
+
+    per_device_train_batch_size: int
+    per_device_eval_batch_size: int
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def process_index(self) -> int:
+        """This process among all of the job."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those of its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def train_batch_size(self) -> int:
+        """Sequences per rank and micro-step."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        return self.per_device_eval_batch_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, options of groups as dicts, tokens as their names in angle brackets."""
+        tree: dict[str, Any] = without_tokens(to_tree(self))
+        return tree
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """``to_dict`` and the batch sizes; what is no number, text or bool as a text."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {key: each if isinstance(each, bool | int | float | str) else str(each) for key, each in values.items()}
+
+
+class RecipeArguments(HuggingFaceNames):
+    """What callbacks get as ``args`` in a run of a recipe: its settings, under the names of that library."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        vars(self).update(vars(ScriptSettings()))
+        vars(self).update(vars(config))
+        self.dispatch_batches, self.dispatch_eval_batches = config.dispatch_batches, config.dispatch_eval_batches
+        # as callbacks.trackers calls a run
+        self.run_name = None if config.output_dir is None else Path(config.output_dir).resolve().name
+        self.project = HF_PROJECT
+        self.report_to: list[str] = []  # a recipe gives services as callbacks
+        self.disable_tqdm = self.hub_private_repo = self.trackio_space_id = self.trackio_bucket_id = None
+        self.trackio_static_space_id = False  # no Space is made or frozen
+
+    def to_dict(self) -> dict[str, Any]:
+        tree: dict[str, Any] = without_tokens(to_tree(self._config))
+        return {**tree, "run_name": self.run_name}
+
+
+class TrainingArguments(HFSettings, HuggingFaceNames):
     """``TrainingArguments("out", max_steps=100, ...)``; unknown names and wrong types raise ConfigError.
 
     Takes every run-level setting of a recipe, and each of Hugging Face's arguments as ``trainer/hugging_face.py`` says,
@@ -240,6 +323,11 @@ class TrainingArguments(HFSettings):
     @property
     def loss(self) -> LossOption:
         return self.groups.loss or CrossEntropySettings(label_smoothing=self.label_smoothing_factor)
+
+
+def script_settings(args: Config | TrainingArguments) -> ScriptSettings:
+    """What a script's arguments say beyond a recipe's settings."""
+    return args if isinstance(args, TrainingArguments) else ScriptSettings()
 
 
 def as_groups(given: dict[str, Any]) -> Groups:

@@ -13,7 +13,7 @@ from forgather_cli.data.loaders.collate import CollateFn, default_collate
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.strategies.base import Strategy
-from forgather_cli.trainer.arguments import TrainingArguments
+from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments
 from forgather_cli.trainer.run import Run
 
 
@@ -37,28 +37,28 @@ class Columns:
         return batch
 
 
-def collate_fn(args: RunSettings, model: nn.Module, collate: CollateFn | None) -> CollateFn | None:
+def collate_fn(script: ScriptSettings, model: nn.Module, collate: CollateFn | None) -> CollateFn | None:
     """The user's ``data_collator`` (None: the default), after what TrainingArguments say of columns."""
     names = set(inspect.signature(model.forward).parameters)
-    labels = args.label_names[0] if args.label_names else "labels"
+    labels = script.label_names[0] if script.label_names else "labels"
     # a forward of (*args, **kwargs), or of a pipeline's later stage, does not say what a batch may hold
-    kept = names | {labels, "label", "label_ids"} if args.remove_unused_columns and "input_ids" in names else None
+    kept = names | {labels, "label", "label_ids"} if script.remove_unused_columns and "input_ids" in names else None
     return collate if kept is None and labels == "labels" else Columns(kept, labels, collate or default_collate)
 
 
 def train_loader(run: Run, dataset: Any, collate_fn: CollateFn | None, data_ranks: DataRanks | None) -> TrainLoader:
-    args, strategy, plan = run.args, run.strategy, run.batch_plan
+    args, script, strategy, plan = run.args, run.script, run.strategy, run.batch_plan
     return TrainLoader(
         dataset,
         global_batch_size=plan.global_batch,
         micro_batch_size=plan.micro_batch,
-        seed=run.seed if args.data_seed is None else args.data_seed,
+        seed=run.seed if script.data_seed is None else script.data_seed,
         rank=strategy.data_rank,
         size=strategy.data_size,
         drop_last=args.dataloader_drop_last,
         set_dataset_epoch=args.set_dataset_epoch,
-        shuffle=args.train_sampling_strategy != "sequential",
-        group_by_length=args.length_column_name if args.train_sampling_strategy == "group_by_length" else None,
+        shuffle=script.train_sampling_strategy != "sequential",
+        group_by_length=script.length_column_name if script.train_sampling_strategy == "group_by_length" else None,
         collate_fn=collate_fn,
         data_ranks=data_ranks,
         dispatch=args.dispatch_batches,

@@ -13,11 +13,12 @@ import torch
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
+from forgather_cli.trainer.arguments import ScriptSettings
 
 _MASK = (1 << 64) - 1
 
 
-def prepare_process(args: RunSettings, seed: int) -> None:
+def prepare_process(args: RunSettings, script: ScriptSettings, seed: int) -> None:
     """Seed every generator that users' code may draw from; with ``deterministic`` two runs are bit-identical. Sets the
     level of our logs and the format of CUDA's fp32 products where TrainingArguments have one. Raises ConfigError.
     """
@@ -29,18 +30,18 @@ def prepare_process(args: RunSettings, seed: int) -> None:
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers 5.23 reads it for flash-attn
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    if (args.log_level, args.log_level_replica) != ("passive", "warning"):  # that library's defaults
-        level = args.log_level if world().rank == 0 else args.log_level_replica
+    if (script.log_level, script.log_level_replica) != ("passive", "warning"):  # that library's defaults
+        level = script.log_level if world().rank == 0 else script.log_level_replica
         logger = logging.getLogger("forgather_cli")
         if level != "passive":
             logger.setLevel("DEBUG" if level == "detail" else level.upper())
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())
-    if args.tf32 is not None:
-        if args.tf32 and not torch.cuda.is_available():
+    if script.tf32 is not None:
+        if script.tf32 and not torch.cuda.is_available():
             raise ConfigError("tf32: needs a CUDA device, which there is none of, got True; leave it out")
         # not fp32_precision: after that torch 2.13 refuses get_float32_matmul_precision(), which torch.compile calls
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = script.tf32
 
 
 def mix(*numbers: int) -> int:

@@ -148,7 +148,7 @@ class Checkpoints:
         """
         model, optimizer = self._model_rows(), self._optimizer_rows()
         # AdamW's two moments, before the first step makes them
-        expected = 0 if optimizer or self._run.args.save_only_model else 2 * total_bytes(model)
+        expected = 0 if optimizer or self._run.script.save_only_model else 2 * total_bytes(model)
         self._checkpointer.trial(self._components(), rows={**model, **optimizer}, num_bytes=expected)
 
     def save(self, metrics: dict[str, float], *, rollbacks: int) -> bool:
@@ -201,7 +201,7 @@ class Checkpoints:
         run = self._run
         groups = _ToCompare(merge_group_states(gather(run.optimizer.group_state(), run.cpu_group)))
         identity = Component("identity", _ToCompare(self._identity()), Sharing.GLOBAL)
-        if run.args.save_only_model:
+        if run.script.save_only_model:
             return [*self._restorable(), *self._of_scaling(), identity]
         own = [] if run.strategy.averaging is None else [_ToCompare(run.optimizer.state_tensors())]
         return [
@@ -245,7 +245,7 @@ class Checkpoints:
     def _optimizer_rows(self) -> dict[str, LocalShard]:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
         run = self._run
-        tensors = {} if run.args.save_only_model else run.optimizer.state_tensors()
+        tensors = {} if run.script.save_only_model else run.optimizer.state_tensors()
         if run.strategy.averaging is not None:
             tensors = {n: all_sum(v.detach().clone(), run.world.group).div_(run.world.size) for n, v in tensors.items()}
         return {name: LocalShard(tensor) for name, tensor in tensors.items()}

@@ -19,7 +19,7 @@ from forgather_cli.distributed import World
 from forgather_cli.models.pretrained import architecture
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Strategy
-from forgather_cli.trainer.arguments import TrainingArguments
+from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments
 from forgather_cli.trainer.epochs import Epochs
 from forgather_cli.trainer.metrics import TrainMetrics
 from forgather_cli.trainer.step_sync import StepSync
@@ -30,6 +30,8 @@ class Run:
     """One model in training: settings, parts, and how far it is. The Trainer makes it; its helpers are given it."""
 
     args: Config | TrainingArguments
+    script: ScriptSettings
+    """What a script's arguments say beyond a recipe's settings."""
     run_dir: RunDir
     config_tree: dict[str, Any]
     """The settings as a checkpoint keeps them; empty where nobody knows them."""

@@ -14,7 +14,7 @@ from forgather_cli.models.parts import named_tensors
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.convert import converted, converts
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
-from forgather_cli.trainer.arguments import TrainingArguments
+from forgather_cli.trainer.arguments import TrainingArguments, script_settings
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def model_spec(
 
     def checkpoint(part: nn.Module) -> nn.Module:
         if enable_checkpointing is None:
-            apply_activation_checkpointing(part, **(args.gradient_checkpointing_kwargs or {}))
+            apply_activation_checkpointing(part, **(script_settings(args).gradient_checkpointing_kwargs or {}))
             return part
         changed = enable_checkpointing(part)
         return changed if isinstance(changed, nn.Module) else part

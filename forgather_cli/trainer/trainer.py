@@ -32,7 +32,7 @@ from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, default_strategy
 from forgather_cli.trainer import loaders, run_files
-from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, placed
+from forgather_cli.trainer.arguments import RecipeArguments, TrainingArguments, as_arguments, placed, script_settings
 from forgather_cli.trainer.device_errors import evaluation_explained, explain_step
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
 from forgather_cli.trainer.evaluate import (
@@ -156,7 +156,8 @@ class Trainer:
         here, group = world(), cpu_group()
         drawn = int.from_bytes(os.urandom(4), "little") >> 1
         seed = self.args.seed if self.args.seed >= 0 else gather(drawn, group)[0]
-        prepare_process(self.args, seed)
+        script = script_settings(self.args)
+        prepare_process(self.args, script, seed)
 
         # The model: built, adapted, cut and filled as the strategy does it.
         spec = model_spec(
@@ -169,10 +170,11 @@ class Trainer:
         strategy.materialize(spec)
         self.model: nn.Module = strategy.parts[0]
         self.num_parameters = num_parameters(strategy.parts, group)
-        self._collate_fn = loaders.collate_fn(self.args, self.model, data_collator)
+        self._collate_fn = loaders.collate_fn(script, self.model, data_collator)
 
         self.run = Run(
             args=self.args,
+            script=script,
             run_dir=run_dir,
             config_tree=config_tree or {},
             data_description=data_description or {},
@@ -184,6 +186,8 @@ class Trainer:
             write_model_files=lambda directory: write_model_files(self.model, self.processing_class, directory),
         )
         self._start_over()
+        # what events carry: arguments of a script's own class as they are
+        self._event_args: Any = RecipeArguments(self.args) if isinstance(self.args, Config) else self.args
         self.callbacks = CallbackList()
         for entry in callbacks:
             name, callback = entry if isinstance(entry, tuple) else (None, entry)
@@ -257,15 +261,15 @@ class Trainer:
         return PredictionOutput(arrays.get("predictions"), arrays.get("labels"), metrics)
 
     def _predictions(self) -> Predictions | None:
-        args = self.args
-        if args.prediction_loss_only:
+        script = self.run.script
+        if script.prediction_loss_only:
             return None
         return Predictions(
             self.strategy,
             preprocess=self.preprocess_logits_for_metrics,
-            with_inputs="inputs" in args.include_for_metrics,
-            with_losses="loss" in args.include_for_metrics,
-            keep=args.eval_accumulation_steps or 1,
+            with_inputs="inputs" in script.include_for_metrics,
+            with_losses="loss" in script.include_for_metrics,
+            keep=script.eval_accumulation_steps or 1,
         )
 
     def _evaluated(
@@ -549,7 +553,7 @@ class Trainer:
         send = self.callbacks.emit_quietly if quietly else self.callbacks.emit
         send(
             event,
-            self.args,
+            self._event_args,
             state or run.state,
             run.control,
             model=self.model,

@@ -113,7 +113,7 @@ def test_methods_that_lack_args_and_control_are_called_by_name(tmp_path: Path) -
 def test_a_method_of_the_usual_shape_is_called_as_it_is() -> None:
     saves, callbacks = Saves(), CallbackList()
     callbacks.add(saves)
-    assert callbacks._handlers["on_save"][0][1] == saves.on_save  # nothing lies between
+    assert callbacks.handlers["on_save"][0][1] == saves.on_save  # nothing lies between
 
 
 def test_what_a_method_asks_for_and_the_event_lacks_is_said(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_handlers_run_in_order_and_only_those_that_exist() -> None:
     callbacks.add(Recorder("b", seen))
     emit(callbacks, "on_step_end", state=TrainerState(global_step=3), model="m")
     assert seen == [("a", 3, "m"), ("b", 3, "m")]
-    assert [event for event in EVENTS if callbacks.handles(event)] == ["on_step_end"]
+    assert [event for event in EVENTS if callbacks.handlers[event]] == ["on_step_end"]
 
 
 def test_names_are_numbered_when_repeated() -> None:
@@ -95,7 +95,7 @@ def test_hugging_face_printer_prints_and_handles_nothing_else(capsys: pytest.Cap
 
     callbacks = CallbackList()
     callbacks.add(PrinterCallback)
-    assert [event for event in EVENTS if callbacks.handles(event)] == ["on_log"]
+    assert [event for event in EVENTS if callbacks.handlers[event]] == ["on_log"]
     emit(callbacks, "on_log", logs={"loss": 1.5, "total_flos": 3.0})
     assert capsys.readouterr().out == "{'loss': '1.5'}\n"
 
@@ -110,7 +110,7 @@ def test_a_hugging_face_subclass_gets_its_events() -> None:
 
     callbacks = CallbackList()
     callbacks.add(Stopper())
-    assert [event for event in EVENTS if callbacks.handles(event)] == ["on_step_end"]
+    assert [event for event in EVENTS if callbacks.handlers[event]] == ["on_step_end"]
     args = RunSettings(max_steps=5)
     assert not emit(callbacks, "on_step_end", args, TrainerState(global_step=4)).should_training_stop
     assert emit(callbacks, "on_step_end", args, TrainerState(global_step=5)).should_training_stop

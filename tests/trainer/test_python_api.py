@@ -18,6 +18,7 @@ import forgather_cli
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError
+from forgather_cli.trainer.arguments import RecipeArguments
 
 
 def llama() -> transformers.LlamaForCausalLM:
@@ -109,7 +110,7 @@ def test_callbacks_of_the_library_find_a_recipe_s_settings(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     words = ["output_dir=outputs/mine", "callbacks.control.auth_token=0123456789abcdef"]
-    args = load_config(None, words).config
+    args = RecipeArguments(load_config(None, words).config)
     told = json.loads(args.to_json_string())
     assert (told["run_name"], told["model"]["type"], told["callbacks"]["control"]["auth_token"]) == (
         "mine", "decoder", "<AUTH_TOKEN>"
@@ -117,7 +118,7 @@ def test_callbacks_of_the_library_find_a_recipe_s_settings(monkeypatch: pytest.M
     assert (args.world_size, args.process_index, args.local_process_index, args.project) == (4, 3, 0, "huggingface")
     flat = args.to_sanitized_dict()
     assert {type(value) for value in flat.values()} <= {bool, int, float, str}
-    assert flat["train_batch_size"] == args.per_device_train_batch_size
+    assert flat["train_batch_size"] == args.train_batch_size == 8
 
 
 def test_public_names_are_there() -> None:

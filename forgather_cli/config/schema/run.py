@@ -29,7 +29,6 @@ from forgather_cli.config.schema.base import (
 )
 from forgather_cli.config.schema.callbacks import CallbackOption
 from forgather_cli.config.schema.data import DataOption
-from forgather_cli.config.schema.hugging_face import HuggingFaceArguments
 from forgather_cli.config.schema.loss import LossOption
 from forgather_cli.config.schema.model import ModelOption
 from forgather_cli.config.schema.optimizer import OptimizerOption
@@ -55,7 +54,7 @@ def _without_control(config: Any) -> Void | None:
 
 
 @settings
-class RunSettings(HuggingFaceArguments, Settings):
+class RunSettings(Settings):
     """Run-level settings. Steps are optimizer steps, batch sizes are sequences, times are seconds."""
 
     output_dir: str | None = None  # null: outputs/<recipe>/<date>_<time>
