@@ -111,13 +111,13 @@ class PeakMemory(TrainerCallback):
     def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.settings.do_log or kwargs.get("interval") is None:  # the final record
             return
-        for rank, peak in enumerate(gather(Peak.of(self._device), kwargs["trainer"].cpu_group)):
+        for rank, peak in enumerate(gather(Peak.of(self._device), kwargs["trainer"].run.cpu_group)):
             kwargs["logs"][f"peak_mem_rank_{rank}"] = peak.allocated
             if self.settings.show_details and peak.reserved is not None:
                 kwargs["logs"][f"peak_mem_reserved_rank_{rank}"] = peak.reserved
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        peaks = gather(Peak.of(self._device), kwargs["trainer"].cpu_group)
+        peaks = gather(Peak.of(self._device), kwargs["trainer"].run.cpu_group)
         if state.is_world_process_zero:
             for rank, peak in enumerate(peaks):
                 say(peak.line(rank, details=self.settings.show_details), self._stream)

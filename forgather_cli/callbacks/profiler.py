@@ -81,16 +81,16 @@ class ProfilerCallback(TrainerCallback):
             self._profiler.step()
             return
         start = time.perf_counter()
-        self._finish(kwargs["trainer"].world.rank)
-        kwargs["trainer"].metrics.pause(time.perf_counter() - start)
+        self._finish(kwargs["trainer"].run.world.rank)
+        kwargs["trainer"].run.metrics.paused_seconds += time.perf_counter() - start
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._done and state.is_world_process_zero:
             self._warn()
-        self._finish(kwargs["trainer"].world.rank)
+        self._finish(kwargs["trainer"].run.world.rank)
 
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._finish(kwargs["trainer"].world.rank)
+        self._finish(kwargs["trainer"].run.world.rank)
 
     def _warn(self) -> None:
         recorded, settings = self._recorded, self.settings

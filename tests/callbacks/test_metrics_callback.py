@@ -30,10 +30,8 @@ class Interval:
 
 def logged(settings: MetricsSettings, interval: Any) -> dict[str, Any]:
     callback, state, control = DefaultMetrics(settings), TrainerState(), TrainerControl()
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(device=CPU), cpu_group=None, world=SimpleNamespace(rank=0, size=1)
-    )
-    callback.on_train_begin(RunSettings(), state, control, trainer=trainer)
+    run = SimpleNamespace(strategy=SimpleNamespace(device=CPU), cpu_group=None, world=SimpleNamespace(rank=0, size=1))
+    callback.on_train_begin(RunSettings(), state, control, trainer=SimpleNamespace(run=run))
     logs = {"loss": 1.0}
     callback.on_log_step(RunSettings(), state, control, logs=logs, interval=interval)
     return logs

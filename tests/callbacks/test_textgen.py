@@ -18,6 +18,7 @@ from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.models.generate import left_padded
 from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer.step_sync import StepSync
 
 EOS = 256
 
@@ -43,6 +44,12 @@ class Speaker:
         return logits
 
 
+def trainer_of(strategy: Any, group: Any) -> Any:
+    sync = StepSync(TrainerControl(), lambda: None, lambda signum: None)
+    run = SimpleNamespace(strategy=strategy, seed=42, cpu_group=group, sync=sync)
+    return SimpleNamespace(strategy=strategy, run=run)
+
+
 def event(
     callback: TextgenCallback, name: str, strategy: Any, tokenizer: Any, *, step: int = 100, **state: Any
 ) -> None:
@@ -54,7 +61,7 @@ def event(
         TrainerState(global_step=step, **state),
         TrainerControl(),
         processing_class=tokenizer,
-        trainer=SimpleNamespace(strategy=strategy, poll_stop=lambda: False, seed=42, cpu_group=None),
+        trainer=trainer_of(strategy, None),
     )
 
 
@@ -225,7 +232,7 @@ def said_on_a_rank(path: Path) -> tuple[int, bool]:
 
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     strategy = Speaker([65, 66, EOS] if rank == 0 else [EOS])
-    trainer = SimpleNamespace(strategy=strategy, poll_stop=lambda: False, seed=42, cpu_group=group)
+    trainer = trainer_of(strategy, group)
     state = TrainerState(global_step=1, is_world_process_zero=rank == 0)
     made(path).on_evaluate(RunSettings(), state, TrainerControl(), processing_class=ByteTokenizer(), trainer=trainer)
     return len(strategy.calls), state.is_world_process_zero
