@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from program import Process
 
 from forgather_cli.config.load import Loaded, load_config, load_resumed
 from forgather_cli.config.schema import BF16Settings, FP16Settings, FP32Settings, FSDP2Settings
@@ -404,14 +402,11 @@ def test_accelerate_launch_starts_a_run_as_its_file_says(tmp_path: Path) -> None
     fsdp = {"fsdp_offload_params": False, "fsdp_reshard_after_forward": False}
     path = written(tmp_path / "f.yaml", fsdp, **{**HERE, "main_process_port": None}, use_cpu=True)
     settings = ["model=nano", "data=synthetic", "data.seq_len=16", "max_steps=2", "global_batch_size=4", "save_steps=2"]
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(path)]
-    done = subprocess.run(
-        [*command, "-m", "forgather_cli", "train", "output_dir=run", *settings], cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "bf16, trainer fsdp2 on 2 ranks" in done.stdout
-    assert (done.stdout + done.stderr).count("here it is always so: fsdp_use_orig_params") == 1
+    command = ["launch", "--config_file", str(path), "-m", "forgather_cli", "train", "output_dir=run", *settings]
+    with Process(*command, module="accelerate.commands.accelerate_cli", cwd=tmp_path) as job:
+        assert job.finish() == 0, job.output
+    assert "bf16, trainer fsdp2 on 2 ranks" in job.output
+    assert job.output.count("here it is always so: fsdp_use_orig_params") == 1
     assert (tmp_path / "run/checkpoints/step-00000002/manifest.json").is_file()
     saved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert saved["trainer"]["reshard_after_forward"] is False
