@@ -281,7 +281,7 @@ def after(root: str, what: str) -> tuple[list[Any], list[str], list[int], bool]:
     with logged() as messages:
         saving.save(saver, 1)
         saver.wait()
-        with WRONG[what]() as changes, patch.object(publish, "GRACE", 0.3), patch.object(saver, "_args", short):
+        with WRONG[what]() as changes, patch.object(publish, "GRACE", 1.0), patch.object(saver, "_args", short):
             started = time.monotonic()
             saving.save(saver, 2, **changes)
             for _ in range(5):
@@ -343,7 +343,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "disk of 1 full": lambda: full_disk_on(1, 500),
     "manifest": manifest_too_large_on_0,
     "model files": broken_tokenizer,
-    "1 is slow": lambda: disk_hangs_on(1, 2.1),
+    "1 is slow": lambda: disk_hangs_on(1, 2.3),
     "1 hangs": lambda: disk_hangs_on(1, 60),
     "0 hangs": lambda: disk_hangs_on(0, 60),
 }

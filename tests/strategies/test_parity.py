@@ -30,7 +30,7 @@ from forgather_cli.run_dir import RunDir
 SEQUENCES = 12
 """Of all ranks' micro-batches together: 1, 2, 3 and 4 ranks and 4 micro-batches of a pipeline divide it."""
 
-ACCUMULATION = (1, 2, 4)
+ACCUMULATION = (1, 2, 3)
 DATA = ("ragged", "packed", "isolated")
 EMBEDDINGS = ("untied", "tied")
 LOSSES = ("cross_entropy", "linear_cross_entropy")
