@@ -4,6 +4,7 @@ instead of 3 to 5 s. There is one such server for each process of pytest; ``warm
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import io
@@ -58,6 +59,7 @@ class Program:
         self.stdout = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
         ours.close()
         self.pid: int = self._process.pid
+        atexit.register(self.kill)  # else multiprocessing waits for one that a failed test has left
 
     def poll(self) -> int | None:
         code: int | None = self._process.exitcode
