@@ -23,7 +23,7 @@ from forgather_cli.launch.processes import process_state
 _OURS = f"{os.sep}forgather_cli{os.sep}"
 _DATA = f"{_OURS}data{os.sep}"
 _SAVING = f"{_OURS}checkpoint{os.sep}"
-_GATHER = f"{_SAVING}gather.py"
+_GATHER = f"{_OURS}distributed.py", "_all_gather"  # file and function
 _TORCH = f"{os.sep}torch{os.sep}"
 _COLLECTIVES = (f"{_TORCH}distributed{os.sep}", f"{_TORCH}nn{os.sep}parallel{os.sep}distributed.py")
 
@@ -72,8 +72,7 @@ def is_debugged(stack: traceback.StackSummary) -> bool:
 
 def saves(stack: traceback.StackSummary) -> bool:
     """True if the stack's thread reads or writes a checkpoint."""
-    ours = [entry.filename for entry in stack if _SAVING in entry.filename]
-    return any(not name.endswith(_GATHER) for name in ours)  # which others use too
+    return any(_SAVING in entry.filename for entry in stack)
 
 
 def waits_for_others(stack: traceback.StackSummary) -> bool:
@@ -86,7 +85,7 @@ def waits_for_others(stack: traceback.StackSummary) -> bool:
     inner = stack[-1]
     of_torch = itertools.takewhile(lambda entry: _TORCH in entry.filename, reversed(stack))
     in_collective = any(name in entry.filename for entry in of_torch for name in _COLLECTIVES)
-    in_collective |= inner.filename.endswith(_GATHER)  # which waits until a deadline
+    in_collective |= inner.filename.endswith(_GATHER[0]) and inner.name == _GATHER[1]  # which waits until a deadline
     return in_collective or inner.name == "_engine_run_backward" or (inner.line or "").endswith(".wait()")
 
 

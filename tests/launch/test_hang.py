@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 from program import Process, forgather
 from two_ranks import RUN, start
 
+from forgather_cli import distributed
 from forgather_cli.launch.hang import odd_first
-from forgather_cli.launch.stacks import COMPILES, RUNS, SILENT, WAITS, Collective, Standing, table
+from forgather_cli.launch.stacks import COMPILES, RUNS, SILENT, WAITS, Collective, Standing, table, waits_for_others
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +113,12 @@ def test_a_long_quiet_run_raises_no_alarm(strategy: str) -> None:
         assert job.finish() == 0, job.output
     assert not RUN.hang.exists()
     assert not re.search("no progress|is slow", job.output), job.output
+
+
+def test_a_message_between_ranks_is_a_wait_and_a_norm_in_the_same_file_is_none() -> None:
+    for function, waits in ((distributed._all_gather, True), (distributed.clip_grad_norm, False)):
+        entry = traceback.FrameSummary(distributed.__file__, 1, function.__name__, lookup_line=False, line="x")
+        assert waits_for_others(traceback.StackSummary.from_list([entry])) == waits
 
 
 def standing(rank: int, doing: str = WAITS, sequence: int = 1, *, group: str = "0", unusual: bool = False) -> Standing:
