@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -20,6 +21,22 @@ def collect_less() -> None:
     takes 0.2 s of torch's 1.2, and 0.5 s of 2.2 with ``torch._dynamo`` (Python 3.11, torch 2.13).
     """
     gc.set_threshold(50_000)
+
+
+def keep_heap() -> None:
+    """Have large blocks, and all memory of small models, cost fewer page faults; call it before torch is imported.
+
+    torch's blocks from 2 MiB on lie in huge pages (THP_MEM_ALLOC_ENABLE, which torch 2.13 reads once): a step of tiny
+    takes 43,000 page faults instead of 270,000, one of 160m 140,000 instead of 480,000. And up to 16 MiB that are free
+    at the end of glibc's heap stay there: freeing a block that has a mapping of its own raises that limit to twice its
+    size. It still rises with larger blocks, as it would not after ``mallopt`` (mallopt(3), M_MMAP_THRESHOLD).
+    """
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():  # else torch warns
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.malloc.restype = ctypes.c_void_p
+        libc.free(ctypes.c_void_p(libc.malloc(8 << 20)))
 
 
 def leave(code: int) -> NoReturn:

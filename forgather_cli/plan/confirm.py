@@ -110,7 +110,9 @@ def _peak(config: Config, budget: Budget) -> int:
         run.root.mkdir()
         run.config.write_text(dump_tree(to_tree(replace(config, output_dir=str(run.root)))), encoding="utf-8")
         command = [sys.executable, "-m", "forgather_cli", "resume", str(run.root)]  # in its saved state: from the start
-        done = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=False)
+        of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # the trial is in no world of others
+        environment = {name: value for name, value in os.environ.items() if name not in of_a_rank}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         ended = read_exit_record(run)
         if done.returncode == -signal.SIGKILL or (ended is not None and "out of memory" in ended.reason):
             raise RuntimeError(_OUT_OF_MEMORY)
@@ -121,8 +123,3 @@ def _peak(config: Config, budget: Budget) -> int:
     if peak > budget.total:
         raise RuntimeError(_OUT_OF_MEMORY)
     return peak
-
-
-def _environment() -> dict[str, str]:
-    """Without what would make the trial a rank of a world of others."""
-    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

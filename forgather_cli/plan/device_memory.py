@@ -80,13 +80,8 @@ def _available() -> int:
         free = int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(free, _allowed())
-
-
-def _allowed() -> int:
-    """What is left of the limit of this process's control group (cgroup v2); more than any machine has without one."""
-    group = Path("/sys/fs/cgroup")
+    group = Path("/sys/fs/cgroup")  # of this process (cgroup v2)
     try:
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 1 << 62
+        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no group, or one without a limit
+        return free

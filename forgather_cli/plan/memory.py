@@ -17,9 +17,8 @@ HALF_PRODUCTS = ("bf16", "bf16_true", "fp16", "fp8")
 class RankMemory:
     """Bytes of one rank's tensors by kind; None where unknown.
 
-    On a CPU the process takes more: glibc keeps what is freed between blocks of less than 32 MiB. 60m on one device
-    with two micro-batches per step: 1703 MiB of tensors at most, 2498 resident (``scripts/bench/plan_memory.py``). With
-    M_MMAP_THRESHOLD at 1 MiB it is 1712, and a step takes 17 % longer, of tiny 50 % (mallopt(3), torch 2.13).
+    On a CPU the process takes a little more, fragments of glibc's heap (``trainer/process.py`` keeps them small);
+    ``scripts/bench/plan_memory.py`` measures it.
     """
 
     rank: int

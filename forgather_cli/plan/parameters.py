@@ -41,10 +41,11 @@ def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
     described = describe(
         config.optimizer, model.named_parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
-    return [
-        PlannedParameter(**vars(row), numel=math.prod(row.shape), width=widths[row.name], kind=_kind(row.name))
-        for row in described.parameters
-    ]
+    rows = []
+    for row in described.parameters:
+        kind = next((kind for kind, pattern in _KINDS if re.search(pattern, row.name)), "other")
+        rows.append(PlannedParameter(**vars(row), numel=math.prod(row.shape), width=widths[row.name], kind=kind))
+    return rows
 
 
 _KINDS = (
@@ -54,10 +55,6 @@ _KINDS = (
     ("attention", r"attn|attention"),
     ("mlp", r"mlp|feed_forward|ffn"),
 )
-
-
-def _kind(name: str) -> str:
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), "other")
 
 
 def by_kind(rows: Sequence[PlannedParameter]) -> dict[str, int]:

@@ -82,7 +82,10 @@ def by_rank(
         own = [(stage, rows) for stage, rows in stages if stage.rank == place]
         held = list({row.name: row for _, rows in own for row in rows}.values())
         waiting = in_flight(trainer, place, world // shard)
-        kept = None if activations is None else _kept(activations, [stage for stage, _ in own], waiting, tokens)
+        each = -(-waiting // len(own))  # spread evenly over a rank's stages
+        kept = None
+        if activations is not None:
+            kept = sum(activations.of(s.num_layers, tokens, loss=s.has_head, in_flight=each) for s, _ in own)
         if shard > 1:
             whole = sum(row.numel for row in held) * (gathered_width(config) + FP32)
             memory.append(shard_of(config, held, rank, shard, kept, whole + rounded_copies(config, held)))
@@ -90,12 +93,6 @@ def by_rank(
             weights = weight_bytes(held)
             memory.append(RankMemory(rank, weights, weights, optimizer_bytes(held), kept, half_copies(config, held)))
     return memory
-
-
-def _kept(activations: Activations, stages: Sequence[Stage], waiting: int, tokens: int) -> int:
-    """Activations of ``waiting`` micro-batches, spread evenly over a rank's stages."""
-    each = -(-waiting // len(stages))
-    return sum(activations.of(s.num_layers, tokens, loss=s.has_head, in_flight=each) for s in stages)
 
 
 def in_flight(trainer: PipelineSettings, rank: int, world: int) -> int:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import Config, FSDP2Settings, PipelineSettings, Target
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
-from forgather_cli.plan.activations import Activations, activations_of
+from forgather_cli.plan.activations import activations_of
 from forgather_cli.plan.device_memory import uses_gpu
 from forgather_cli.plan.memory import RankMemory
 from forgather_cli.plan.parameters import PlannedParameter, by_kind, optimizer_bytes, parameter_rows, weight_bytes
@@ -73,7 +72,10 @@ def make_plan(config: Config) -> RunPlan:
     world_size = plan_layout(config).world
     counts = _cached_counts(config)
     seq_len, vocab_size = _seq_len(config), _vocab_size(config, counts)
-    batch = _batch(config, world_size)
+    if isinstance(config.trainer, PipelineSettings):
+        batch = batch_plan(config, config.trainer.shard, multiple_of=config.trainer.n_microbatches)
+    else:  # a user's strategy is taken for data parallel
+        batch = batch_plan(config, world_size)
     made = RunPlan(
         model=config.model.path if isinstance(config.model, Target) else config.model.type,
         vocab_size=vocab_size,
@@ -99,71 +101,73 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
     from forgather_cli.models.pretrained import architecture
     from forgather_cli.trainer.metrics import Flops
 
-    seq_len, world_size = made.seq_len, made.world_size
-    build = partial(_build, config, vocab_size, seq_len or 1)
-    model = build()
-    rows = parameter_rows(model, config)
-    costs = activations_of(config, getattr(model, "settings", None)) if seq_len else None
+    seq_len = made.seq_len
+    model, rows, stages, memory_of = _on_meta(config, vocab_size, seq_len, made.world_size)
     piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
-    stages = pipeline.stages_of(piped, build, rows, world_size) if piped else []
     optimizer = optimizer_bytes(rows)
     return replace(
         made,
         model=architecture(model),
         parameters=rows,
         flops_per_token=Flops.of([model]).of_sequence(seq_len) / seq_len if seq_len else None,
-        ranks=_memory(config, rows, stages, world_size, costs, made.micro_batch * (seq_len or 1)),
+        ranks=memory_of(made.micro_batch),
         checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
         stages=pipeline.described(stages, sum(row.numel for row in rows), piped.shard if piped else 1),
         schedule=piped.schedule if piped else None,
-        bubble=bubble(piped, world_size // piped.shard) if piped else None,
+        bubble=bubble(piped, made.world_size // piped.shard) if piped else None,
     )
 
 
 def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
-    world, seq_len = plan_layout(config).world, _seq_len(config)
-    vocab_size = _vocab_size(config, _cached_counts(config))
+    seq_len, vocab_size = _seq_len(config), _vocab_size(config, _cached_counts(config))
     if seq_len is None or vocab_size is None:
         raise ConfigError(
             "data._target_: its vocabulary and the length of its sequences are known when it is made; for --fit set "
             "model.vocab_size and data.seq_len"
         )
-    build = partial(_build, config, vocab_size, seq_len)
-    model = build()
+    return _on_meta(config, vocab_size, seq_len, plan_layout(config).world)[-1]
+
+
+def _on_meta(
+    config: Config, vocab_size: int, seq_len: int | None, world: int
+) -> tuple[
+    nn.Module, list[PlannedParameter], list[tuple[Stage, list[PlannedParameter]]], Callable[[int], list[RankMemory]]
+]:
+    """The model without memory, its parameters, a pipeline's stages with theirs, and every rank's memory as a function
+    of the micro-batch.
+    """
+    import torch
+
+    from forgather_cli.models.build import build_model
+    from forgather_cli.models.transform import cast_parameters
+    from forgather_cli.precision import parameter_dtype
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len or 1)
+        if (dtype := parameter_dtype(config.precision)) is not None:
+            cast_parameters(model, dtype)
+        return model
+
+    model, trainer = build(), config.trainer
     rows = parameter_rows(model, config)
-    costs = activations_of(config, getattr(model, "settings", None))
-    trainer = config.trainer
+    costs = activations_of(config, getattr(model, "settings", None)) if seq_len else None
     stages = pipeline.stages_of(trainer, build, rows, world) if isinstance(trainer, PipelineSettings) else []
-    return lambda micro_batch: _memory(config, rows, stages, world, costs, micro_batch * seq_len)
+    layers = len({row.layer for row in rows} - {None})
 
-
-def _batch(config: Config, world: int) -> BatchPlan:
-    """A user's strategy is taken for data parallel."""
-    if isinstance(config.trainer, PipelineSettings):
-        return batch_plan(config, config.trainer.shard, multiple_of=config.trainer.n_microbatches)
-    return batch_plan(config, world)
-
-
-def _memory(
-    config: Config,
-    rows: Sequence[PlannedParameter],
-    stages: list[tuple[Stage, list[PlannedParameter]]],
-    world: int,
-    costs: Activations | None,
-    tokens: int,
-) -> list[RankMemory]:
-    trainer = config.trainer
-    if isinstance(trainer, PipelineSettings):
-        ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
-    else:
-        layers = len({row.layer for row in rows} - {None})
+    def memory_of(micro_batch: int) -> list[RankMemory]:
+        tokens = micro_batch * (seq_len or 1)
         activations = None if costs is None else costs.of(layers, tokens)
-        if isinstance(trainer, FSDP2Settings):
+        if isinstance(trainer, PipelineSettings):
+            ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
+        elif isinstance(trainer, FSDP2Settings):
             ranks = memory.sharded(config, trainer, rows, world, activations)
         else:
             ranks = memory.replicated(config, rows, world, activations)
-    return memory.with_save_copies(config, ranks, on_gpu=uses_gpu(config))
+        return memory.with_save_copies(config, ranks, on_gpu=uses_gpu(config))
+
+    return model, rows, stages, memory_of
 
 
 def _seq_len(config: Config) -> int | None:
@@ -187,20 +191,6 @@ def _vocab_size(config: Config, counts: dict[str, int | None]) -> int | None:
     if config.data.tokenizer == "bpe":
         return config.data.bpe_vocab_size
     return load_tokenizer(config.data.tokenizer).vocab_size
-
-
-def _build(config: Config, vocab_size: int, seq_len: int) -> nn.Module:
-    import torch
-
-    from forgather_cli.models.build import build_model
-    from forgather_cli.models.transform import cast_parameters
-    from forgather_cli.precision import parameter_dtype
-
-    with torch.device("meta"):
-        model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
-    if (dtype := parameter_dtype(config.precision)) is not None:
-        cast_parameters(model, dtype)
-    return model
 
 
 def _cached_counts(config: Config) -> dict[str, int | None]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,3 +94,22 @@ def test_cuda_memory_is_released_above_the_threshold_where_a_tenth_can_be_won(
         monkeypatch.setattr(torch.cuda, name, answer)
     garbage_collection(RunSettings(gc_threshold=threshold)).after_step(1)
     assert emptied == [True] * released
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the heap is not glibc's")
+def test_a_long_step_gives_free_memory_back_and_a_short_one_keeps_it() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [torch.ones(25_000) for _ in range(1000)]  # 100 kB each, less than has a mapping of its own
+    blocks = blocks[::4]  # holes, which no end of the heap can give back
+    collector, before = garbage_collection(RunSettings()), resident()
+    collector.after_step(1)
+    kept = resident()
+    began = time.process_time()
+    while time.process_time() < began + 0.15:
+        torch.ones(1000).sum()
+    collector.after_step(2)
+    assert before - kept < 1e6
+    assert kept - resident() > 50e6
+    assert all(bool(block.all()) for block in blocks)
