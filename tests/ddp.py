@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import DDPSettings
-from forgather_cli.distributed import clip_grad_norm
+from forgather_cli.distributed import clip_grad_norm, world
 from forgather_cli.loss import CrossEntropy, Loss
 from forgather_cli.strategies.base import Batch, ModelSpec
 from forgather_cli.strategies.ddp import DataParallel
+from forgather_cli.trainer.outer import outer_loop
 
 CPU = torch.device("cpu")
 Slices = list[list[slice]]
@@ -67,6 +68,7 @@ class Run:
 
     def __init__(self, strategy: DataParallel) -> None:
         self.strategy = strategy
+        self.outer = outer_loop(strategy, world())
         self.model = strategy.parts[0]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.losses: list[float] = []
@@ -81,8 +83,8 @@ class Run:
         self.norms.append(float(clip_grad_norm(list(self.model.parameters()), 1.0)))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.strategy.averaging is not None:
-            self.strategy.averaging.after_optimizer_step()
+        if self.outer is not None:
+            self.outer.after_optimizer_step()
 
     def result(self) -> dict[str, Any]:
         return {

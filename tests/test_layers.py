@@ -49,7 +49,7 @@ ALLOWED = {
     "generation": {"data", "loss", "models.generate", "source"},
     "source": {"*"},
     "trainer": {
-        "strategies.base", "callbacks.base", "distributed", "checkpoint", "data.loaders",
+        "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint", "data.loaders",
         "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "targets",

@@ -27,7 +27,7 @@ class FullParameters:
         """Collective."""
         strategy = trainer.strategy
         self.device: torch.device = strategy.device
-        apart = strategy.averaging is not None
+        apart = strategy.gradient_sharing is not None
         self._group: Any = trainer.run.world.group if apart else strategy.model_group
         self._copies = trainer.run.world.size if apart else 1
         held = {n: t for n, t in named_tensors(strategy.parts).items() if isinstance(t, nn.Parameter)}

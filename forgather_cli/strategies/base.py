@@ -8,31 +8,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.errors import ConfigError
 from forgather_cli.models.init import allocate
-from forgather_cli.precision.scaling import LossScaler
 
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, aligned (-100 = no target), and what else the model takes."""
 
 
-class Averaging(Protocol):
-    """Of a strategy whose ranks' weights drift apart between averages (post-local SGD)."""
+@dataclass
+class GradientSharing:
+    """With whom a rank averages its gradients, where that may change. What averages weights between steps says it
+    (``trainer/outer.py``), and the strategy does it from the next step on.
+    """
 
-    @property
-    def settled(self) -> bool:
-        """True if all ranks hold equal weights now, so that a checkpoint may be saved."""
-
-    def after_optimizer_step(self) -> None:
-        """Collective. Called after every optimizer step; averages the weights where that is due."""
-
-    def settle(self) -> None:
-        """Collective. Average the weights now, unless they are equal: training ends here."""
+    settings: PostLocalSGD
+    among: Literal["all", "subgroup", "none"] = "all"
+    """All ranks, those of this rank's subgroup, or nobody; of fewer than all, by the mean over a rank's own targets."""
+    weights_are_equal: bool = True
+    """On all ranks."""
 
 
 Change = Callable[[nn.Module], nn.Module]
@@ -107,12 +106,10 @@ class Strategy(ABC):
     """Parameters of ``parts`` that another rank of ``model_group`` holds too and counts in the norm (tied weights)."""
     batch_multiple: int = 1
     """Micro-batches must have a multiple of so many sequences."""
-    averaging: Averaging | None = None
-    """Set where weights of ranks drift apart between averages."""
+    gradient_sharing: GradientSharing | None = None
+    """Set where ranks' weights drift apart between averages."""
     own_state: Stateful | None = None
     """What else of this rank belongs into checkpoints."""
-    scaler: LossScaler | None = None
-    """Set under fp16: the loss it was given leaves gradients that are ``scaler.scale`` times too large."""
 
     @abstractmethod
     def materialize(self, spec: ModelSpec) -> None:
@@ -146,25 +143,12 @@ class Strategy(ABC):
 def check_supported(args: Any, strategy: Strategy) -> None:
     """Raise ConfigError for what the settings ask of a strategy of the user's; of ours the config has refused it."""
     name = f"the strategy {strategy.name}"
-    fp16 = args.precision.type == "fp16"
     problems = []
     if args.torch_compile and not strategy.supports_compile:
         problems.append(f"torch_compile: {name} cannot train compiled blocks; set torch_compile=false")
     if args.fuse_optim_with_backward and not strategy.supports_optimizer_in_backward:
         problems.append(f"fuse_optim_with_backward: {name} cannot; set it to false")
-    if fp16 and not strategy.supports_fp16:
+    if args.precision.type == "fp16" and not strategy.supports_fp16:
         problems.append(f"precision: {name} cannot scale the loss of fp16; set precision=bf16")
-    elif fp16 and strategy.scaler is None:
-        problems.append(
-            "precision: fp16 scales the loss, which the given strategy does not; make it by "
-            "forgather_cli.strategies.build.build_strategy, or leave strategy out"
-        )
     if problems:
         raise ConfigError(problems)
-
-
-def default_strategy(args: Any, loss_fn: Any = None, fused_loss_factory: Any = None) -> Strategy:
-    """The strategy of a Trainer that was given none: what the settings select, one device without a ``trainer``."""
-    from forgather_cli.strategies.build import build_strategy
-
-    return build_strategy(args, loss_fn, fused_loss_factory)

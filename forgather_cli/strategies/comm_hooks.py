@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from forgather_cli.distributed import World
+from forgather_cli.errors import ConfigError
+from forgather_cli.strategies.base import GradientSharing
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -43,6 +48,50 @@ def compressed(dtype: torch.dtype, group: Any) -> Hook:
         return future.then(lambda done: gradients.copy_(done.value()))
 
     return hook
+
+
+class SharedAmong:
+    """A hook that averages gradients with all ranks, a subgroup of them, or nobody, as ``sharing`` says at each step.
+
+    Gradients come divided by the targets of all ranks and multiplied by the number of ranks. With fewer than all, each
+    rank's becomes the mean over its own targets first.
+    """
+
+    def __init__(self, sharing: GradientSharing, world: World) -> None:
+        """Collective. Raises ConfigError for a subgroup that does not divide the ranks."""
+        self._sharing, self._world = sharing, world
+        self._subgroup: Any = None
+        size = sharing.settings.subgroup
+        if size is None and sharing.settings.post_local_gradient_allreduce:
+            size = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        if size is None or size == 1:
+            return
+        if world.size % size:
+            raise ConfigError(
+                f"post_local_sgd.subgroup: {world.size} ranks cannot be divided into groups of {size}; "
+                f"set it to a divisor of {world.size}"
+            )
+        self._subgroup, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+
+    def begin_step(self, num_tokens: Tensor) -> None:
+        """A step of ``num_tokens`` targets over all ranks begins."""
+        self._num_tokens, self._num_own = num_tokens, torch.zeros_like(num_tokens)
+
+    def add_targets(self, count: Tensor) -> None:
+        """Say, before the backward of a micro-batch, how many targets it has."""
+        self._num_own += count
+
+    def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Collective among those who share."""
+        gradients = bucket.buffer()
+        if self._sharing.among == "all":
+            return average(gradients, self._world.group)
+        gradients.mul_(self._num_tokens / (self._num_own.clamp(min=1) * self._world.size))
+        if self._sharing.among == "subgroup" and self._subgroup is not None:
+            return average(gradients, self._subgroup)
+        alone: torch.futures.Future[Tensor] = torch.futures.Future()
+        alone.set_result(gradients)
+        return alone
 
 
 class PowerSGD:

@@ -17,9 +17,8 @@ from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits
 from forgather_cli.precision import Autocast, autocast_for
-from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
-from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, compressed
-from forgather_cli.strategies.local_sgd import LocalSGD
+from forgather_cli.strategies.base import Batch, GradientSharing, ModelSpec, Strategy
+from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, SharedAmong, compressed
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class DataParallel(Strategy):
         self._settings = settings or DDPSettings()
         self._arguments = _arguments(self._settings)
         self._replica: DistributedDataParallel | None = None
-        self._local: LocalSGD | None = None
+        self._shared: SharedAmong | None = None
         self._last: Batch | None = None
 
     @classmethod
@@ -113,9 +112,9 @@ class DataParallel(Strategy):
     def _hook(self, model: nn.Module) -> Hook | None:
         settings, group = self._settings, self._world.group
         if settings.post_local_sgd.enabled:
-            trained = (p for p in model.parameters() if p.requires_grad)
-            self._local = self.averaging = self.own_state = LocalSGD(settings.post_local_sgd, self._world, trained)
-            return self._local
+            self.gradient_sharing = GradientSharing(settings.post_local_sgd)
+            self._shared = SharedAmong(self.gradient_sharing, self._world)
+            return self._shared
         if settings.comm_hook == "powersgd":
             self.own_state = powersgd = PowerSGD(group, self.device)
             return powersgd
@@ -130,8 +129,8 @@ class DataParallel(Strategy):
         for batch, synced in _with_last(microbatches):
             with self._exchange(synced):
                 total, count = self._forward(batch, num_tokens)
-                if self._local is not None:
-                    self._local.add_targets(count)
+                if self._shared is not None:
+                    self._shared.add_targets(count)
                 loss = total / num_tokens
                 (loss * self.data_size).backward()  # DDP divides by their number
             share += loss.detach()
@@ -141,10 +140,10 @@ class DataParallel(Strategy):
         return share
 
     def _begin(self, num_tokens: Tensor) -> None:
-        if self._local is not None and self._replica is not None:
-            self._local.begin_step(num_tokens)
+        if self._shared is not None and self._replica is not None and self.gradient_sharing is not None:
+            self._shared.begin_step(num_tokens)
             # while each rank trains by itself, buffers too are sent only where the weights were averaged
-            self._replica.broadcast_buffers = self._sends_buffers and self._local.settled
+            self._replica.broadcast_buffers = self._sends_buffers and self.gradient_sharing.weights_are_equal
 
     def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Any:
         """(sum over targets, number of targets); an exchange of gradients begins in its backward."""

@@ -203,7 +203,7 @@ class Checkpoints:
         identity = Component("identity", _ToCompare(self._identity()), Sharing.GLOBAL)
         if run.script.save_only_model:
             return [*self._restorable(), *self._of_scaling(), identity]
-        own = [] if run.strategy.averaging is None else [_ToCompare(run.optimizer.state_tensors())]
+        own = [] if run.outer is None else [_ToCompare(run.optimizer.state_tensors())]
         return [
             *self._restorable(),
             *self._of_strategy(),
@@ -225,11 +225,11 @@ class Checkpoints:
         ]
 
     def _of_strategy(self) -> list[Component]:
-        own = self._run.strategy.own_state
+        own = self._run.strategy.own_state or self._run.outer
         return [] if own is None else [Component("strategy", _StrategyState(own), Sharing.PER_RANK)]
 
     def _of_scaling(self) -> list[Component]:
-        scaler = self._run.strategy.scaler
+        scaler = self._run.scaler
         return [] if scaler is None else [Component("loss_scale", scaler, Sharing.REPLICATED)]
 
     def _identity(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class Checkpoints:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
         run = self._run
         tensors = {} if run.script.save_only_model else run.optimizer.state_tensors()
-        if run.strategy.averaging is not None:
+        if run.outer is not None:
             tensors = {n: all_sum(v.detach().clone(), run.world.group).div_(run.world.size) for n, v in tensors.items()}
         return {name: LocalShard(tensor) for name, tensor in tensors.items()}
 
@@ -311,7 +311,7 @@ class Checkpoints:
         groups = reader.state("optimizer")
         parameters = dict(trainable_parameters(run.strategy.parts))
         tensors: dict[str, Tensor] = {}
-        if run.strategy.averaging is not None and OWN_MOMENTS in reader.components():
+        if run.outer is not None and OWN_MOMENTS in reader.components():
             if reader.manifest.world_size == run.world.size:
                 tensors = reader.state(OWN_MOMENTS, run.world.rank)
             else:

@@ -17,11 +17,13 @@ from forgather_cli.config.schema import Config
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import World
 from forgather_cli.models.pretrained import architecture
+from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments
 from forgather_cli.trainer.epochs import Epochs
 from forgather_cli.trainer.metrics import TrainMetrics
+from forgather_cli.trainer.outer import LocalSGD
 from forgather_cli.trainer.step_sync import StepSync
 
 
@@ -45,6 +47,10 @@ class Run:
     """``emit(event, **facts)`` sends an event to the callbacks (``Trainer.emit``)."""
     write_model_files: Callable[[Path], None]
     """Puts config and tokenizer, where they are known, into a directory."""
+    scaler: LossScaler | None = None
+    """Under fp16: the loss leaves gradients that are ``scaler.scale`` times too large."""
+    outer: LocalSGD | None = None
+    """Averages weights between steps, where ranks' weights drift apart."""
 
     # anew for each training
     state: TrainerState = field(init=False)

@@ -96,8 +96,8 @@ class StepEnd:
             self._log()
         # by save_strategy, a signal, or a command or callback
         if not aborted and (stopped or run.control.should_save or run.args.save_strategy != "no"):
-            if run.strategy.averaging is not None:
-                run.strategy.averaging.settle()
+            if run.outer is not None:
+                run.outer.settle()
             self._save()
         self._checkpoints.wait()
         self._tell_published()
@@ -165,8 +165,8 @@ class StepEnd:
         logs, interval = run.metrics.read()
         # no used one: the open interval is of steps before a resume
         logs["learning_rate"] = run.lr_scheduler.get_last_lr()[0] if run.used_lr is None else run.used_lr
-        if run.strategy.scaler is not None:
-            logs["loss_scale"] = run.strategy.scaler.scale
+        if run.scaler is not None:
+            logs["loss_scale"] = run.scaler.scale
         logs["epoch"] = run.state.epoch
         self._emit_log(logs, interval)
 
@@ -198,7 +198,7 @@ class StepEnd:
         Where ranks' weights differ between averages, it waits for the next one.
         """
         run, step = self._run, self._run.state.global_step
-        if run.strategy.averaging is not None and not run.strategy.averaging.settled:
+        if run.outer is not None and not run.outer.settled:
             return
         run.control.should_save = False
         if step == self._saved_step:

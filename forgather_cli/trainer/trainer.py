@@ -24,13 +24,16 @@ from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, Microbatched
-from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
+from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, pick_device, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.launch.exit_status import ExitStatus
+from forgather_cli.loss import build_loss
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.models.pretrained import write_model_files
+from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.run_dir import RunDir
-from forgather_cli.strategies.base import Batch, Strategy, default_strategy
+from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer import loaders, run_files
 from forgather_cli.trainer.arguments import RecipeArguments, TrainingArguments, as_arguments, placed, script_settings
 from forgather_cli.trainer.device_errors import evaluation_explained, explain_step
@@ -47,6 +50,7 @@ from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.from_python import Objects, checked_config, described_data
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings
+from forgather_cli.trainer.outer import outer_loop
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.resume import Checkpoints, save_model
@@ -152,7 +156,22 @@ class Trainer:
             callbacks = [*self._files.callbacks(config, callbacks), *callbacks]
 
         # The strategy joins the ranks: from here on they can agree on something.
-        strategy = made_strategy or default_strategy(self.args, loss_fn, fused_loss_factory)
+        scaler = LossScaler.of(self.args.precision)
+        if made_strategy is None:
+            loss = build_loss(
+                self.args.loss,
+                loss_fn=loss_fn,
+                fused_loss_factory=fused_loss_factory,
+                device=pick_device(self.args.device),
+            )
+            strategy = build_strategy(self.args, loss if scaler is None else ScaledLoss(loss, scaler))
+        elif scaler is not None:
+            raise ConfigError(
+                "precision: fp16 scales the loss, which the given strategy does not; give its settings as strategy, or "
+                "leave it out"
+            )
+        else:
+            strategy = made_strategy
         here, group = world(), cpu_group()
         drawn = int.from_bytes(os.urandom(4), "little") >> 1
         seed = self.args.seed if self.args.seed >= 0 else gather(drawn, group)[0]
@@ -184,6 +203,8 @@ class Trainer:
             seed=seed,
             emit=self.emit,
             write_model_files=lambda directory: write_model_files(self.model, self.processing_class, directory),
+            scaler=scaler,
+            outer=outer_loop(strategy, here),
         )
         self._start_over()
         # what events carry: arguments of a script's own class as they are
@@ -434,8 +455,8 @@ class Trainer:
             run.world,
             args.speed_metrics_start_step,
             Flops.of(strategy.parts, run.cpu_group),
-            norms_differ=strategy.averaging is not None,
-            may_overflow=strategy.scaler is not None,
+            norms_differ=run.outer is not None,
+            may_overflow=run.scaler is not None,
         )
 
         # as of the checkpoint
@@ -488,7 +509,7 @@ class Trainer:
         norm of a step that was skipped.
         """
         run, args, strategy, counts = self.run, self.args, self.run.strategy, step.counts
-        scaler, averaging = strategy.scaler, strategy.averaging
+        scaler = run.scaler
         self.emit("on_step_begin")
         seed_step(run.seed, run.state.global_step, run.world.rank, strategy.device)
         targets = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
@@ -512,8 +533,8 @@ class Trainer:
         if not skipped:
             self.emit("on_pre_optimizer_step")
             run.optimizer.step()
-            if averaging is not None:
-                averaging.after_optimizer_step()
+            if run.outer is not None:
+                run.outer.after_optimizer_step()
             self.emit("on_optimizer_step")
             run.used_lr = run.lr_scheduler.get_last_lr()[0]
             run.lr_scheduler.step()

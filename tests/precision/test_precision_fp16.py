@@ -47,7 +47,7 @@ class Seen(TrainerCallback):
         inner = strategy.forward_backward
 
         def noting(microbatches: Any, num_tokens: Tensor) -> Tensor:
-            self.scales.append(strategy.scaler.scale)
+            self.scales.append(kwargs["trainer"].run.scaler.scale)
             self.batches.append([])
             share: Tensor = inner(_Noted(microbatches, self.batches[-1]), num_tokens)
             return share

@@ -303,7 +303,7 @@ def test_one_rank_is_a_single_device(settings: dict[str, Any]) -> None:
     agree([in_a_group], reference(4))
     assert equal(in_a_group["weights"], alone["weights"])
     strategy = strategy_of(**settings)
-    assert (strategy.data_size, strategy.averaging, strategy.own_state) == (1, None, None)
+    assert (strategy.data_size, strategy.gradient_sharing, strategy.own_state) == (1, None, None)
 
 
 def in_bf16() -> torch.dtype:

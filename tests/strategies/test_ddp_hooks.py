@@ -63,11 +63,11 @@ def powersgd(resume_at: int, steps: int = 6) -> dict[str, Any]:
 def resumed(run: Run, **settings: Any) -> Run:
     """A run made anew, which goes on from the other's weights, moments and own state as they come from a checkpoint."""
     encoded = Encoded()
-    encoded.add("strategy", run.strategy.own_state.state_dict())
+    encoded.add("strategy", (run.strategy.own_state or run.outer).state_dict())
     document = json.loads(json.dumps(encoded.documents))["strategy"]
     again = Run(strategy_of(lambda: copy.deepcopy(run.model), **settings))
     again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    again.strategy.own_state.load_state_dict(decode(document, encoded.tensors.__getitem__))
+    (again.strategy.own_state or again.outer).load_state_dict(decode(document, encoded.tensors.__getitem__))
     return again
 
 
@@ -113,10 +113,10 @@ def local_sgd(settings: PostLocalSGD, steps: int, resume_at: int = -1, slices: S
         if number == resume_at:
             run = resumed(run, post_local_sgd=settings)
         run.step(number, slices or even(dist.get_world_size(), 2))
-        settled.append(run.strategy.averaging.settled)
+        settled.append(run.outer.settled)
         norms.append(run.norms[-1])
     apart = weights_of(run.model)
-    run.strategy.averaging.settle()
+    run.outer.settle()
     return {"settled": settled, "norms": norms, "apart": apart, "weights": weights_of(run.model)}
 
 
