@@ -71,8 +71,10 @@ class LocalSGD:
     def _share_gradients(self) -> None:
         settings = self._sharing.settings
         in_subgroup = settings.subgroup is not None or settings.post_local_gradient_allreduce
-        apart = "subgroup" if in_subgroup else "none"
-        self._sharing.among = apart if self._steps >= settings.start_step else "all"
+        if self._steps < settings.start_step:
+            self._sharing.among = "all"
+        else:
+            self._sharing.among = "subgroup" if in_subgroup else "none"
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps}
