@@ -154,12 +154,12 @@ def stepped(case: Case) -> dict[str, Any]:
 
 def whole(tensor: Any) -> Tensor:
     """Collective for a sharded tensor. A copy of the full one."""
-    tensor = tensor.detach()
     if not is_sharded(tensor):
-        return tensor.clone()
+        return tensor.detach().clone()
+    # the mesh of the tensor itself: what operations return, full_tensor() too, may have an equal one, whose groups were
+    # those of an earlier function of this rank (torch 2.13 caches results' layouts by meshes that are equal)
     rows: list[Any] = [None] * tensor.device_mesh.size()
-    # not full_tensor(), which takes a group of an earlier function of this rank for that of an equal mesh (torch 2.13)
-    dist.all_gather_object(rows, local(tensor), group=tensor.device_mesh.get_group())
+    dist.all_gather_object(rows, local(tensor).detach(), group=tensor.device_mesh.get_group())
     return torch.cat(rows)
 
 
