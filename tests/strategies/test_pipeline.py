@@ -38,7 +38,7 @@ from forgather_cli.models.init import init_parameters
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
-from forgather_cli.shards import is_sharded, local
+from forgather_cli.shards import local
 from forgather_cli.strategies.base import ModelSpec
 
 CPU = torch.device("cpu")
@@ -148,32 +148,35 @@ def stepped(case: Case) -> dict[str, Any]:
     pipeline = case.strategy()
     share = pipeline.forward_backward(iter(case.slice_of(pipeline.data_rank)), case.targets)
     named = {n: p for part in pipeline.parts for n, p in part.named_parameters() if p.requires_grad}
-    after = after_backward(named, pipeline.model_group, pipeline.duplicates)
+    shards = None if pipeline._sharding is None else pipeline._sharding.group
+    after = after_backward(named, pipeline.model_group, pipeline.duplicates, shards)
     return {"share": share, "duplicates": len(pipeline.duplicates), **after}
 
 
-def whole(tensor: Any) -> Tensor:
-    """Collective for a sharded tensor. A copy of the full one."""
-    if not is_sharded(tensor):
-        return tensor.detach().clone()
-    # the mesh of the tensor itself: what operations return, full_tensor() too, may have an equal one, whose groups were
-    # those of an earlier function of this rank (torch 2.13 caches results' layouts by meshes that are equal)
-    rows: list[Any] = [None] * tensor.device_mesh.size()
-    dist.all_gather_object(rows, local(tensor).detach(), group=tensor.device_mesh.get_group())
-    return torch.cat(rows)
+def whole(tensor: Any, shards: Any) -> Tensor:
+    """Collective for a sharded tensor, among the ranks that hold its rows. A copy of the full one."""
+    rows: list[Any] = [local(tensor.detach())]
+    if shards is not None:
+        # not by the tensor's mesh, nor full_tensor(): it may be an equal one, whose groups were those of an earlier
+        # function of this rank (torch 2.13 keeps layouts of results by meshes that are equal)
+        rows *= shards.size()
+        dist.all_gather_object(rows, rows[0], group=shards)
+    return torch.cat(rows) if len(rows) > 1 else rows[0].clone()
 
 
 def all_stepped(cases: list[Case]) -> list[dict[str, Any]]:
     return [stepped(case) for case in cases]
 
 
-def after_backward(named: dict[str, nn.Parameter], group: Any = None, duplicates: Any = ()) -> dict[str, Any]:
+def after_backward(
+    named: dict[str, nn.Parameter], group: Any = None, duplicates: Any = (), shards: Any = None
+) -> dict[str, Any]:
     """Clip, which changes the gradients here, and one step of AdamW."""
-    grads = {n: None if p.grad is None else whole(p.grad) for n, p in named.items()}
+    grads = {n: None if p.grad is None else whole(p.grad, shards) for n, p in named.items()}
     norm = clip_grad_norm(list(named.values()), 0.5, group, duplicates)
     # where a gradient is next to nothing AdamW's first step is its sign, and a large eps keeps rounding out of that
     torch.optim.AdamW(named.values(), lr=1e-3, eps=1e-5).step()
-    return {"grads": grads, "norm": norm, "weights": {n: whole(p) for n, p in named.items()}}
+    return {"grads": grads, "norm": norm, "weights": {n: whole(p, shards) for n, p in named.items()}}
 
 
 def reference(case: Case) -> dict[str, Any]:
