@@ -63,7 +63,10 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_the_installed_wheel_trains_outside_the_checkout(python: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_trains_outside_the_checkout(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH")
     where = "import forgather_cli; print(forgather_cli.__file__)"
     found = subprocess.run([str(python), "-c", where], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     assert found.startswith(str(python.parents[1]))

@@ -35,7 +35,9 @@ class PretrainedSettings(Settings):
 
 
 def _of_the_tokenizers_size(config: Any) -> Void | None:
-    return None if config.model.path else Void("model.path", "fresh weights have the tokenizer's size;")
+    return (
+        None if config.model.path else Void("model.path", "fresh weights have the tokenizer's size; set model.path=DIR")
+    )
 
 
 @settings

@@ -43,7 +43,6 @@ _WORKERS = only_where("dataloader_num_workers", bool, "set dataloader_num_worker
 _COMPILED = only_if("torch_compile", True)
 _EVALUATES = only_if("eval_strategy", "steps", "epoch", remedy="set eval_strategy=steps")
 _SAVES = only_if("save_strategy", "steps", "epoch", remedy="set save_strategy=steps")
-_FRESH = only_where("resume_from_checkpoint", lambda resume: resume is not True, "set resume_from_checkpoint=false")
 _ON_RESUME = only_where("resume_from_checkpoint", lambda resume: resume is not False, "set resume_from_checkpoint=true")
 
 
@@ -53,13 +52,19 @@ def _without_control(config: Any) -> Void | None:
     return Void("callbacks.control", add) if config.callbacks.control is None else None
 
 
+def _goes_on(config: Any) -> Void | None:
+    """A run that is gone on with is not overwritten; ``overwrite_output_dir=false`` says just that."""
+    contradicts = config.overwrite_output_dir and config.resume_from_checkpoint is True
+    return Void("resume_from_checkpoint", "set resume_from_checkpoint=false") if contradicts else None
+
+
 @settings
 class RunSettings(Settings):
     """Run-level settings. Steps are optimizer steps, batch sizes are sequences, times are seconds."""
 
     output_dir: str | None = None  # null: outputs/<recipe>/<date>_<time>
     logging_dir: str | None = None  # null: output_dir
-    overwrite_output_dir: Annotated[bool, _FRESH] = False
+    overwrite_output_dir: Annotated[bool, OnlyIf(_goes_on)] = False
     job_id: Annotated[str | None, OnlyIf(_without_control)] = None  # null: job_<time>_<host>_<pid>
 
     max_steps: Annotated[int, Ge(-1)] = -1
