@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import pkgutil
 
 import forgather_cli
 from forgather_cli.launch.processes import collect_less
 
 collect_less()
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the command says so before it imports torch, which comes too late here
 for _name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "hydra", "rich.console"):
     importlib.import_module(_name)
 for _module in pkgutil.walk_packages(forgather_cli.__path__, "forgather_cli."):

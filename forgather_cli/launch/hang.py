@@ -31,6 +31,7 @@ from forgather_cli.launch.stacks import (
     SAVES,
     SILENT,
     WAITS,
+    Collective,
     Standing,
     is_debugged,
     main_thread_stack,
@@ -110,6 +111,8 @@ class HangReport:
         """Seconds without progress at the last look, and of pauses that have ended by themselves."""
         self._next_look_at_store = self._next_try = 0.0
         self._is_reporter = False
+        self._together: list[Collective | None] = []
+        """The collectives that all ranks stood in at the last try, where none of them stood out."""
         self._report: dict[str, object] = {}
         """What hang.json says, while it is true."""
         self._answered: str | None = None
@@ -158,6 +161,10 @@ class HangReport:
         polls = self._rank.stop.polls
         standings = standings_of_all(self._rank)
         if any(self._is_usual(standing) for standing in standings) or self._rank.stop.polls != polls:
+            return
+        together = [standing.collective for standing in standings]
+        if len(together) > 1 and not any(standing.odd for standing in standings) and together != self._together:
+            self._together = together  # all have come to one collective, the end of a save perhaps: does it pass?
             return
         lengths = round(statistics.median(self._lengths), 3) if self._lengths else None
         self._report = {
