@@ -74,6 +74,9 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: flo
         for rank in range(count):
             _pool.ranks[rank][1].send(pickle.dumps((function, args, rank, count, f"{folder}/store", timeout)))
         results, causes, texts = _collect(count, time.monotonic() + timeout)
+        for rank in results.keys() | causes.keys():
+            with contextlib.suppress(OSError):  # one that died
+                _pool.ranks[rank][1].send_bytes(b"all have answered")
     if len(results) < count:
         silent = sorted(set(range(count)) - results.keys() - causes.keys())
         if silent or any(isinstance(cause, ProcessLookupError) for cause in causes.values()):
@@ -115,6 +118,7 @@ def _collect(count: int, deadline: float) -> tuple[dict[int, Any], dict[int, Bas
 def _serve(connection: Connection) -> None:
     """A rank process: run what comes until the connection closes."""
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
@@ -122,6 +126,9 @@ def _serve(connection: Connection) -> None:
             function, args, rank, count, store, timeout = pickle.loads(connection.recv())
             answer = _run(function, args, rank, count, store, timeout)
             connection.send_bytes(pickle.dumps(answer))
+            connection.recv_bytes()  # all have answered: closing its group earlier would cut off who still connects
+            if dist.is_initialized():
+                dist.destroy_process_group()
             del answer
             gc.collect()  # trainers are cycles, and hold groups whose threads add up
             gc.freeze()  # the next look is not at what stays, libraries: 0.5 s
@@ -140,10 +147,10 @@ def _run(function: Callable[..., Any], args: Any, rank: int, count: int, store: 
         dist.barrier()  # a function may be done on one rank while another one still connects
         return None, function(*args), ""
     except BaseException as error:
-        return time.monotonic(), _picklable(error), traceback.format_exc()
-    finally:
+        failed = time.monotonic(), _picklable(error), traceback.format_exc()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # at once: the others then know
+        return failed
 
 
 def _picklable(error: BaseException) -> BaseException:
