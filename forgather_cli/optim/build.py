@@ -44,11 +44,17 @@ class Optimizers(ParameterOptimizer):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         if not isinstance(optimizers, Sequence) or not all(isinstance(o, Optimizer) for o in optimizers):
             raise ConfigError(f"optimizers: got a {type(optimizer).__name__}; give a torch.optim.Optimizer")
-        known = _names(named_parameters)
+        known: dict[nn.Parameter, str] = {}  # the first name of each
+        for name, parameter in named_parameters:
+            known.setdefault(parameter, name)
         groups = [group for o in optimizers for group in o.param_groups]
-        _name_groups(groups)
+        given = [group["name"] for group in groups if "name" in group]
+        if len(set(given)) < len(given):
+            raise ConfigError("optimizers: two parameter groups have the same name; checkpoints need different ones")
         names: dict[nn.Parameter, str] = {}
-        for group in groups:
+        for n, group in enumerate(groups):
+            default = "default" if len(groups) == 1 else f"group_{n}"
+            group.setdefault("name", f"{default}_unnamed" if default in given else default)
             for parameter in group["params"]:
                 if parameter not in known:
                     raise SetupError(
@@ -57,24 +63,6 @@ class Optimizers(ParameterOptimizer):
                     )
                 names[parameter] = known[parameter]
         return cls(optimizers, names)
-
-
-def _names(named_parameters: NamedParameters) -> dict[nn.Parameter, str]:
-    """First name of each parameter."""
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in named_parameters:
-        names.setdefault(parameter, name)
-    return names
-
-
-def _name_groups(groups: list[dict[str, Any]]) -> None:
-    taken = {group["name"] for group in groups if "name" in group}
-    if len(taken) < sum("name" in group for group in groups):
-        raise ConfigError("optimizers: two parameter groups have the same name; checkpoints need different ones")
-    for i, group in enumerate(groups):
-        if "name" not in group:
-            base = "default" if len(groups) == 1 else f"group_{i}"
-            group["name"] = base if base not in taken else f"{base}_unnamed"
 
 
 def build_optimizer(
@@ -92,33 +80,30 @@ def build_optimizer(
     for name in empty_groups(option, assignments):
         if shipped.get(name) != groups[name]:
             log.warning("optimizer.groups.%s.regex: %r matches no free parameter", name, groups[name].regex)
+    together: list[
+        tuple[Any, list[Assignment]]
+    ] = []  # one torch optimizer for a kind, or a _target_ with its arguments
+    for assignment in assignments:
+        key = assignment.option if isinstance(assignment.option, Target) else assignment.kind
+        members = next((members for known, members in together if known == key), None)
+        if members is None:
+            together.append((key, members := []))
+        members.append(assignment)
     with unguarded_construction():
-        optimizers = [_build(members) for members in _by_optimizer(assignments)]
+        optimizers = [_build(members) for _, members in together]
     return Optimizers(optimizers, {p: name for a in assignments for name, p in a.parameters})
 
 
-def _by_optimizer(assignments: list[Assignment]) -> list[list[Assignment]]:
-    """Assignments that one torch optimizer can serve: of one kind; for a ``_target_``, with the same arguments."""
-    buckets: list[list[Assignment]] = []
-    for assignment in assignments:
-        for bucket in buckets:
-            first = bucket[0]
-            targets = isinstance(first.option, Target) or isinstance(assignment.option, Target)
-            if first.option == assignment.option if targets else first.kind == assignment.kind:
-                bucket.append(assignment)
-                break
-        else:
-            buckets.append([assignment])
-    return buckets
-
-
 def _build(assignments: list[Assignment]) -> Optimizer:
+    """The torch optimizer of assignments that one can serve."""
     factory = _factory(assignments[0])
     groups = []
     # torch checks values of arguments, not of groups: let it see every group's settings as arguments
     for assignment in reversed(assignments):  # the default group first: what is wrong there is wrong for all
         if not isinstance(assignment.option, Target):
-            call(factory, _where(assignment), [nn.Parameter(torch.zeros(1, 1))], **assignment.settings)
+            name = assignment.name
+            where = "optimizer" if name.split(".")[0] == "default" else f"optimizer (group {name})"
+            call(factory, where, [nn.Parameter(torch.zeros(1, 1))], **assignment.settings)
     for assignment in assignments:
         settings = assignment.settings | _fused(assignment)
         groups.append({"params": [p for _, p in assignment.parameters], "name": assignment.name, **settings})
@@ -130,11 +115,6 @@ def _build(assignments: list[Assignment]) -> Optimizer:
         )
     unguard_step(optimizer)
     return optimizer
-
-
-def _where(assignment: Assignment) -> str:
-    name = assignment.name
-    return "optimizer" if name.split(".")[0] == "default" else f"optimizer (group {name})"
 
 
 def _factory(assignment: Assignment) -> Callable[..., Any]:

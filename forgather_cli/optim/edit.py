@@ -13,7 +13,8 @@ from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.retention import EDITED, record
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import CheckpointError, ConfigError
-from forgather_cli.optim.groups import Assignment, assign
+from forgather_cli.optim.groups import assign
+from forgather_cli.optim.state import in_schedule, plain
 from forgather_cli.run_dir import run_of
 
 EDITABLE = ("learning_rate", "weight_decay", "optimizer", "lr_scheduler")
@@ -82,7 +83,7 @@ def _with_settings(reader: Reader, config: Config, settings: Mapping[str, Any]) 
     state: dict[str, Any] = reader.state("optimizer")
     groups: dict[str, Any] = state["groups"]
     named = [(name, _Shaped(reader.shape(name))) for group in groups.values() for name in group["parameters"]]
-    assigned: list[Assignment] = assign(
+    assigned = assign(
         config.optimizer,
         named,  # type: ignore[arg-type]
         lr=config.learning_rate,
@@ -94,21 +95,15 @@ def _with_settings(reader: Reader, config: Config, settings: Mapping[str, Any]) 
             f"optimizer: {reader.path} has the groups {', '.join(groups)}, these settings make {', '.join(wanted)} or "
             "put other parameters into them; an edit changes the groups' settings, not the groups"
         )
-    return {**state, "groups": {each.name: _edited(groups[each.name], each) for each in assigned}}
-
-
-def _edited(group: Mapping[str, Any], assigned: Assignment) -> dict[str, Any]:
-    """A group with new settings; its learning rate keeps its place in the schedule."""
-    before: dict[str, Any] = group["settings"]
-    given = {"initial_lr" if key == "lr" else key: _plain(value) for key, value in assigned.settings.items()}
-    changed = {key: value for key, value in given.items() if before.get(key) != value}
-    lr, old, new = float(group["lr"]), before.get("initial_lr"), given.get("initial_lr")
-    if "initial_lr" in changed and new is not None:
-        lr = lr * new / old if old else new
-    overridden = {key: value for key, value in group["changed"].items() if key not in changed}
-    return {**group, "settings": {**before, **changed}, "changed": overridden, "lr": lr}
-
-
-def _plain(value: Any) -> Any:
-    """As a checkpoint holds it."""
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    edited = {}
+    for each in assigned:
+        group = groups[each.name]
+        before: dict[str, Any] = group["settings"]
+        given = {"initial_lr" if key == "lr" else key: plain(value, key) for key, value in each.settings.items()}
+        changed = {key: value for key, value in given.items() if before.get(key) != value}
+        lr = float(group["lr"])
+        if changed.get("initial_lr") is not None:
+            lr = in_schedule(lr, before.get("initial_lr"), changed["initial_lr"])
+        overridden = {key: value for key, value in group["changed"].items() if key not in changed}
+        edited[each.name] = {**group, "settings": {**before, **changed}, "changed": overridden, "lr": lr}
+    return {**state, "groups": edited}

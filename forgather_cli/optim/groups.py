@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,14 +64,6 @@ class ParameterRow:
     """None where the optimizer knows none."""
     state_bytes: int | None
     """Bytes of its optimizer state in the parameter's dtype; None for an optimizer that is not ours."""
-
-
-@dataclass(frozen=True)
-class Description:
-    """Every parameter, tied ones once, and the groups whose regex matches none."""
-
-    parameters: list[ParameterRow]
-    empty_groups: list[str]
 
 
 # ------------------------------------------------------------------------------------------------------- assignment
@@ -153,8 +145,12 @@ def _torch_settings(
     option: OptimizerOption, kind: str, common: dict[str, Any], own: dict[str, Any], where: str
 ) -> dict[str, Any]:
     """The group's keyword arguments of the torch optimizer, in its names."""
-    if isinstance(option, Target):
-        return _target_settings(option, common, own, where)
+    if isinstance(option, Target):  # the user's arguments, and what their optimizer accepts of ours
+        factory = import_target(option.path, "optimizer")
+        for key in own:
+            if not accepts(factory, key):
+                raise ConfigError(f"{where}.{key}: {label(option)} has no such setting; see its signature")
+        return {**option.kwargs, **{key: value for key, value in common.items() if accepts(factory, key)}, **own}
     merged = dataclasses.replace(option, **own)
     if isinstance(merged, AdafactorSettings):
         return {**common, "beta2_decay": merged.beta2_decay, "d": merged.clipping_threshold, "eps": _ADAFACTOR_EPS}
@@ -168,16 +164,6 @@ def _torch_settings(
     return {**common, "momentum": merged.momentum, "nesterov": merged.nesterov}
 
 
-def _target_settings(option: Target, common: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
-    """The user's arguments, and what their optimizer accepts of ours."""
-    factory = import_target(option.path, "optimizer")
-    for key in own:
-        if not accepts(factory, key):
-            raise ConfigError(f"{where}.{key}: {label(option)} has no such setting; see its signature")
-    taken = {key: value for key, value in common.items() if accepts(factory, key)}
-    return {**option.kwargs, **taken, **own}
-
-
 # ------------------------------------------------------------------------------------------------------ description
 
 
@@ -187,12 +173,24 @@ def describe(
     *,
     lr: float,
     weight_decay: float,
-) -> Description:
-    """How every parameter would be trained, in the model's order; builds no optimizer, parameters may be on meta."""
+) -> list[ParameterRow]:
+    """How every parameter would be trained, in the model's order, tied ones once; they may be on meta."""
     parameters = list(_unique(named_parameters))
-    assignments = assign(option, parameters, lr=lr, weight_decay=weight_decay)
-    rows = {name: _row(assignment, name, p) for assignment in assignments for name, p in assignment.parameters}
-    return Description([rows[name] for name, _ in parameters], empty_groups(option, assignments))
+    rows: dict[str, ParameterRow] = {}
+    for assignment in assign(option, parameters, lr=lr, weight_decay=weight_decay):
+        for name, parameter in assignment.parameters:
+            numbers = _state_numbers(assignment, parameter.shape)
+            step = 4 if assignment.kind in ("adamw", "adafactor") else 0  # its counter, of each parameter
+            rows[name] = ParameterRow(
+                name=name,
+                shape=tuple(parameter.shape),
+                group=assignment.name,
+                optimizer=assignment.kind,
+                lr=float(assignment.settings.get("lr", 0.0)),
+                weight_decay=assignment.settings.get("weight_decay"),
+                state_bytes=None if numbers is None else numbers * parameter.element_size() + step,
+            )
+    return [rows[name] for name, _ in parameters]
 
 
 def empty_groups(option: OptimizerOption, assignments: list[Assignment]) -> list[str]:
@@ -201,22 +199,7 @@ def empty_groups(option: OptimizerOption, assignments: list[Assignment]) -> list
     return [name for name in groups_of(option) if not used & {name, f"{name}.muon", f"{name}.adamw"}]
 
 
-def _row(assignment: Assignment, name: str, parameter: nn.Parameter) -> ParameterRow:
-    settings = assignment.settings
-    shape = tuple(parameter.shape)
-    numbers = _state_numbers(assignment, shape)
-    return ParameterRow(
-        name=name,
-        shape=shape,
-        group=assignment.name,
-        optimizer=assignment.kind,
-        lr=float(settings.get("lr", 0.0)),
-        weight_decay=settings.get("weight_decay"),
-        state_bytes=None if numbers is None else numbers * parameter.element_size() + _step_bytes(assignment),
-    )
-
-
-def _state_numbers(assignment: Assignment, shape: tuple[int, ...]) -> int | None:
+def _state_numbers(assignment: Assignment, shape: Sequence[int]) -> int | None:
     """Numbers that the optimizer remembers for a parameter, its step counter aside."""
     numel = math.prod(shape)
     if isinstance(assignment.option, Target):
@@ -226,7 +209,3 @@ def _state_numbers(assignment: Assignment, shape: tuple[int, ...]) -> int | None
     if assignment.kind == "sgd":
         return numel if assignment.settings["momentum"] else 0
     return {"adamw": 2, "muon": 1, "adafactor": 1}[assignment.kind] * numel
-
-
-def _step_bytes(assignment: Assignment) -> int:
-    return 4 if assignment.kind in ("adamw", "adafactor") else 0

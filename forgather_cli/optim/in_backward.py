@@ -39,12 +39,20 @@ class FusedBackward(ParameterOptimizer):
         super().__init__(built.optimizers, built.names)
         self._norms: dict[nn.Parameter, Tensor] = {}
         for optimizer in self.optimizers:
+            # One with the same attributes and the same state dictionary, for groups of its own. Not copy.copy: torch's
+            # __getstate__ drops everything but state, groups and defaults.
+            twin: Optimizer = object.__new__(type(optimizer))
+            twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+            unguard_step(twin)
             for group in optimizer.param_groups:
+                hook = self._hook(twin, group)
                 for parameter in group["params"]:
-                    _attach(parameter, self._hook(optimizer, group))
+                    _detach(parameter)
+                    handle = parameter.register_post_accumulate_grad_hook(hook)
+                    setattr(parameter, _HANDLE, handle)
 
-    def _hook(self, optimizer: Optimizer, group: dict[str, Any]) -> Callable[[Tensor], None]:
-        stepper, owner = _sharing_state(optimizer), weakref.ref(self)
+    def _hook(self, stepper: Optimizer, group: dict[str, Any]) -> Callable[[Tensor], None]:
+        owner = weakref.ref(self)
 
         def step(parameter: Tensor) -> None:
             fused = owner()
@@ -108,25 +116,8 @@ class FusedBackward(ParameterOptimizer):
             _detach(parameter)
 
 
-def _attach(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    _detach(parameter)
-    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    setattr(parameter, _HANDLE, handle)
-
-
 def _detach(parameter: nn.Parameter) -> None:
     handle: RemovableHandle | None = getattr(parameter, _HANDLE, None)
     if handle is not None:
         handle.remove()
         delattr(parameter, _HANDLE)
-
-
-def _sharing_state(optimizer: Optimizer) -> Optimizer:
-    """An optimizer with the same attributes and the same state dictionary, for groups of its own.
-
-    Not ``copy.copy``: torch's ``__getstate__`` drops everything but state, groups and defaults.
-    """
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    unguard_step(twin)
-    return twin

@@ -44,20 +44,19 @@ class Muon(torch.optim.Muon):
         comm = row_group(parameters[0])
         for start in range(0, len(parameters), comm.size()):
             together = parameters[start : start + comm.size()]
-            updates = [self._momentum(p, group) for p in together]
+            updates = []  # this rank's rows before they are orthogonalised, bf16
+            for parameter in together:
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
+                buffer.lerp_(gradient, 1 - group["momentum"])
+                ahead = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+                updates.append(ahead.bfloat16())
             for parameter, update in zip(together, _orthogonalised(updates, together, comm, group), strict=True):
                 lr, rows = float(group["lr"]), local(parameter)
                 rows.mul_(1 - lr * group["weight_decay"])
                 rows.add_(update, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
-
-    def _momentum(self, parameter: Any, group: dict[str, Any]) -> Tensor:
-        """This rank's rows of the update before it is orthogonalised, bf16."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
-        buffer.lerp_(gradient, 1 - group["momentum"])
-        return (gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
 
 def _orthogonalised(
@@ -70,19 +69,14 @@ def _orthogonalised(
     rank, mine = dist.get_rank(comm), [u.numel() for u in updates]
     sizes = mine + [0] * (comm.size() - len(mine))
     own = matrices[rank].shape if rank < len(matrices) else torch.Size((0, 0))
-    rows = [len(range(own[0])[part]) * own[1] for part in _parts(own[0], comm.size())]
+    each = -(-own[0] // comm.size())  # rows are cut as torch.chunk cuts them: the last ranks hold less or none
+    rows = [min(each, max(0, own[0] - n * each)) * own[1] for n in range(comm.size())]
     whole = _exchange(torch.cat([u.flatten() for u in updates]), rows, sizes, comm).view(own)
     if whole.numel():
         options = group["ns_coefficients"], group["ns_steps"], group["eps"]
         whole = _zeropower_via_newtonschulz(whole, *options).contiguous()
     back = _exchange(whole.flatten(), sizes, rows, comm)
     return [part.view_as(u) for part, u in zip(torch.split(back, sizes), updates, strict=False)]
-
-
-def _parts(rows: int, ranks: int) -> list[slice]:
-    """Which rows each rank holds: as ``torch.chunk`` cuts them, the last ranks less or none."""
-    each = -(-rows // ranks)
-    return [slice(rank * each, (rank + 1) * each) for rank in range(ranks)]
 
 
 def _exchange(send: Tensor, receive_sizes: list[int], send_sizes: list[int], comm: Any) -> Tensor:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from forgather_cli.config.schema import (
     ConstantSettings,
@@ -25,25 +28,13 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim import transformers_schedules
-from forgather_cli.optim.torch_schedule import TorchSchedule
+from forgather_cli.optim.state import ParameterOptimizer, in_schedule
 from forgather_cli.targets import call, import_target
 
 log = logging.getLogger(__name__)
 
 Factor = Callable[[int], float]
 """Optimizer steps done -> multiple of the initial learning rate."""
-
-
-class HasGroups(Protocol):
-    """A torch optimizer, or our ``Optimizers``."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-
-
-class HasOptimizers(HasGroups, Protocol):
-    @property
-    def optimizers(self) -> list[Any]: ...
 
 
 # ----------------------------------------------------------------------------------------------------------- shapes
@@ -56,38 +47,61 @@ def schedule_factor(option: SchedulerOption, *, total_steps: int | None) -> Fact
     """
     assert not isinstance(option, Target)
     warmup = _steps(option.warmup_steps, "warmup_steps", total_steps)
+
+    def total() -> int:
+        if total_steps is None:
+            name = option.name if isinstance(option, TransformersScheduleSettings) else option.type
+            raise SetupError(
+                f"lr_scheduler: {name} needs the number of optimizer steps, and the data has no known length; set "
+                "max_steps, or choose lr_scheduler=constant, inverse_sqrt or infinite"
+            )
+        return total_steps
+
     if isinstance(option, TransformersScheduleSettings):
-        return transformers_schedules.factor(option, warmup, lambda: _known(total_steps, option.name))
-    after = _shape(option, warmup, total_steps)
+        return transformers_schedules.factor(option, warmup, total)
+    after = _shape(option, warmup, total)
     return (lambda step: (step + 1) / warmup if step < warmup else after(step)) if warmup else after
 
 
-def _shape(option: Any, warmup: int, total_steps: int | None) -> Factor:
+def _shape(option: Any, warmup: int, total: Callable[[], int]) -> Factor:
+    """What follows the warmup."""
     match option:
         case ConstantSettings():
             return lambda step: 1.0
-        case CosineSettings():
-            return cosine(warmup, _known(total_steps, "cosine"), option.min_lr_ratio)
-        case LinearSettings():
-            return linear(warmup, _known(total_steps, "linear"), option.min_lr_ratio)
+        case CosineSettings(min_lr_ratio=low):
+            # half a cosine from 1 to low; Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5
+            length = total() - warmup
+            return lambda step: low + (1 - low) * _half_cosine(_progress(step, warmup, length))
+        case LinearSettings(min_lr_ratio=low):
+            length = total() - warmup  # a line from 1 to low; transformers, get_linear_schedule_with_warmup
+            return lambda step: 1.0 - (1 - low) * _progress(step, warmup, length)
         case InverseSqrtSettings():
-            return inverse_sqrt(warmup, option.timescale or max(1, warmup))
-        case WSDSettings():
-            total = _known(total_steps, "wsd")
-            decay = _steps(option.decay_steps, "decay_steps", total)
-            return wsd(warmup, total, decay, option.decay_shape, option.min_lr_ratio)
-        case InfiniteSettings():
-            return infinite(warmup, option)
-    raise AssertionError(f"no schedule for {type(option).__name__}")
+            # 1 / sqrt((k - warmup + timescale) / timescale); transformers, get_inverse_sqrt_schedule
+            timescale = option.timescale or max(1, warmup)
+            return lambda step: math.sqrt(timescale / (max(0, step - warmup) + timescale))
+        case WSDSettings(min_lr_ratio=low):
+            # constant, then a decay over the last decay_steps, or as many as the warmup leaves; Hu et al. 2024, arXiv
+            # 2404.06395; sqrt is the 1-sqrt of Hägele et al. 2024, arXiv 2405.18392
+            decay, curve = _steps(option.decay_steps, "decay_steps", total()), _DECAYS[option.decay_shape]
+            start = max(warmup, total() - decay)
+            length = total() - start
+            return lambda step: low + (1 - low) * curve(_progress(step, start, length))
+    assert isinstance(option, InfiniteSettings)
+    # Half a cosine down to a constant that may go on for ever, and a final anneal where one is asked for; Ibrahim et
+    # al. 2024, arXiv 2403.08763. The anneal is a line from the rate at anneal_start_step rather than the paper's
+    # exponential, which cannot reach 0.
+    floor, cooldown = option.constant_lr_ratio, option.cooldown_steps
 
+    def before(step: int) -> float:
+        return floor if cooldown == 0 else floor + (1 - floor) * _half_cosine(_progress(step, warmup, cooldown))
 
-def _known(total_steps: int | None, name: str) -> int:
-    if total_steps is None:
-        raise SetupError(
-            f"lr_scheduler: {name} needs the number of optimizer steps, and the data has no known length; set "
-            "max_steps, or choose lr_scheduler=constant, inverse_sqrt or infinite"
-        )
-    return total_steps
+    if option.anneal_start_step is None:
+        return before
+    begin, end = max(option.anneal_start_step, warmup), option.min_lr_ratio
+    top = before(begin)
+    return lambda step: (
+        before(step) if step < begin else top + (end - top) * _progress(step, begin, option.anneal_steps)
+    )
 
 
 def _steps(value: float, setting: str, total_steps: int | None) -> int:
@@ -113,60 +127,11 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def cosine(warmup: int, total: int, min_ratio: float) -> Factor:
-    """Half a cosine from 1 to ``min_ratio``; Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5."""
-    return lambda step: min_ratio + (1 - min_ratio) * _half_cosine(_progress(step, warmup, total - warmup))
-
-
-def linear(warmup: int, total: int, min_ratio: float) -> Factor:
-    """A line from 1 to ``min_ratio``; transformers, ``get_linear_schedule_with_warmup``."""
-    return lambda step: 1.0 - (1 - min_ratio) * _progress(step, warmup, total - warmup)
-
-
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": _half_cosine,
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-
-
-def wsd(warmup: int, total: int, decay: int, shape: str, min_ratio: float) -> Factor:
-    """Constant, then a decay over the last ``decay`` steps, or as many as the warmup leaves.
-
-    Warmup-stable-decay: Hu et al. 2024, arXiv 2404.06395; ``sqrt`` is the 1-sqrt of Hägele et al. 2024,
-    arXiv 2405.18392.
-    """
-    start = max(warmup, total - decay)
-    curve = _DECAYS[shape]
-    return lambda step: min_ratio + (1 - min_ratio) * curve(_progress(step, start, total - start))
-
-
-def inverse_sqrt(warmup: int, timescale: int) -> Factor:
-    """``1 / sqrt((k - warmup + timescale) / timescale)``; transformers, ``get_inverse_sqrt_schedule``."""
-    return lambda step: math.sqrt(timescale / (max(0, step - warmup) + timescale))
-
-
-def infinite(warmup: int, option: InfiniteSettings) -> Factor:
-    """Half a cosine down to a constant that may go on for ever, and a final anneal where one is asked for.
-
-    Ibrahim et al. 2024, arXiv 2403.08763. The anneal is a line from the rate at ``anneal_start_step``
-    rather than the paper's exponential, which cannot reach 0.
-    """
-    floor, length = option.constant_lr_ratio, option.cooldown_steps
-
-    def before(step: int) -> float:
-        if length == 0:
-            return floor
-        return floor + (1 - floor) * _half_cosine(_progress(step, warmup, length))
-
-    start = option.anneal_start_step
-    if start is None:
-        return before
-    start, end = max(start, warmup), option.min_lr_ratio
-    top = before(start)
-    return lambda step: (
-        before(step) if step < start else top + (end - top) * _progress(step, start, option.anneal_steps)
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- applying
@@ -178,7 +143,7 @@ class Schedule:
     schedulers: tuple[Any, ...] = ()
     """The schedulers of the user's behind this one: none."""
 
-    def __init__(self, optimizers: HasGroups, factor: Factor, last_step: int = 0) -> None:
+    def __init__(self, optimizers: Optimizer | ParameterOptimizer, factor: Factor, last_step: int = 0) -> None:
         self._optimizers = optimizers
         self._factor = factor
         self.last_step = last_step
@@ -215,11 +180,87 @@ class Schedule:
         return TorchSchedule(scheduler if isinstance(scheduler, (list, tuple)) else [scheduler])
 
 
+class TorchSchedule:
+    """Schedulers made elsewhere, torch's or the user's with the same methods: stepped together, one per optimizer."""
+
+    def __init__(self, schedulers: Iterable[Any]) -> None:
+        from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+        self.schedulers: tuple[Any, ...] = tuple(schedulers)
+        for scheduler in self.schedulers:
+            name = type(scheduler).__name__
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise ConfigError(
+                    f"lr_scheduler: {name} steps on a metric, which is not supported; choose one that counts steps"
+                )
+            methods = ("step", "state_dict", "load_state_dict", "get_last_lr")
+            if missing := [method for method in methods if not callable(getattr(scheduler, method, None))]:
+                raise ConfigError(f"lr_scheduler: a {name} has no {', '.join(missing)}; give a torch LR scheduler")
+
+    def step(self) -> None:
+        """Call after the optimizer's step."""
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rate of each group, for the next step."""
+        return [float(lr) for scheduler in self.schedulers for lr in scheduler.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "schedulers": [_plain(scheduler.state_dict()) for scheduler in self.schedulers],
+            "initial_lr": [[float(group["initial_lr"]) for group in _groups(s)] for s in self.schedulers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the saved state; where a group's initial learning rate has changed since, with the new one.
+
+        Torch's schedulers leave the groups alone when they load, so the learning rates are set here.
+        Raises SetupError if the number of schedulers differs.
+        """
+        if len(state["schedulers"]) != len(self.schedulers):
+            raise SetupError(
+                f"lr_scheduler: the checkpoint has {len(state['schedulers'])} schedulers, this run "
+                f"{len(self.schedulers)}; leave scheduler out of resume_components"
+            )
+        for scheduler, saved, saved_rates in zip(
+            self.schedulers, state["schedulers"], state["initial_lr"], strict=True
+        ):
+            base_rates = [(part, list(part.base_lrs)) for part in _tree(scheduler) if hasattr(part, "base_lrs")]
+            scheduler.load_state_dict(saved)
+            for part, rates in base_rates:
+                part.base_lrs = rates
+            for group, lr, before in zip(_groups(scheduler), scheduler.get_last_lr(), saved_rates, strict=False):
+                lr = in_schedule(lr, before, float(group["initial_lr"]))
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
+
+
+def _groups(scheduler: Any) -> list[dict[str, Any]]:
+    """The groups a scheduler sets; none for one that keeps its optimizer elsewhere than torch's do."""
+    found: list[dict[str, Any]] = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    return found
+
+
+def _tree(scheduler: Any) -> list[Any]:
+    """A scheduler and those inside it (SequentialLR, ChainedScheduler)."""
+    return [scheduler, *(inner for child in getattr(scheduler, "_schedulers", ()) for inner in _tree(child))]
+
+
+def _plain(state: Any) -> Any:
+    """Plain dictionaries, as a checkpoint holds them: MultiStepLR counts its milestones in a ``Counter``."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return [_plain(value) for value in state] if isinstance(state, list) else state
+
+
 # --------------------------------------------------------------------------------------------------------- building
 
 
 def build_schedule(
-    option: SchedulerOption, optimizers: HasOptimizers, *, total_steps: int | None
+    option: SchedulerOption, optimizers: ParameterOptimizer, *, total_steps: int | None
 ) -> Schedule | TorchSchedule:
     """The schedule of a config option over ``optimizers``, at step 0.
 

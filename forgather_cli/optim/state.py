@@ -70,12 +70,18 @@ class ParameterOptimizer(ABC):
             if isinstance(value, Tensor):
                 tensors.setdefault(name, []).append(key)
             else:
-                values.setdefault(name, {})[key] = _plain(value, f"optimizer state of {name}.{key}")
-        groups = {
-            group["name"]: self._group_state(optimizer, group)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        }
+                values.setdefault(name, {})[key] = plain(value, f"optimizer state of {name}.{key}")
+        groups: dict[str, Any] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                built, now = self._built[group["name"]], _settings(group)
+                groups[group["name"]] = {
+                    "optimizer": type(optimizer).__name__,
+                    "parameters": [self.names[p] for p in group["params"]],
+                    "settings": built,
+                    "changed": {key: value for key, value in now.items() if key not in built or built[key] != value},
+                    "lr": plain(group["lr"], f"optimizer group {group['name']}: lr"),
+                }
         return {"groups": groups, "tensors": tensors, "values": values}
 
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
@@ -91,16 +97,6 @@ class ParameterOptimizer(ABC):
                 for parameter in group["params"]:
                     for key, value in optimizer.state.get(parameter, {}).items():
                         yield self.names[parameter], str(key), value
-
-    def _group_state(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-        built, now = self._built[group["name"]], _settings(group)
-        return {
-            "optimizer": type(optimizer).__name__,
-            "parameters": [self.names[p] for p in group["params"]],
-            "settings": built,
-            "changed": {key: value for key, value in now.items() if key not in built or built[key] != value},
-            "lr": _plain(group["lr"], f"optimizer group {group['name']}: lr"),
-        }
 
     # ---------------------------------------------------------------------------------------------------- putting back
 
@@ -132,20 +128,15 @@ class ParameterOptimizer(ABC):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    state = self._restored(parameter, group, tensors, groups)
+                    name = self.names[parameter]
+                    keys = groups["tensors"].get(name, ())
+                    state = {key: _placed(key, tensors[f"{name}.{key}"], parameter, group) for key in keys}
+                    state |= groups["values"].get(name, {})
                     if state:
                         optimizer.state[parameter] = state
                     else:
                         optimizer.state.pop(parameter, None)
         return self._load_groups(groups["groups"], hyperparameters)
-
-    def _restored(
-        self, parameter: nn.Parameter, group: dict[str, Any], tensors: Mapping[str, Tensor], saved: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        name = self.names[parameter]
-        keys = saved["tensors"].get(name, ())
-        state: dict[str, Any] = {key: _placed(key, tensors[f"{name}.{key}"], parameter, group) for key in keys}
-        return {**state, **saved["values"].get(name, {})}
 
     def _check(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], trained: set[str]) -> None:
         kinds = {name: group["optimizer"] for group in saved["groups"].values() for name in group["parameters"]}
@@ -192,52 +183,54 @@ class ParameterOptimizer(ABC):
             if name not in self._built and not own.isdisjoint(group["parameters"])
         ]
         for group in self.param_groups:
-            name = group["name"]
+            name, built = group["name"], self._built[group["name"]]
             if name not in saved:
                 lines.append(f"group {name} is new")
-            else:
-                lines += self._load_group(name, group, saved[name], winner)
+                continue
+            settings, take = saved[name]["settings"], dict(saved[name]["changed"])
+            differing = {key: settings[key] for key in built if key in settings and settings[key] != built[key]}
+            for key in _IMPLEMENTATION & differing.keys():
+                del differing[key]
+            for key, before in differing.items():
+                what = f"group {name}: {'learning rate' if key == 'initial_lr' else key}"
+                if winner == "config":
+                    take.pop(key, None)
+                    lines.append(f"{what} was {before} in the checkpoint, is {built[key]} now")
+                else:
+                    take.setdefault(key, before)
+                    lines.append(f"{what} is {before}, as in the checkpoint")
+            if winner == "checkpoint":
+                built.update(differing)
+            for key, value in take.items():
+                if key not in _IMPLEMENTATION:
+                    _assign(group, key, value)
+            lr = in_schedule(float(saved[name]["lr"]), settings.get("initial_lr"), float(group["initial_lr"]))
+            _assign(group, "lr", lr)
         return lines
 
-    def _load_group(self, name: str, group: dict[str, Any], saved: Mapping[str, Any], winner: Winner) -> list[str]:
-        built = self._built[name]
-        keys = [key for key in built if key in saved["settings"] and key not in _IMPLEMENTATION]
-        differing = {key: saved["settings"][key] for key in keys if saved["settings"][key] != built[key]}
-        take = dict(saved["changed"])
-        if winner == "config":
-            take = {key: value for key, value in take.items() if key not in differing}
-        else:
-            built.update(differing)
-            take = {**differing, **take}
-        for key, value in take.items():
-            if key not in _IMPLEMENTATION:
-                _assign(group, key, value)
-        _assign(group, "lr", _lr_in_schedule(saved, group))
-        return [_difference(name, key, before, built[key], winner) for key, before in differing.items()]
 
-
-def _difference(group: str, key: str, saved: Any, now: Any, winner: Winner) -> str:
-    what = f"group {group}: {'learning rate' if key == 'initial_lr' else key}"
-    if winner == "config":
-        return f"{what} was {saved} in the checkpoint, is {now} now"
-    return f"{what} is {saved}, as in the checkpoint"
+def in_schedule(lr: float, before: float | None, now: float) -> float:
+    """A saved learning rate, which keeps its place in the schedule where the initial one was ``before``, is ``now``."""
+    if before == now:
+        return lr
+    return lr * now / before if before else now
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     where = f"optimizer group {group['name']}"
-    return {key: _plain(value, f"{where}: {key}") for key, value in group.items() if key not in _NOT_SETTINGS}
+    return {key: plain(value, f"{where}: {key}") for key, value in group.items() if key not in _NOT_SETTINGS}
 
 
-def _plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str) -> Any:
     """``value`` as JSON holds it, tuples as lists. Raises SetupError naming ``where``."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(item, where) for item in value]
+        return [plain(item, where) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item, where) for key, item in value.items()}
+        return {str(key): plain(item, where) for key, item in value.items()}
     raise SetupError(f"{where} holds a {type(value).__name__}, which cannot be saved; use numbers, strings or lists")
 
 
@@ -248,15 +241,6 @@ def _assign(group: dict[str, Any], key: str, value: Any) -> None:
         now.fill_(value)
     else:
         group[key] = tuple(value) if isinstance(now, tuple) else value
-
-
-def _lr_in_schedule(saved: Mapping[str, Any], group: Mapping[str, Any]) -> float:
-    """The saved learning rate, scaled where the group's initial one has changed."""
-    before, now = saved["settings"].get("initial_lr"), float(group["initial_lr"])
-    lr = float(saved["lr"])
-    if before == now:
-        return lr
-    return lr * now / before if before else now
 
 
 def _placed(key: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:

@@ -42,7 +42,7 @@ def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
         config.optimizer, model.named_parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
     rows = []
-    for row in described.parameters:
+    for row in described:
         kind = next((kind for kind, pattern in _KINDS if re.search(pattern, row.name)), "other")
         rows.append(PlannedParameter(**vars(row), numel=math.prod(row.shape), width=widths[row.name], kind=kind))
     return rows

@@ -199,7 +199,7 @@ def test_experts_count_by_the_share_that_a_token_takes() -> None:
 
 def test_norms_and_embeddings_are_not_decayed() -> None:
     rows = describe(AdamWSettings(), model_of(settings_of("gpt2")).named_parameters(), lr=1e-3, weight_decay=0.1)
-    decayed = {row.name.split(".", 3)[-1] for row in rows.parameters if row.weight_decay}
+    decayed = {row.name.split(".", 3)[-1] for row in rows if row.weight_decay}
     assert decayed == {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"}
 
 
