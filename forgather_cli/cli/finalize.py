@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -68,13 +68,20 @@ def finalize(
     then the result is loaded from disk and compared with the source. Only what passes gets the name DEST; whatever
     goes wrong leaves nothing behind.
     """
-    options = _options(
+    problems = []
+    if dtype is not None and dtype not in _DTYPES:
+        problems.append(f"--dtype: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, got {dtype!r}")
+    if quantize is not None and quantize not in _RECIPES:
+        problems.append(f"--quantize: must be one of {', '.join(_RECIPES)}, got {quantize!r}")
+    if problems:
+        raise ConfigError(problems)
+    options = FinalizeOptions(
         best=best,
         average=average,
-        dtype=dtype,
+        dtype=cast("DtypeName | None", dtype),
         add_tokens=add_tokens,
         chat_template=chat_template,
-        quantize=quantize,
+        quantize=cast("QuantizeRecipe | None", quantize),
         max_divergence=max_divergence,
         text=text,
         trust_config=trust_config,
@@ -93,18 +100,6 @@ def finalize(
     else:
         print_facts(_facts(report))
         typer.echo(f"{dest}: nothing was written (--dry-run)" if dry_run else str(dest))
-
-
-def _options(*, dtype: str | None, quantize: str | None, **others: Any) -> FinalizeOptions:
-    """Raises ConfigError."""
-    problems = []
-    if dtype is not None and dtype not in _DTYPES:
-        problems.append(f"--dtype: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, got {dtype!r}")
-    if quantize is not None and quantize not in _RECIPES:
-        problems.append(f"--quantize: must be one of {', '.join(_RECIPES)}, got {quantize!r}")
-    if problems:
-        raise ConfigError(problems)
-    return FinalizeOptions(dtype=dtype, quantize=quantize, **others)  # type: ignore[arg-type]
 
 
 def _facts(report: dict[str, Any]) -> dict[str, str]:

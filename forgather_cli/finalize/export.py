@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather_cli.checkpoint.files import Range
 from forgather_cli.checkpoint.format import TensorSpec
-from forgather_cli.checkpoint.tensors import Weights, dtype_of, main_dtype, write_weights
+from forgather_cli.checkpoint.tensors import Weights, dtype_of, main_dtype
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.encoding import DTYPES
 from forgather_cli.errors import ModelError
@@ -62,7 +60,15 @@ class Conversion:
         names = [name for name in weights.names if not _LEFT_OUT.search(name)]
         if config.get("tie_word_embeddings") and any(_EMBEDDING.search(name) for name in names):
             names = [name for name in names if name != "lm_head.weight"]
-        self._resized = _vocabulary_tensors(weights, names, config) if vocab.added else set()
+        self._resized: set[str] = set()  # embedding and head: those of their names that have a row for each token
+        if vocab.added:
+            rows = config.get("vocab_size")
+            of_tokens = [name for name in names if weights.spec(name).num_rows == rows]
+            if not any(_EMBEDDING.search(name) for name in of_tokens):
+                raise ModelError(
+                    f"--add-tokens: no tensor of {weights.directory} is known as an embedding of {rows} tokens"
+                )
+            self._resized = {name for name in of_tokens if _EMBEDDING.search(name) or _HEAD.search(name)}
         self.specs: dict[str, TensorSpec] = {}
         for name in names:
             spec = weights.spec(name)
@@ -98,15 +104,6 @@ class Conversion:
         return converted
 
 
-def _vocabulary_tensors(weights: Weights, names: Sequence[str], config: dict[str, Any]) -> set[str]:
-    """Embedding and head: those of their names that have a row for each token."""
-    rows = config.get("vocab_size")
-    found = {name for name in names if _EMBEDDING.search(name) and weights.spec(name).num_rows == rows}
-    if not found:
-        raise ModelError(f"--add-tokens: no tensor of {weights.directory} is known as an embedding of {rows} tokens")
-    return found | {name for name in names if _HEAD.search(name) and weights.spec(name).num_rows == rows}
-
-
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model directory. Raises ModelError where it is missing, damaged, or of a quantized model."""
     path = directory / "config.json"
@@ -125,11 +122,6 @@ def num_positions(config: dict[str, Any]) -> int | None:
     """The longest sequence that a model takes, by the names that config.json has for it; None where it tells none."""
     found = (config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
     return next((value for value in found if isinstance(value, int)), None)
-
-
-def write_plain(directory: Path, tensors: Conversion) -> dict[str, list[Range]]:
-    """Write the weights, one tensor in memory at a time; returns hashed ranges by file."""
-    return write_weights(directory, tensors.specs.values(), tensors)
 
 
 def write_configs(

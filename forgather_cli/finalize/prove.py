@@ -79,32 +79,25 @@ def _measured(
     model: nn.Module, sample: Sample, vocab: int, device: torch.device, rounding: torch.dtype | None = None
 ) -> Measured:
     kept: list[Tensor] = []
-    room = _MAX_KEPT // vocab
-
-    def keep(logits: Tensor) -> None:
-        nonlocal room
-        kept.append(logits[:room].float().cpu().clone())
-        room -= len(kept[-1])
-
+    room, total, count = _MAX_KEPT // vocab, 0.0, 0
     with in_fp32(model, rounding):
-        loss, count = _pass(model, sample, vocab, device, keep)
-    return Measured(loss, count, tuple(kept))
+        for logits, loss, targets in _losses(model, sample, vocab, device):
+            kept.append(logits[:room].float().cpu().clone())
+            room -= len(kept[-1])
+            total, count = total + loss, count + targets
+    return Measured(total / max(count, 1), count, tuple(kept))
 
 
-@torch.no_grad()
-def _pass(
-    model: nn.Module, sample: Sample, vocab: int, device: torch.device, look: Callable[[Tensor], None]
-) -> tuple[float, int]:
-    """(mean loss, targets); ``look`` gets the logits (T, V) of each sequence in turn."""
-    total, count = 0.0, 0
+def _losses(model: nn.Module, sample: Sample, vocab: int, device: torch.device) -> Iterator[tuple[Tensor, float, int]]:
+    """Of each sequence its logits (T, V), the sum of its loss and the number of its targets."""
     for ids, labels in sample.sequences:
-        logits = model_logits(model, {"input_ids": ids.to(device)})[0, :, :vocab]
+        with torch.no_grad():
+            logits = model_logits(model, {"input_ids": ids.to(device)})[0, :, :vocab]
         targets = shifted(labels).to(device)
+        loss = 0.0
         for some, wanted in zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
-            total += float(F.cross_entropy(some.float(), wanted, ignore_index=IGNORED, reduction="sum"))
-        count += int((targets != IGNORED).sum())
-        look(logits)
-    return total / max(count, 1), count
+            loss += float(F.cross_entropy(some.float(), wanted, ignore_index=IGNORED, reduction="sum"))
+        yield logits, loss, int((targets != IGNORED).sum())
 
 
 @contextlib.contextmanager
@@ -117,8 +110,9 @@ def in_fp32(model: nn.Module, rounding: torch.dtype | None = None) -> Iterator[N
     for module in model.modules():
         own = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
         if own and (rounding is not None or any(p.dtype != torch.float32 for p in own.values())):
-            handles.append(module.register_forward_pre_hook(_Widen(own, rounding)))
-            handles.append(module.register_forward_hook(_Restore(own), always_call=True))
+            widen, restore = _swapping(own, rounding)
+            handles.append(module.register_forward_pre_hook(widen))
+            handles.append(module.register_forward_hook(restore, always_call=True))
     try:
         yield
     finally:
@@ -126,22 +120,18 @@ def in_fp32(model: nn.Module, rounding: torch.dtype | None = None) -> Iterator[N
             handle.remove()
 
 
-class _Widen:
-    def __init__(self, own: dict[str, nn.Parameter], rounding: torch.dtype | None) -> None:
-        self._own, self._rounding = own, rounding
+def _swapping(own: dict[str, nn.Parameter], rounding: torch.dtype | None) -> tuple[Callable[..., None], ...]:
+    """Hooks that give a module fp32 copies of its ``own`` weights, and the weights back."""
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        for name, stored in self._own.items():
-            rounded = stored.detach() if self._rounding is None else stored.detach().to(self._rounding)
+    def widen(module: nn.Module, inputs: Any) -> None:
+        for name, stored in own.items():
+            rounded = stored.detach() if rounding is None else stored.detach().to(rounding)
             module._parameters[name] = nn.Parameter(rounded.float(), requires_grad=False)
 
+    def restore(module: nn.Module, inputs: Any, output: Any) -> None:
+        module._parameters.update(own)
 
-class _Restore:
-    def __init__(self, own: dict[str, nn.Parameter]) -> None:
-        self._own = own
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        module._parameters.update(self._own)
+    return widen, restore
 
 
 # ---------------------------------------------------------------------------------------------------------- comparing
@@ -150,23 +140,35 @@ class _Restore:
 def compare_result(directory: Path, reference: Reference, sample: Sample, options: FinalizeOptions) -> dict[str, Any]:
     """Load the result and compare it; the proof for the report. Raises ProofError beyond the bound."""
     model, device, through = load_result(directory)
-    expected = reference.rounded or reference.exact
-    difference = _Difference(expected.logits)
+    largest = 0.0  # NaN where a result is not finite and the source's was
+    total, count, tokens, same, compared = 0.0, 0, 0, 0, 0
+    kept = iter((reference.rounded or reference.exact).logits)
     with in_fp32(model) if options.quantize is None else contextlib.nullcontext():
-        loss, count = _pass(model, sample, reference.vocab, device, difference)
+        for logits, loss, targets in _losses(model, sample, reference.vocab, device):
+            total, count, expected = total + loss, count + targets, next(kept)
+            for some, wanted in zip(logits[: len(expected)].split(_CHUNK), expected.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
+                if not len(wanted):
+                    break  # nothing more was kept of the source
+                actual = some.float().cpu()
+                difference = float((actual - wanted).abs().max())
+                largest = difference if difference > largest or math.isnan(difference) else largest
+                same += int((actual.argmax(-1) == wanted.argmax(-1)).sum())
+            tokens += len(expected)
+            compared += expected.numel()
     del model
     gc.collect()
-    result = Measured(loss, count, ())
+    result = Measured(total / max(count, 1), count, ())
+    rounded = f"the source with its weights rounded to {options.dtype}"
     proof = {
         "sample": sample.origin,
         "tokens": sample.num_tokens,
         "targets": count,
         "loaded_through": through,
         "vocabulary_compared": reference.vocab,
-        "compared_with": _compared(reference, options),
-        "max_logit_difference": difference.largest,
-        "logits_compared": difference.compared,
-        "same_best_token": difference.agreement,
+        "compared_with": "the source" if reference.rounded is None else rounded,
+        "max_logit_difference": largest,
+        "logits_compared": compared,
+        "same_best_token": same / max(tokens, 1),  # share of the positions where both have the same likeliest token
         "perplexity_source": reference.exact.perplexity,
         "perplexity_result": result.perplexity,
         "perplexity_ratio": math.exp(min(result.loss - reference.exact.loss, 700.0)),
@@ -177,21 +179,18 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
     return proof
 
 
-def _compared(reference: Reference, options: FinalizeOptions) -> str:
-    if reference.rounded is not None:
-        return f"the source with its weights rounded to {options.dtype}"
-    return "the source"
-
-
 def _judge(proof: dict[str, Any]) -> None:
     on = proof["bound_on"]
     if not math.isfinite(proof["perplexity_source"]):
         raise ProofError("the source's loss is not finite, so there is nothing to keep to; finalize another checkpoint")
     if proof[on] <= proof["bound"] and math.isfinite(proof["perplexity_result"]):
         return
+    # in as many digits as show that it is above the bound
+    shown = (f"{proof[on]:.{n}g}" for n in range(3 if on == "max_logit_difference" else 4, 18))
+    value = next((text for text in shown if not float(text) <= proof["bound"]), f"{proof[on]}")
     what = {
-        "max_logit_difference": f"a logit differs by {_above(proof, 3)} from {proof['compared_with']}",
-        "perplexity_ratio": f"the perplexity is {_above(proof, 4)} times the source's "
+        "max_logit_difference": f"a logit differs by {value} from {proof['compared_with']}",
+        "perplexity_ratio": f"the perplexity is {value} times the source's "
         f"({proof['perplexity_result']:.5g} for {proof['perplexity_source']:.5g})",
     }[on]
     raise ProofError(
@@ -200,54 +199,11 @@ def _judge(proof: dict[str, Any]) -> None:
     )
 
 
-def _above(proof: dict[str, Any], digits: int) -> str:
-    """What is bounded, in ``digits`` digits, or as many as show that it is above the bound."""
-    value = proof[proof["bound_on"]]
-    shown = (f"{value:.{n}g}" for n in range(digits, 18))
-    return next((text for text in shown if not float(text) <= proof["bound"]), f"{value}")
-
-
-class _Difference:
-    """Takes the result's logits (T, V), sequence by sequence, beside those that were kept of the source."""
-
-    def __init__(self, expected: tuple[Tensor, ...]) -> None:
-        self._expected = iter(expected)
-        self._same = 0
-        self._tokens = 0
-        self.largest = 0.0
-        """Largest absolute difference; NaN where a result is not finite and the source's was."""
-        self.compared = 0
-        """Logits."""
-
-    def __call__(self, logits: Tensor) -> None:
-        expected = next(self._expected)
-        if not len(expected):
-            return
-        for actual, wanted in zip(logits[: len(expected)].split(_CHUNK), expected.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
-            self._take(actual.float().cpu(), wanted)
-        self._tokens += len(expected)
-        self.compared += expected.numel()
-
-    def _take(self, actual: Tensor, expected: Tensor) -> None:
-        largest = float((actual - expected).abs().max())
-        self.largest = largest if largest > self.largest or math.isnan(largest) else self.largest
-        self._same += int((actual.argmax(-1) == expected.argmax(-1)).sum())
-
-    @property
-    def agreement(self) -> float:
-        """Share of the positions where both have the same likeliest token."""
-        return self._same / max(self._tokens, 1)
-
-
 def load_result(directory: Path) -> tuple[nn.Module, torch.device, str]:
     """The model in ``directory`` as others will load it: (model in eval mode, its device, through what)."""
     if importlib.util.find_spec("transformers") is None:
         source = load_located(Located(directory, None, None), dtype=None)
         return source.model, source.device, "Forgather's own reader, as transformers is not installed"
-    return _through_transformers(directory)
-
-
-def _through_transformers(directory: Path) -> tuple[nn.Module, torch.device, str]:
     import transformers
 
     device = pick_device("auto")

@@ -26,6 +26,7 @@ from forgather_cli.checkpoint.tensors import INDEX, SINGLE, Weights, dtype_of
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError, SetupError
+from forgather_cli.finalize.export import read_config, write_json
 from forgather_cli.input_files import read_json_object
 from forgather_cli.models.build import build_model, directory_option
 from forgather_cli.models.decoder import Decoder
@@ -85,8 +86,9 @@ def quantize_directory(
     """
     device = pick_device("auto") if needs_cuda(recipe) else torch.device("cpu")
     check_recipe(recipe, device)
-    config = _read_config(directory)
-    model = _on_meta(directory)
+    config = read_config(directory)
+    with torch.device("meta"):
+        model = build_model(directory_option(directory), vocab_size=1, seq_len=1)
     done = _chosen(model, recipe, group_size, exclude)
     if not done.converted:
         why = "; ".join(f"{name}: {why}" for name, why in list(done.left.items())[:3]) or "it has none"
@@ -100,18 +102,6 @@ def quantize_directory(
     plan = _Plan(configs, torch.bfloat16 if needs_cuda(recipe) else None, device)
     _write(directory, Weights(directory), plan, shard_bytes)
     _write_config(directory, config, stored, plan, list(done.left))
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    config = read_json_object(directory / _CONFIG, ModelError)
-    if config.get("quantization_config") is not None:
-        raise ModelError(f"{directory}: is quantized already; quantize the model that it was made from")
-    return config
-
-
-def _on_meta(directory: Path) -> nn.Module:
-    with torch.device("meta"):
-        return build_model(directory_option(directory), vocab_size=1, seq_len=1)
 
 
 def _chosen(model: nn.Module, recipe: QuantizeRecipe, group_size: int | None, exclude: Iterable[str]) -> Conversion:
@@ -138,16 +128,6 @@ def _tables(model: nn.Module) -> list[str]:
     return [*(name for name, m in embeddings.items() if m.num_embeddings == rows), *heads]
 
 
-def _quantized(weight: Tensor, config: Any) -> Tensor:
-    """``weight`` (out, in) as torchao stores it."""
-    from torchao.quantization import quantize_
-
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    quantize_(nn.Sequential(layer), config)
-    return layer.weight.data
-
-
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
@@ -155,8 +135,16 @@ def _write(directory: Path, weights: Weights, plan: _Plan, shard_bytes: int) -> 
     """New files beside the old ones, which then go."""
     metadata = _metadata(weights, plan)
     old = {directory / name for name in (SINGLE, INDEX)} | set(directory.glob("model-*-of-*.safetensors"))
-    groups = enumerate(_groups(weights, shard_bytes))
-    files = [_write_file(directory, n, names, weights, plan, metadata) for n, names in groups]
+    groups: list[list[str]] = [[]]  # the tensors of each new file: shard_bytes of old ones, or one tensor
+    room = shard_bytes
+    for name in weights.names:
+        size = weights.spec(name).num_bytes
+        if size > room and groups[-1]:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append(name)
+        room -= size
+    files = [_write_file(directory, n, names, weights, plan, metadata) for n, names in enumerate(groups)]
     for path in old:
         path.unlink(missing_ok=True)
     if len(files) == 1:
@@ -168,25 +156,11 @@ def _write(directory: Path, weights: Weights, plan: _Plan, shard_bytes: int) -> 
         (directory / _part(n)).rename(directory / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / INDEX, index)
 
 
 def _part(number: int) -> str:
     return f"quantized-{number}.safetensors"
-
-
-def _groups(weights: Weights, most: int) -> list[list[str]]:
-    """Names of the tensors of each new file: ``most`` bytes of old ones, or one tensor."""
-    groups: list[list[str]] = [[]]
-    room = most
-    for name in weights.names:
-        size = weights.spec(name).num_bytes
-        if size > room and groups[-1]:
-            groups.append([])
-            room = most
-        groups[-1].append(name)
-        room -= size
-    return groups
 
 
 def _write_file(
@@ -203,10 +177,18 @@ def _write_file(
 
 
 def _become(name: str, tensor: Tensor, plan: _Plan) -> Tensor:
+    """``tensor`` as torchao stores it."""
     if plan.dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(plan.dtype)
     config = plan.configs.get(name)
-    return tensor if config is None else _quantized(tensor.to(plan.device), config)
+    if config is None:
+        return tensor
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, device="meta")  # (out, in)
+    layer.weight = nn.Parameter(tensor.to(plan.device), requires_grad=False)
+    quantize_(nn.Sequential(layer), config)
+    return layer.weight.data
 
 
 def _flattened(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -243,7 +225,7 @@ def _write_config(directory: Path, config: dict[str, Any], quantized: Any, plan:
     }
     if plan.dtype is not None:
         config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
-    (directory / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / _CONFIG, config)
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

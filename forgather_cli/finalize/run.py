@@ -19,8 +19,10 @@ import torch
 
 import forgather_cli
 from forgather_cli.checkpoint.files import check_absent, hash_range, new_directory, remove
-from forgather_cli.checkpoint.tensors import Weights
-from forgather_cli.config.schema import Config, QATSettings, QuantizeRecipe
+from forgather_cli.checkpoint.tensors import Weights, write_weights
+from forgather_cli.config.decode import load_saved
+from forgather_cli.config.load import load_untrusted
+from forgather_cli.config.schema import Config, QATSettings
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import DataError
@@ -34,7 +36,6 @@ from forgather_cli.finalize.export import (
     short_name,
     write_configs,
     write_json,
-    write_plain,
 )
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.prove import compare_result, measure_source
@@ -88,8 +89,10 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
     loaded from disk, is not the source's model.
     """
     job = prepare(source, destination, options, say)
-    tensors = job.conversion(job.chosen.located.directory)
-    room = tensors.num_bytes * (1 + bool(options.quantize)) + _bytes(job) * bool(job.chosen.members)
+    stored = job.chosen.located.directory
+    room = job.conversion(stored).num_bytes * (1 + bool(options.quantize))
+    if job.chosen.members:  # their mean is made first
+        room += sum(spec.num_bytes for spec in Weights(stored).specs().values())
     with new_directory(destination, room) as directory:
         report = _made(job, directory, say)
         report["destination"] = str(destination.resolve())
@@ -114,12 +117,12 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
     if options.add_tokens is not None:
         check_new(new_tokens, tokenizer, options.add_tokens)
     vocab = Vocabulary(tokenizer.vocab_size, tokenizer.vocab_size + len(new_tokens))
-    config, untrusted = chosen.config(trust=options.trust_config)
+    config, untrusted, run = None, {}, chosen.located.run
+    if run is not None and options.trust_config:
+        config = load_saved(run.newest_config())
+    elif run is not None:
+        config, untrusted = load_untrusted(run.newest_config())
     return Job(chosen, options, config, untrusted.get("data"), model_config, tokenizer, new_tokens, template, vocab)
-
-
-def _bytes(job: Job) -> int:
-    return sum(spec.num_bytes for spec in Weights(job.chosen.located.directory).specs().values())
 
 
 def describe(job: Job) -> dict[str, Any]:
@@ -155,12 +158,25 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
     ids, stop = _write(job, found, tensors, directory, say)
     remove(directory / _AVERAGE)
     if options.quantize is not None:
+        from forgather_cli.finalize.quantize import quantize_directory
+
         say(f"quantizing with {options.quantize}")
-        _quantize(directory, options.quantize, job.config, say)
+        trained = None if job.config is None else job.config.precision
+        layout: dict[str, Any] = {}
+        if isinstance(trained, QATSettings) and trained.qat_recipe == options.quantize:
+            layout = {"group_size": trained.group_size, "exclude": trained.exclude}  # what the run was trained for
+        elif isinstance(trained, QATSettings):
+            say(f"the run was trained for {trained.qat_recipe}, not for {options.quantize}")
+        quantize_directory(directory, options.quantize, **layout)
     say("loading the result from disk and comparing")
     proof = compare_result(directory, reference, sample, options)
     proof["vocabulary_grew"] = bool(job.vocab.added)
     decoded = load_tokenizer(str(directory))
+    sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}
+    versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in ("transformers", "torchao"):
+        if importlib.util.find_spec(name) is not None:
+            versions[name] = importlib.metadata.version(name)
     return {
         "source": job.chosen.lineage(),
         "model": _model(job, tensors),
@@ -169,8 +185,11 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
         "chat_template": (directory / "chat_template.jinja").is_file(),
         "quantization": options.quantize,
         "proof": proof,
-        "files": _hashes(directory),
-        "versions": _versions(),
+        "files": {
+            path.relative_to(directory).as_posix(): {"bytes": size, "sha256": hash_range(path, 0, size)}
+            for path, size in sizes.items()
+        },
+        "versions": versions,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -186,39 +205,21 @@ def _write(
     ids = add_to_tokenizer(directory, job.new_tokens) if job.new_tokens else {}
     if job.chat_template is not None:
         write_chat_template(directory, job.chat_template)
-    ending = _end_of_turn(job, directory, say)
-    stop = stop_tokens(directory, job.tokenizer, ending)
-    write_plain(directory, tensors)
-    write_configs(directory, job.model_config, dtype=tensors.dtype, vocab=job.vocab, tokenizer=job.tokenizer, stop=stop)
-    return ids, stop
-
-
-def _end_of_turn(job: Job, directory: Path, say: Say) -> str | int | None:
-    """As ``end_of_turn``; a template that the source came with may be one that refuses a plain conversation."""
     try:
         ending = end_of_turn(directory)
     except DataError as error:
         if job.chat_template is not None:
             raise DataError(f"--chat-template: {job.options.chat_template}: {error}") from error
+        # a template that the source came with may be one that refuses a plain conversation
         say(f"{error}; where an answer ends is not known")
-        return None
+        ending = None
     if isinstance(ending, str):
         say(f"the chat template ends a turn with {ending!r}, which is not one token: generation cannot stop there")
         say("add it with --add-tokens")
-    return ending
-
-
-def _quantize(directory: Path, recipe: QuantizeRecipe, config: Config | None, say: Say) -> None:
-    """With the groups and exclusions that the run was trained for, where it was trained for this recipe."""
-    from forgather_cli.finalize.quantize import quantize_directory
-
-    trained = None if config is None else config.precision
-    if isinstance(trained, QATSettings) and trained.qat_recipe == recipe:
-        quantize_directory(directory, recipe, group_size=trained.group_size, exclude=trained.exclude)
-        return
-    if isinstance(trained, QATSettings):
-        say(f"the run was trained for {trained.qat_recipe}, not for {recipe}")
-    quantize_directory(directory, recipe)
+    stop = stop_tokens(directory, job.tokenizer, ending)
+    write_weights(directory, tensors.specs.values(), tensors)  # one tensor in memory at a time
+    write_configs(directory, job.model_config, dtype=tensors.dtype, vocab=job.vocab, tokenizer=job.tokenizer, stop=stop)
+    return ids, stop
 
 
 def _model(job: Job, tensors: Conversion) -> dict[str, Any]:
@@ -230,21 +231,3 @@ def _model(job: Job, tensors: Conversion) -> dict[str, Any]:
         "dtype": short_name(tensors.dtype),
         "vocab_size": job.vocab.rows(vocab),
     }
-
-
-def _hashes(directory: Path) -> dict[str, dict[str, Any]]:
-    """Bytes and SHA-256 of every file that is there."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    sizes = {path: path.stat().st_size for path in paths}
-    return {
-        path.relative_to(directory).as_posix(): {"bytes": size, "sha256": hash_range(path, 0, size)}
-        for path, size in sizes.items()
-    }
-
-
-def _versions() -> dict[str, str]:
-    versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    for name in ("transformers", "torchao"):
-        if importlib.util.find_spec(name) is not None:
-            versions[name] = importlib.metadata.version(name)
-    return versions

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,21 +95,15 @@ def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
         raise DataError("it has no evaluation split")
     if data.tokenizer is not None and data.tokenizer.encode(BUILT_IN) != tokenizer.encode(BUILT_IN):
         raise DataError("its tokenizer is another one than the source's")
-    batches = EvalLoader(data.eval, batch_size=1, device=torch.device("cpu"))
-    sequences = tuple(_bounded(batches, limit))
+    sequences: list[tuple[Tensor, Tensor]] = []
+    left = MAX_TOKENS
+    for batch in EvalLoader(data.eval, batch_size=1, device=torch.device("cpu")):
+        ids, labels = (batch[key][:, : min(limit, left)] for key in ("input_ids", "labels"))
+        if num_targets(labels):
+            sequences.append((ids, labels))
+            left -= ids.shape[1]
+        if left < 2:
+            break
     if not sequences:
         raise DataError("its evaluation split has no targets")
-    return Sample(sequences, "the run's evaluation split")
-
-
-def _bounded(batches: Iterable[dict[str, Any]], limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sequences with targets until there are ``MAX_TOKENS``."""
-    left = MAX_TOKENS
-    for batch in batches:
-        ids, labels = (batch[key][:, : min(limit, left)] for key in ("input_ids", "labels"))
-        if not num_targets(labels):
-            continue
-        yield ids, labels
-        left -= ids.shape[1]
-        if left < 2:
-            return
+    return Sample(tuple(sequences), "the run's evaluation split")

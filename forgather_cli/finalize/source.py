@@ -11,9 +11,6 @@ from typing import Any
 from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_of, last_checkpoints
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import NAME
-from forgather_cli.config.decode import load_saved
-from forgather_cli.config.load import load_untrusted
-from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.input_files import read_json_object
@@ -21,6 +18,7 @@ from forgather_cli.run_dir import RunDir, run_of
 from forgather_cli.source import Located, locate
 
 REPORT = "finalize_report.json"
+_TRAINING = ("learning_rate", "weight_decay", "global_batch_size", "seed", "precision", "optimizer", "lr_scheduler")
 
 
 @dataclass(frozen=True)
@@ -32,13 +30,6 @@ class Chosen:
     members: tuple[Path, ...] = ()
     """Checkpoints to average, oldest first; empty for one model."""
 
-    def config(self, *, trust: bool) -> tuple[Config | None, dict[str, str]]:
-        """Of the run that the model comes from; without ``trust`` less what runs code, by group (``config.load``)."""
-        run = self.located.run
-        if run is None:
-            return None, {}
-        return (load_saved(run.newest_config()), {}) if trust else load_untrusted(run.newest_config())
-
     def model(self, directory: Path) -> Located:
         """The model itself; an average is made in ``directory``, which must not exist."""
         if not self.members:
@@ -49,10 +40,16 @@ class Chosen:
     def lineage(self) -> dict[str, Any]:
         """Where the model comes from, for report and README."""
         reader, run = self.located.reader, self.located.run
+        lineage: dict[str, Any]
         if reader is None:
-            return {"kind": "model directory", "path": str(self.located.directory.resolve()), **self._carried()}
+            lineage = {"kind": "model directory", "path": str(self.located.directory.resolve())}
+            for path in (self.located.directory / REPORT, self.located.directory / PROVENANCE):
+                if path.exists():  # what the directory says of its own origin
+                    document = read_json_object(path)
+                    return {**lineage, "made_from": document.get("source", document)}
+            return lineage
         manifest = reader.manifest
-        lineage: dict[str, Any] = {
+        lineage = {
             "kind": "average" if self.members else "checkpoint",
             "path": str(reader.path.resolve()),
             "run": None if run is None else str(run.root),
@@ -64,31 +61,17 @@ class Chosen:
             "metrics": dict(manifest.metrics),
             "versions": dict(manifest.versions),
             "manifest_sha256": hashlib.sha256((reader.path / NAME).read_bytes()).hexdigest(),
-            **_settings(reader),
         }
+        if "identity" in reader.components():
+            identity = reader.state("identity")
+            config = identity.get("config") or {}
+            lineage |= {
+                "data": identity.get("data"),
+                "training": {key: config[key] for key in _TRAINING if key in config},
+            }
         if self.members:
             lineage["members"] = [str(path.resolve()) for path in self.members]
         return lineage
-
-    def _carried(self) -> dict[str, Any]:
-        """What the model directory itself says of its own origin."""
-        for name in (REPORT, PROVENANCE):
-            path = self.located.directory / name
-            if path.exists():
-                document = read_json_object(path)
-                return {"made_from": document.get("source", document)}
-        return {}
-
-
-def _settings(reader: Reader) -> dict[str, Any]:
-    """What the checkpoint says of data and training."""
-    if "identity" not in reader.components():
-        return {}
-    identity = reader.state("identity")
-    config = identity.get("config") or {}
-    kept = ("learning_rate", "weight_decay", "global_batch_size", "seed", "precision", "optimizer", "lr_scheduler")
-    training = {key: config[key] for key in kept if key in config}
-    return {"data": identity.get("data"), "training": training}
 
 
 def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -> Chosen:
@@ -100,30 +83,21 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
     run = RunDir(source)
     if not run.checkpoints.is_dir():
         given = "--best" if options.best else "--average"
+        inside = run_of(source)
         raise ConfigError(
-            f"{given}: chooses among the checkpoints of a run, but {source} is not a run's directory; "
-            f"{_remedy(source, given)}"
+            f"{given}: chooses among the checkpoints of a run, but {source} is not a run's directory; leave {given} out"
+            + ("" if inside is None else f", or give {inside.root}")
         )
     if options.best:
-        best = _best(run)
+        best = best_valid(run)
+        if best is None:
+            raise SetupError(
+                f"--best: no whole and healthy checkpoint of {run.root} has the metric the run was judged by; train "
+                "with evaluation (eval_strategy=steps), or leave --best out"
+            )
         return Chosen(Located(best.path / "model", best, run_of(best.path)))
     assert options.average is not None
     members = last_checkpoints(run, options.average)
     enough_of(run, members, options.average, "--average", say)
     newest = Reader(members[-1])
     return Chosen(Located(newest.path / "model", newest, run_of(newest.path)), tuple(members))
-
-
-def _remedy(source: Path, given: str) -> str:
-    run = run_of(source)
-    return f"leave {given} out" + ("" if run is None else f", or give {run.root}")
-
-
-def _best(run: RunDir) -> Reader:
-    best = best_valid(run)
-    if best is None:
-        raise SetupError(
-            f"--best: no whole and healthy checkpoint of {run.root} has the metric the run was judged by; train with "
-            "evaluation (eval_strategy=steps), or leave --best out"
-        )
-    return best
