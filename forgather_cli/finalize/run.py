@@ -117,7 +117,9 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
     if options.add_tokens is not None:
         check_new(new_tokens, tokenizer, options.add_tokens)
     vocab = Vocabulary(tokenizer.vocab_size, tokenizer.vocab_size + len(new_tokens))
-    config, untrusted, run = None, {}, chosen.located.run
+    config: Config | None = None
+    untrusted: dict[str, str] = {}
+    run = chosen.located.run
     if run is not None and options.trust_config:
         config = load_saved(run.newest_config())
     elif run is not None:
