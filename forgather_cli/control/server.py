@@ -1,22 +1,23 @@
 """The HTTP endpoint of one job. Whatever clients do, or fail to do, training goes on and its files stay what they are.
 
-One thread reads all connections and h11 speaks the protocol; what may be answered gets a thread of its own, since an
-answer may wait for a slow disk. A connection serves one request. Nothing that a client sends becomes part of a path.
+One thread runs an event loop with a task for each connection, and h11 speaks the protocol; what may be answered gets a
+thread of its own, since an answer may wait for a slow disk. A connection serves one request. Nothing that a client
+sends becomes part of a path.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hmac
 import ipaddress
 import json
 import logging
-import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,13 +32,16 @@ log = logging.getLogger(__name__)
 
 PORTS = range(8900, 9000)
 MAX_BODY = 4096  # bytes; a command has fewer than 100
-MAX_CLIENTS = 64  # connections read at once; one more drops the oldest, those without the token first
-MAX_ANSWERS = 16  # requests answered at once; further ones are told to come back
+MAX_CLIENTS = 64  # connections at once; one more drops the oldest, those without the token first
+MAX_ANSWERS = 16  # requests answered at once, fewer than clients; further ones are told to come back
 DEADLINE = 10.0  # seconds that a client gets for all it has to send, and as many to take its answer
-_LINGER = 2.0  # seconds a refused client may go on sending: closed on unread bytes, the system drops the answer too
+_LINGER = 2.0  # seconds a client may go on sending after its answer
 _ACCEPT_PAUSE = 0.1  # seconds, after a connection could not be taken (no file descriptors left)
+_STRANGER, _ADMITTED, _ANSWERED = range(3)  # the higher, the later a client is dropped
 
 Document = dict[str, Any]
+Answer = tuple[int, bytes, dict[str, str]]
+"""HTTP status, JSON, headers."""
 
 
 class ControlServer:
@@ -61,113 +65,98 @@ class ControlServer:
         self._host, self._token = host, token
         self._listener = _listen(host, ports)
         self.port = int(self._listener.getsockname()[1])
-        self._wake, self._waker = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._clients: list[_Client] = []  # the oldest first
-        self._places = threading.BoundedSemaphore(MAX_ANSWERS)
-        self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
-        self._thread.start()
+        self._clients: dict[asyncio.Task[None], _Client] = {}  # the oldest first
+        self._closed = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept())
+        threading.Thread(target=self._run, name="control", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening. Answers under way go on in their threads. Twice is as good as once."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b"!")  # to close it would not do, where data workers have inherited it
-        self._thread.join(5.0)
+        if not self._closed.is_set():
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
+            self._closed.wait(5.0)
 
-    # ---------------------------------------------------------------------------------------------- the server's thread
-
-    def _serve(self) -> None:
+    def _run(self) -> None:
         try:
-            while True:
-                until = min((client.until for client in self._clients), default=None)
-                found = self._selector.select(None if until is None else max(0.0, until - time.monotonic()))
-                keys = sorted((key for key, _ in found), key=lambda key: key.fileobj is self._listener)
-                for key in keys:  # those who are there come before new ones
-                    if key.fileobj is self._wake:
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._read(key.data)
-                now = time.monotonic()
-                for client in [each for each in self._clients if each.until <= now]:
-                    self._drop(client)
+            self._loop.run_until_complete(self._accepting)
+        except asyncio.CancelledError:  # by close
+            pass
         except Exception as error:  # the edge of the thread
             log.error("control: the server ended (%s: %s); training goes on", type(error).__name__, error)
         finally:
-            for client in list(self._clients):
-                self._drop(client)
-            self._selector.close()
-            for each in (self._listener, self._wake, self._waker):
-                _close(each)
+            self._loop.close()
 
-    def _accept(self) -> None:
-        try:
-            connection = self._listener.accept()[0]
-        except (BlockingIOError, ConnectionAbortedError):  # gone again
-            return
-        except OSError:  # it still waits: without a pause this would be tried again at once
-            time.sleep(_ACCEPT_PAUSE)
-            return
-        connection.setblocking(False)
-        if len(self._clients) >= MAX_CLIENTS:  # min finds the first of equals
-            self._drop(min(self._clients, key=lambda each: each.admitted))
-        client = _Client(connection)
-        self._clients.append(client)
-        self._selector.register(connection, selectors.EVENT_READ, client)
-        self._read(client)  # a client at work has sent its request by now, and thus cannot be kept out by silent ones
+    # ------------------------------------------------------------------------------------------------- the event loop
 
-    def _read(self, client: _Client) -> None:
+    async def _accept(self) -> None:
+        """Take connections until this task is cancelled; then only those that are being answered are seen to their end.
+
+        Sockets are used directly: asyncio's streams would take a hundred connections before they read from the first.
+        """
         try:
-            data = client.connection.recv(65536)
-            if client.refused:
-                if not data:
-                    self._drop(client)
-                return
+            while True:
+                try:
+                    connection, _ = await self._loop.sock_accept(self._listener)
+                except OSError:  # it still waits: without a pause this would be tried again at once
+                    await asyncio.sleep(_ACCEPT_PAUSE)
+                    continue
+                if len(self._clients) >= MAX_CLIENTS:
+                    dropped, _ = min(self._clients.items(), key=lambda item: item[1].standing)  # the first of equals
+                    del self._clients[dropped]
+                    dropped.cancel()
+                client = _Client(connection)
+                self._clients[self._loop.create_task(self._serve(client))] = client
+                # a client at work has sent its request by now: it is read before others come, so no crowd keeps it out
+                await asyncio.sleep(0)
+        finally:
+            _close(self._listener)
+            self._closed.set()
+            for task, client in self._clients.items():
+                if client.standing != _ANSWERED:
+                    task.cancel()
+            if self._clients:
+                await asyncio.wait([*self._clients], timeout=2 * DEADLINE)
+
+    async def _serve(self, client: _Client) -> None:
+        """A connection's request, its answer, and the end of what it still sends."""
+        try:
             try:
-                client.http.receive_data(data)
-                self._advance(client)
-                return
+                async with asyncio.timeout(DEADLINE):
+                    await self._receive(client)
+                answer = await self._answer(client)
             except h11.RemoteProtocolError as error:  # among them a body that ends before its Content-Length
-                refused = _Refused(error.error_status_hint, f"this is no HTTP request: {error}")
-            except _Refused as error:
-                refused = error
-            client.send(refused.status, _json(refused.document), refused.headers)
+                answer = _Refused(error.error_status_hint, f"this is no HTTP request: {error}").answer
+            except _Refused as refused:
+                answer = refused.answer
+            async with asyncio.timeout(DEADLINE):
+                await self._loop.sock_sendall(client.connection, client.message(answer))
+            client.standing = _STRANGER
             client.connection.shutdown(socket.SHUT_WR)
-            client.refused, client.admitted, client.until = True, False, time.monotonic() + _LINGER
-        except BlockingIOError:
-            return
-        except (OSError, h11.ProtocolError):
-            self._drop(client)
+            async with asyncio.timeout(_LINGER):  # closed on unread bytes, the system drops the answer too
+                while await self._loop.sock_recv(client.connection, 65536):
+                    pass
+        except Exception as error:  # it was too slow, is gone, or no thread could be started
+            log.debug("control: %s: %s", type(error).__name__, error)
+        finally:
+            self._clients.pop(asyncio.current_task(self._loop), None)  # type: ignore[arg-type]
+            _close(client.connection)
 
-    def _advance(self, client: _Client) -> None:
-        """Go on with a request as far as it has arrived; a whole one is answered. Raises _Refused, ProtocolError."""
-        while (event := client.http.next_event()) is not h11.NEED_DATA:
-            if isinstance(event, h11.Request):
+    async def _receive(self, client: _Client) -> None:
+        """Read a whole request. Raises _Refused, ProtocolError, and OSError for one that nobody has asked."""
+        while not isinstance(event := client.http.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                client.http.receive_data(await self._loop.sock_recv(client.connection, 65536))
+            elif isinstance(event, h11.Request):
                 client.request = event
                 self._check_sender({name.decode(): value.decode("latin-1") for name, value in event.headers})
-                client.admitted = True
+                client.standing = _ADMITTED
             elif isinstance(event, h11.Data):
                 client.body += event.data
                 if len(client.body) > MAX_BODY:
                     raise _Refused(413, f"a request has at most {MAX_BODY} bytes")
-            elif isinstance(event, h11.EndOfMessage):
-                if not self._places.acquire(blocking=False):
-                    raise _Refused(503, "too many requests at once; ask again", {"Retry-After": "1"})
-                self._forget(client)
-                client.connection.settimeout(DEADLINE)
-                try:
-                    threading.Thread(target=self._answer, args=(client,), name="control answer", daemon=True).start()
-                except RuntimeError as error:  # no thread could be started
-                    self._places.release()
-                    _close(client.connection)
-                    log.debug("control: %s", error)
-                return
-            else:  # closed before it asked for anything
-                self._drop(client)
-                return
+            else:
+                raise ConnectionAbortedError("closed before it asked for anything")
 
     def _check_sender(self, headers: Mapping[str, str]) -> None:
         """The token comes first, whatever path or method it is for. Raises _Refused."""
@@ -180,47 +169,38 @@ class ControlServer:
             )
         if "origin" in headers:  # pages of any site may send to this machine; without a token nothing else helps
             raise _Refused(403, "browsers are not served")
-        if self._token is None and not self._is_named(headers.get("host", "")):
+        if self._token is None:  # a page whose own name leads here (DNS rebinding) names itself, not this machine
+            with contextlib.suppress(ValueError):
+                name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+                here = name in {"localhost", self._host.lower(), socket.gethostname().lower()}
+                if here or ipaddress.ip_address(name):
+                    return
             raise _Refused(403, "the Host header names another machine; address the job by IP address or host name")
 
-    def _is_named(self, host: str) -> bool:
-        """True for this machine's names and addresses: a page whose own name leads here (DNS rebinding) has another."""
-        with contextlib.suppress(ValueError):
-            name = urlsplit(f"//{host}").hostname or ""
-            if name in {"localhost", self._host.lower(), socket.gethostname().lower()}:
-                return True
-            return bool(ipaddress.ip_address(name))
-        return False
-
-    def _forget(self, client: _Client) -> None:
-        self._clients.remove(client)
-        self._selector.unregister(client.connection)
-
-    def _drop(self, client: _Client) -> None:
-        self._forget(client)
-        _close(client.connection)
+    async def _answer(self, client: _Client) -> Answer:
+        """What a thread of its own makes of a request. Raises _Refused."""
+        if sum(each.standing == _ANSWERED for each in self._clients.values()) >= MAX_ANSWERS:
+            raise _Refused(503, "too many requests at once; ask again", {"Retry-After": "1"})
+        client.standing = _ANSWERED
+        answer: Future[Answer] = Future()
+        work = threading.Thread(target=lambda: answer.set_result(self._result_of(client)), name="control answer")
+        work.daemon = True
+        work.start()
+        return await asyncio.wrap_future(answer)
 
     # ------------------------------------------------------------------------------------------------- answers' threads
 
-    def _answer(self, client: _Client) -> None:
+    def _result_of(self, client: _Client) -> Answer:
         assert client.request is not None
         method, target = client.request.method.decode(), client.request.target.decode()
-        headers: dict[str, str] = {}
         try:
             status, document = self._result(method, target.partition("?")[0].strip("/").split("/"), bytes(client.body))
-            content = _json(document)
+            return status, _json(document), {}
         except _Refused as refused:
-            status, content, headers = refused.status, _json(refused.document), refused.headers
+            return refused.answer
         except Exception as error:  # the edge of the thread
             log.debug("control: %s %s failed", method, target, exc_info=True)
-            status, content = 500, _json({"error": f"{type(error).__name__}: {error}"})
-        try:
-            client.send(status, content, headers)
-        except OSError as error:
-            log.debug("control: %s %s: %s", method, target, error)
-        finally:
-            _close(client.connection)
-            self._places.release()
+            return 500, _json({"error": f"{type(error).__name__}: {error}"}), {}
 
     def _result(self, method: str, path: list[str], body: bytes) -> tuple[int, Document]:
         """(HTTP status, document) for a client that may ask. Raises _Refused."""
@@ -260,28 +240,27 @@ class _Client:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.http = connection, h11.Connection(h11.SERVER)
-        self.until = time.monotonic() + DEADLINE
+        self.standing = _STRANGER
         self.request: h11.Request | None = None
-        self.admitted = False  # its headers are there, and it may ask
-        self.refused = False  # it has its answer, and may still be sending
         self.body = bytearray()
 
-    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        """Raises OSError."""
+    def message(self, answer: Answer) -> bytes:
+        """An answer as it is sent: in one packet, since a second small one would wait for the first one's receipt."""
+        status, content, headers = answer
         about = {"Content-Type": "application/json", "Content-Length": str(len(content)), "Connection": "close"}
-        message = self.http.send(
+        message: bytes = self.http.send(
             h11.Response(status_code=status, reason=HTTPStatus(status).phrase, headers=[*(about | headers).items()])
         )
         if self.request is None or self.request.method != b"HEAD":
             message += self.http.send(h11.Data(data=content))
-        self.connection.sendall(message)  # in one packet: a second small one would wait for the first one's receipt
+        return message
 
 
 class _Refused(Exception):
     """A request that is answered with an error."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None, **details: Any) -> None:
-        self.status, self.headers, self.document = status, headers or {}, {"error": message, **details}
+        self.answer: Answer = (status, _json({"error": message, **details}), headers or {})
         super().__init__(message)
 
 
