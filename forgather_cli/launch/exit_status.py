@@ -6,6 +6,7 @@ import json
 import shlex
 import signal
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -13,7 +14,14 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
-from forgather_cli.errors import SetupError
+from forgather_cli.errors import (
+    CallbackError,
+    ConfigError,
+    DivergenceError,
+    ForgatherError,
+    OutOfMemoryError,
+    SetupError,
+)
 from forgather_cli.input_files import open_file, parse_json, read_json_object, write_whole
 from forgather_cli.run_dir import RunDir
 
@@ -116,6 +124,27 @@ class ExitStatus:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an exit status: {text!r}") from error
         return cls(**{**known, "kind": Kind(known["kind"]), "problems": tuple(known["problems"])})
+
+
+def from_error(rank: int, error: BaseException) -> ExitStatus:
+    """What an error says that needs no other rank's failure to explain it; Ctrl-C in a script is one."""
+    if isinstance(error, KeyboardInterrupt):
+        return ExitStatus(rank, Kind.CUT, 128 + signal.SIGINT, "KeyboardInterrupt")
+    if not isinstance(error, ForgatherError):
+        text = "".join(traceback.format_exception(error))
+        return ExitStatus(rank, Kind.ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=text)
+    users = error.__cause__ if isinstance(error, CallbackError) else None  # who will want to mend it
+    return ExitStatus(
+        rank,
+        Kind.MISTAKE,
+        error.exit_code,
+        str(error),
+        problems=tuple(error.problems) if isinstance(error, ConfigError) else (),
+        traceback="".join(traceback.format_exception(users)) if users else "",
+        diverged=isinstance(error, DivergenceError),
+        batch=error.batch if isinstance(error, OutOfMemoryError) else None,
+        smaller_batch=error.smaller_batch if isinstance(error, OutOfMemoryError) else None,
+    )
 
 
 def done(rank: int, reason: str = "done") -> ExitStatus:

@@ -8,10 +8,9 @@ import time
 import traceback
 from typing import IO, cast
 
-from forgather_cli.errors import CallbackError, ConfigError, DivergenceError, ForgatherError, OutOfMemoryError
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.error_report import report_failure
-from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind, first_cause, killed, told
+from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind, first_cause, from_error, killed, told
 from forgather_cli.launch.rendezvous import within
 from forgather_cli.launch.signals import end_process
 from forgather_cli.launch.stacks import standing_at
@@ -28,21 +27,9 @@ def status_of(rank: RankContext, error: BaseException) -> ExitStatus:
     """The exit status that an error means; one that comes of another rank's failure names that, if it gets known."""
     number = rank.place.rank
     broken = _broken_connection(error) if rank.place.size > 1 else None
-    if broken is None and isinstance(error, ForgatherError):
-        users = error.__cause__ if isinstance(error, CallbackError) else None  # who will want to mend it
-        return ExitStatus(
-            number,
-            Kind.MISTAKE,
-            error.exit_code,
-            str(error),
-            problems=tuple(error.problems) if isinstance(error, ConfigError) else (),
-            traceback=_text(users) if users else "",
-            diverged=isinstance(error, DivergenceError),
-            batch=error.batch if isinstance(error, OutOfMemoryError) else None,
-            smaller_batch=error.smaller_batch if isinstance(error, OutOfMemoryError) else None,
-        )
     if broken is None:
-        return ExitStatus(number, Kind.ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=_text(error))
+        return from_error(number, error)
+    text = "".join(traceback.format_exception(error))
     too_long = bool(_TOO_LONG.search(str(broken)))
     cause = known_cause(rank, patience=0.0 if too_long else _HEARSAY)
     if cause is not None:
@@ -50,14 +37,10 @@ def status_of(rank: RankContext, error: BaseException) -> ExitStatus:
     if too_long:
         where = standing_at(traceback.extract_tb(error.__traceback__))
         message = f"hang_timeout passed in a collective: rank {number} stands at {where}"
-        return ExitStatus(number, Kind.WAITED, FAILED, message, traceback=_text(error))
+        return ExitStatus(number, Kind.WAITED, FAILED, message, traceback=text)
     reason = (str(broken).splitlines() or [type(broken).__name__])[0]
     message = f"rank {number} lost the connection to another rank ({reason})"
-    return ExitStatus(number, Kind.LOST, FAILED, message, traceback=_text(error))
-
-
-def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+    return ExitStatus(number, Kind.LOST, FAILED, message, traceback=text)
 
 
 def _broken_connection(error: BaseException) -> BaseException | None:

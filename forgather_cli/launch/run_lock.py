@@ -9,14 +9,14 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import SetupError
 from forgather_cli.input_files import write_whole
-from forgather_cli.launch.exit_status import newest_step
+from forgather_cli.launch.exit_status import MISTAKE, ExitStatus, Kind, newest_step, write_exit_record
 from forgather_cli.run_dir import RunDir
 
 _HIDDEN = ".before-"
@@ -26,95 +26,130 @@ _PACKAGES = ("forgather", "torch", "hydra-core", "omegaconf", "safetensors", "to
 class RunLock:
     """A run directory that this process alone may write, inside ``with`` or until it ends.
 
-    ``undo`` puts the directory back as it was found; files of others are never touched.
+    What is changed before training notes how to undo it: by renames and cuts, which need no room on the disk. Files of
+    others are never touched.
     """
 
     def __init__(self, root: Path) -> None:
         """Make and lock the directory. Raises SetupError if it cannot be made or another job holds it."""
-        self.run = RunDir(root)
-        self._before: dict[Path, bytes | None] = {}
-        self._hidden: list[tuple[Path, Path]] = []
-        self._made = [path for path in (root, *root.parents) if not path.exists()]  # innermost first
+        self.run = run = RunDir(root)
+        self._undo = ExitStack()
+        self._changed: set[Path] = set()
+        made = [path for path in (root, *root.parents) if not path.exists()]  # innermost first
         try:
             with _writing(root, "created"):
                 root.mkdir(parents=True, exist_ok=True)
-            self._lock = _take_lock(self.run)
+            self._lock = _take_lock(run)
         except SetupError:
-            if self._made:  # else the lock may be another job's
+            if made:  # else the lock may be another job's
                 with suppress(OSError):
-                    self.run.lock.unlink()
-            _remove_empty(self._made)
+                    run.lock.unlink()
+            _remove_empty(*made)
             raise
+        if made:
+            self._undo.callback(_remove_empty, *made[1:])
+            self._undo.callback(shutil.rmtree, root, ignore_errors=True)
+        for directory in (run.logs, run.checkpoints):
+            self._undo.callback(_remove_empty, directory)
+        self._undo.callback(run.secret.unlink, missing_ok=True)
         with _writing(root):
-            _restore_overwritten(self.run)
-            forget_hidden(self.run)
+            _restore_overwritten(run)
+            _forget_hidden(run)
         self._traces = self._training_traces()
+
+    def prepare(self, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool, ranks: int = 1) -> Path:
+        """Refuse or empty a used directory and write what is started; returns the config file of this start.
+
+        ``ranks`` have logs of their own here.
+
+        Raises SetupError for a used directory that is neither to be overwritten nor gone on with, and for one that
+        cannot be written.
+        """
+        run = self.run
+        if run.is_used() and not (resume or overwrite):
+            raise SetupError(
+                f"output_dir: {run.root} already holds a run; go on with it by resume_from_checkpoint=true, "
+                "or delete it by overwrite_output_dir=true"
+            )
+        with _writing(run.root):
+            if run.is_used() and overwrite:
+                self._set_aside()
+            for log in map(run.rank_log, range(ranks)):
+                if log.exists():  # it is appended to
+                    self._undo.callback(os.truncate, log, log.stat().st_size)
+                else:
+                    self._undo.callback(log.unlink, missing_ok=True)
+            if ranks:
+                run.logs.mkdir(exist_ok=True)
+                run.rank_log(0).touch()
+            later = run.later_starts()
+            if resume and run.config.exists():
+                path = run.later_config(max([0, *later]) + 1)
+                self.write(path, tree_text)
+            else:
+                path = run.config
+                self.write(path, tree_text)
+                for n in later:
+                    self._hide(run.later_config(n))
+                self.write(run.origin, _yaml({**origin, "versions": versions()}))
+            self._hide(run.exit)
+        return path
 
     def write(self, path: Path, text: str) -> None:
         """Write a file of the run that ``undo`` takes back: whole or not at all, since a later start reads it."""
-        self.remember(path)
         with _writing(self.run.root):
+            self._hide(path)
             write_whole(path, text)
 
-    def remember(self, path: Path) -> None:
-        """Note what is at ``path`` now, for ``undo``."""
-        self._before.setdefault(path, path.read_bytes() if path.is_file() else None)
-
-    def hide(self, path: Path) -> None:
-        """Take a file away until ``undo`` puts it back. Needs no room on the disk, neither now nor then."""
+    def _hide(self, path: Path) -> None:
+        """Take a file away, once; ``undo`` puts it back in place of what is there by then."""
+        if path in self._changed:
+            return
+        self._changed.add(path)
         if path.exists():
-            hidden = path.with_name(f"{_HIDDEN}{path.name}")
-            path.rename(hidden)
-            self._hidden.append((path, hidden))
+            self._undo.callback(path.rename(path.with_name(f"{_HIDDEN}{path.name}")).replace, path)
+        else:
+            self._undo.callback(path.unlink, missing_ok=True)
 
-    def set_aside(self) -> None:
+    def _set_aside(self) -> None:
         """Move away what a run left here, until the first step is done: a mistake in the settings costs no run."""
+        self._undo.callback(_restore_overwritten, self.run)
         moving = self.run.being_set_aside
         moving.mkdir()
-        try:
-            for path in _files_of(self.run):
-                path.rename(moving / path.name)
-            moving.rename(self.run.set_aside)
-        finally:
-            if moving.is_dir():
-                _restore_overwritten(self.run)
+        for path in _files_of(self.run):
+            path.rename(moving / path.name)
+        moving.rename(self.run.set_aside)
         self._traces = self._training_traces()
-
-    def has_set_aside(self) -> bool:
-        """True if a run that is to be overwritten is still there."""
-        return self.run.set_aside.is_dir()
 
     def _training_traces(self) -> tuple[object, ...]:
         metrics = self.run.metrics
         return (*self.run.checkpoint_steps(), metrics.stat().st_mtime_ns if metrics.exists() else None)
 
-    def has_trained(self) -> bool:
-        """True if this job has left metrics or checkpoints."""
-        return self._training_traces() != self._traces
+    def undo(self) -> bool:
+        """Put back what this job found; False if it has left metrics or checkpoints, which stay."""
+        if self._training_traces() != self._traces:
+            return False
+        try:
+            self._undo.close()
+        except OSError as error:
+            print(f"{error.filename} cannot be put back as it was: {error.strerror}", file=sys.stderr)
+        return True
 
-    def undo(self) -> None:
-        """Put back what this job found, also where no room is left. Only for a job that has not trained."""
-        self.run.secret.unlink(missing_ok=True)
-        for path, content in self._before.items():
-            now = path.read_bytes() if path.is_file() else b""
-            if content is None:
-                path.unlink(missing_ok=True)
-            elif now != content and now.startswith(content):  # a log, which was appended to
-                os.truncate(path, len(content))
-            elif now != content:
-                try:
-                    write_whole(path, content)
-                except OSError as error:
-                    print(f"{path} cannot be put back as it was: {error.strerror}", file=sys.stderr)
-        for path, hidden in self._hidden:
-            hidden.rename(path)
-        if self._made:
-            shutil.rmtree(self.run.root, ignore_errors=True)
-            _remove_empty(self._made[1:])
-            return
-        for directory in (self.run.logs, self.run.checkpoints):
-            _remove_empty([directory])
-        _restore_overwritten(self.run)
+    def leave(self, status: ExitStatus) -> bool:
+        """Leave the directory as a status asks. After a mistake, and after any failure before the first step of a job
+        that is to overwrite a run, it is as it was found: True then. Else it has ``exit.json``, which a run that has
+        come to its end has written itself.
+        """
+        mistake = status.code == MISTAKE or self.run.set_aside.is_dir()
+        if status.failed and mistake and status.kind != Kind.CUT and self.undo():
+            return True
+        _forget_hidden(self.run)
+        if status.failed:
+            try:
+                write_exit_record(self.run, status.state, status.code, status.message)
+            except OSError as error:
+                print(f"{self.run.exit} cannot be written: {error.strerror}", file=sys.stderr)
+        return False
 
     def __enter__(self) -> RunLock:
         return self
@@ -122,7 +157,7 @@ class RunLock:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Let another job have the directory. A SetupError before training takes back what was written."""
         try:
-            if isinstance(error, SetupError) and not self.has_trained():
+            if isinstance(error, SetupError):
                 self.undo()
         finally:
             os.close(self._lock)
@@ -131,10 +166,10 @@ class RunLock:
 def begin_training(run: RunDir) -> None:
     """Delete what was set aside. Any process may, for the one that holds the directory."""
     _remove_tree(run.set_aside)
-    forget_hidden(run)
+    _forget_hidden(run)
 
 
-def forget_hidden(run: RunDir) -> None:
+def _forget_hidden(run: RunDir) -> None:
     """Delete what a start that came to train, or was killed, has hidden."""
     for path in run.root.glob(f"{_HIDDEN}*"):
         path.unlink()
@@ -200,7 +235,7 @@ def _writing(path: Path, done: str = "written") -> Iterator[None]:
         ) from error
 
 
-def _remove_empty(paths: list[Path]) -> None:
+def _remove_empty(*paths: Path) -> None:
     for path in paths:
         try:
             path.rmdir()
@@ -232,44 +267,6 @@ def _take_lock(run: RunDir) -> int:
         os.close(lock)
         raise
     return lock
-
-
-def prepare(
-    held: RunLock, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool, ranks: int = 1
-) -> Path:
-    """Refuse or empty a used directory and write what is started; returns the config file of this start.
-
-    ``ranks`` have logs of their own here.
-
-    Raises SetupError for a used directory that is neither to be overwritten nor gone on with, and for one that cannot
-    be written.
-    """
-    run = held.run
-    if run.is_used() and not (resume or overwrite):
-        raise SetupError(
-            f"output_dir: {run.root} already holds a run; go on with it by resume_from_checkpoint=true, "
-            "or delete it by overwrite_output_dir=true"
-        )
-    with _writing(run.root):
-        if run.is_used() and overwrite:
-            held.set_aside()
-        for rank in range(ranks):
-            held.remember(run.rank_log(rank))
-        if ranks:
-            run.logs.mkdir(exist_ok=True)
-            run.rank_log(0).touch()
-        later = run.later_starts()
-        if resume and run.config.exists():
-            path = run.later_config(max([0, *later]) + 1)
-            held.write(path, tree_text)
-        else:
-            path = run.config
-            held.write(path, tree_text)
-            for n in later:
-                held.hide(run.later_config(n))
-            held.write(run.origin, _yaml({**origin, "versions": versions()}))
-        held.hide(run.exit)
-        return path
 
 
 def _remove_tree(directory: Path) -> None:

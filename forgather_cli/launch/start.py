@@ -24,12 +24,11 @@ from forgather_cli.launch.error_report import report_failure
 from forgather_cli.launch.exit_status import (
     DONE,
     FAILED,
-    MISTAKE,
     ExitStatus,
     Kind,
+    from_error,
     read_exit_record,
     resume_command,
-    write_exit_record,
 )
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
@@ -37,7 +36,7 @@ from forgather_cli.launch.place import Place, enter
 from forgather_cli.launch.processes import leave_now
 from forgather_cli.launch.rank import Start, Work, shared, train
 from forgather_cli.launch.rank_log import lasting_output
-from forgather_cli.launch.run_lock import RunLock, forget_hidden, prepare
+from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.run_dir import RunDir
 
@@ -112,8 +111,7 @@ def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
         return _left(rank, status)
     except ForgatherError as error:
         if (rendezvous := rank.connect()) is not None:  # the other ranks leave too, and say nothing of it
-            problems = tuple(error.problems) if isinstance(error, ConfigError) else ()
-            rendezvous.fail(ExitStatus(0, Kind.MISTAKE, error.exit_code, str(error), problems))
+            rendezvous.fail(from_error(0, error))
             rendezvous.leave()
         raise
 
@@ -239,8 +237,7 @@ def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False
 
     root = held.run.root
     config = replace(loaded.config, output_dir=str(root))
-    path = prepare(
-        held,
+    path = held.prepare(
         dump_tree({**loaded.tree, "output_dir": str(root)}),
         _origin(loaded),
         overwrite=config.overwrite_output_dir and config.resume_from_checkpoint is not True and not again,
@@ -268,26 +265,15 @@ def _origin(loaded: Loaded) -> dict[str, Any]:
 
 
 def _leave_directory(held: RunLock, status: ExitStatus) -> None:
-    """Leave the directory as an status asks: as it was found after a mistake, else with ``exit.json``, which a run that
-    has come to its end has written itself. The last line is how to go on, where there is something to go on from.
-    """
-    run = held.run
-    mistake = status.code == MISTAKE or held.has_set_aside()
-    if status.failed and mistake and status.kind != Kind.CUT and not held.has_trained():
-        held.undo()
+    """Leave the directory as a status asks. The last line is how to go on, where there is something to go on from."""
+    if held.leave(status):
         return
-    forget_hidden(run)
-    if status.failed:
-        try:
-            write_exit_record(run, status.state, status.code, status.message)
-        except OSError as error:
-            print(f"{run.exit} cannot be written: {error.strerror}", file=sys.stderr)
-    kept = [] if status.state == "done" else list_checkpoints(run)
+    kept = [] if status.state == "done" else list_checkpoints(held.run)
     kept = [info for info in kept if info.healthy] or kept  # as a resume chooses
     if kept:
         told = "" if status.failed else f"{status.message}; "
         stream = sys.stderr if status.code == FAILED else sys.stdout
-        print(f"\n{told}to go on from step {kept[-1].step}:\n{resume_command(run)}", file=stream, flush=True)
+        print(f"\n{told}to go on from step {kept[-1].step}:\n{resume_command(held.run)}", file=stream, flush=True)
 
 
 # ----------------------------------------------------------------------------------------------- before ranks are there

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,13 +18,10 @@ from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.config.decode import dump_tree, to_tree
 from forgather_cli.config.schema import Config
 from forgather_cli.distributed import on_rank_0
-from forgather_cli.errors import DivergenceError, ForgatherError, SetupError
-from forgather_cli.launch.exit_status import FAILED, MISTAKE, ExitStatus, State, write_exit_record
-from forgather_cli.launch.run_lock import RunLock, begin_training, forget_hidden, prepare
+from forgather_cli.launch.exit_status import ExitStatus, from_error
+from forgather_cli.launch.run_lock import RunLock, begin_training
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer.run import Run
-
-log = logging.getLogger(__name__)
 
 
 class RunFiles:
@@ -68,8 +64,7 @@ class RunFiles:
                 started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
                 start = {"recipe": self.tree["recipe"], "recipe_path": sys.argv[0], "overrides": [],
                          "directory": str(Path.cwd()), "started_at": started_at}  # fmt: skip
-                prepare(
-                    held,
+                held.prepare(
                     dump_tree(self.tree),
                     start,
                     overwrite=run.args.overwrite_output_dir and not resume,
@@ -84,13 +79,13 @@ class RunFiles:
                 self._logger = None
             try:
                 yield
-                finish()
-                if held is not None:
-                    forget_hidden(held.run)
+                status = finish()
             except BaseException as error:
                 if held is not None:
-                    _leave(held, error)
+                    held.leave(from_error(0, error))
                 raise
+            if held is not None:
+                held.leave(status)
 
 
 class _FirstStep(TrainerCallback):
@@ -104,25 +99,6 @@ class _FirstStep(TrainerCallback):
         if not self._is_done and state.is_world_process_zero:
             begin_training(self._run)
         self._is_done = True
-
-
-def _leave(held: RunLock, error: BaseException) -> None:
-    """As it was found after a mistake, else with ``exit.json``."""
-    mistake = isinstance(error, ForgatherError) and error.exit_code == MISTAKE
-    if mistake and not held.has_trained():
-        if not isinstance(error, SetupError):  # which the run lock answers
-            held.undo()
-        return
-    state: State = "diverged" if isinstance(error, DivergenceError) else "failed"
-    code = FAILED
-    if isinstance(error, KeyboardInterrupt):
-        state, code = "cut", 130
-    reason = str(error) if isinstance(error, ForgatherError) else f"{type(error).__name__}: {error}"
-    forget_hidden(held.run)
-    try:
-        write_exit_record(held.run, state, code, reason)
-    except OSError as full:
-        log.error("%s cannot be written: %s", held.run.exit, full.strerror)
 
 
 # ----------------------------------------------------------------------------------------------- a script's own results
