@@ -155,12 +155,14 @@ class HangReport:
     def _suspect(self) -> None:
         """Of all ranks that are suspicious, one asks the others and reports, once."""
         rendezvous, me = self._rank.rendezvous, str(self._rank.place.rank)
-        self._is_reporter = self._is_reporter or rendezvous is None or rendezvous.take("hang", me)
+        self._is_reporter = self._is_reporter or rendezvous is None or rendezvous.store.add("hang", me)
         if self._report or not self._is_reporter:
             return
         polls = self._rank.stop.polls
         standings = standings_of_all(self._rank)
-        if any(self._is_usual(standing) for standing in standings) or self._rank.stop.polls != polls:
+        usual = (COMPILES, DEBUGGED)
+        early = [each.doing == SAVES and each.seconds < self._config.save_timeout / 2 for each in standings]
+        if any(early) or any(each.doing in usual for each in standings) or self._rank.stop.polls != polls:
             return
         together = [standing.collective for standing in standings]
         if len(together) > 1 and not any(standing.odd for standing in standings) and together != self._together:
@@ -177,14 +179,10 @@ class HangReport:
         self._write()
         self._say(report_text(standings, self._still, self._config.hang_timeout))
 
-    def _is_usual(self, standing: Standing) -> bool:
-        saves = standing.doing == SAVES and standing.seconds < self._config.save_timeout / 2
-        return saves or standing.doing in (COMPILES, DEBUGGED)
-
     def _goes_on(self) -> None:
-        self._is_reporter = False
+        self._is_reporter, self._together = False, []
         if self._rank.rendezvous is not None:
-            self._rank.rendezvous.tell("hang", "")
+            self._rank.rendezvous.store.delete("hang")
         if self._report:
             self._usual = max(self._usual, self._still)
             self._report["ended_after_seconds"] = round(self._still, 1)
@@ -210,12 +208,12 @@ class HangReport:
 
     def _answer(self) -> None:
         rendezvous = self._rank.rendezvous
-        asked = None if rendezvous is None else rendezvous.told("where")
+        asked = None if rendezvous is None else rendezvous.store.get("where")
         if rendezvous is not None and asked is not None and asked != self._answered:
             self._answered = asked
             me = self._rank.place.rank
             answer = {"asked": asked, "standing": asdict(own_standing(me, self._rank.step, self._rank.still))}
-            rendezvous.tell(f"stands/{me}", json.dumps(answer))
+            rendezvous.store.set(f"stands/{me}", json.dumps(answer))
 
 
 def standings_of_all(rank: RankContext) -> list[Standing]:
@@ -225,18 +223,18 @@ def standings_of_all(rank: RankContext) -> list[Standing]:
     if rendezvous is None:
         return [own]
     found = {own.rank: own}
-    before = {other: rendezvous.told(f"stands/{other}") for other in range(rank.place.size) if other != own.rank}
-    rendezvous.tell("where", f"{own.rank} {time.time_ns()}")
+    before = {other: rendezvous.store.get(f"stands/{other}") for other in range(rank.place.size) if other != own.rank}
+    rendezvous.store.set("where", f"{own.rank} {time.time_ns()}")
     until = time.monotonic() + _ANSWER
     while before and time.monotonic() < until:
         time.sleep(0.05)
         for other, old in list(before.items()):
-            text = rendezvous.told(f"stands/{other}")
+            text = rendezvous.store.get(f"stands/{other}")
             if text is not None and text != old:
                 found[other] = Standing.from_document(json.loads(text)["standing"])
                 del before[other]
     for other in before:
-        found[other] = silent_standing(other, rendezvous.told(f"place/{other}"), rank.still)
+        found[other] = silent_standing(other, rendezvous.store.get(f"place/{other}"), rank.still)
     return odd_first([found[each] for each in sorted(found)])
 
 
@@ -320,7 +318,7 @@ class OwnTime:
         self._windows += 1
         line = self._lines.most_common(1)[0][0] if self._lines else ""
         me = self._rank.place.rank
-        self._rendezvous.tell(f"own/{me}", json.dumps([self._windows, 1 - self._waited / self._seen, line]))
+        self._rendezvous.store.set(f"own/{me}", json.dumps([self._windows, 1 - self._waited / self._seen, line]))
         self._seen = self._waited = 0
         self._lines.clear()
         if me == 0:
@@ -329,7 +327,7 @@ class OwnTime:
     def _compare(self) -> None:
         """Of rank 0. Windows are as long on every rank, though they do not begin together."""
         assert self._rendezvous is not None
-        texts = [self._rendezvous.told(f"own/{rank}") for rank in range(self._rank.place.size)]
+        texts = [self._rendezvous.store.get(f"own/{rank}") for rank in range(self._rank.place.size)]
         if None in texts:
             return
         windows, shares, lines = zip(*(json.loads(text or "") for text in texts), strict=True)

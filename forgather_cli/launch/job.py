@@ -12,12 +12,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import ExitStatus
-from forgather_cli.launch.place import ATTEMPT
 from forgather_cli.launch.temporary import temporary_folder
 
 _VARIABLE = "FORGATHER_JOB"
@@ -25,37 +24,32 @@ _VARIABLE = "FORGATHER_JOB"
 
 @dataclass(frozen=True)
 class Job:
-    """One job's folder on this node, as the launcher or as a rank of one attempt sees it."""
+    """One job's folder on this node, as the launcher or as a rank sees it."""
 
     root: Path
     launcher: int
     """Process id."""
     node: int
     nodes: int
-    restarts: int
-    """How often the ranks may be restarted."""
+    number: int = 0
+    """Of a rank: how often the launcher has started this node's ranks before."""
 
     @classmethod
     @contextlib.contextmanager
-    def made(cls, *, node: int, nodes: int, restarts: int) -> Iterator[Job]:
+    def made(cls, *, node: int, nodes: int) -> Iterator[Job]:
         """A new job of this process, with its folder."""
         with temporary_folder("job") as root:
-            facts = {"launcher": os.getpid(), "node": node, "nodes": nodes, "restarts": restarts}
-            write_whole(root / "job.json", json.dumps(facts), mode=0o600)
-            yield cls(root, **facts)
+            yield cls(root, os.getpid(), node, nodes)
 
     @classmethod
     def entered(cls) -> Job | None:
-        """The job whose launcher has started this process; None if none has.
+        """The job whose launcher has started this process; None if none has."""
+        told = os.environ.get(_VARIABLE)
+        return None if told is None else cls(**{**(facts := json.loads(told)), "root": Path(facts["root"])})
 
-        Raises FileNotFoundError where that launcher has ended.
-        """
-        root = os.environ.get(_VARIABLE)
-        return None if root is None else cls(Path(root), **json.loads(Path(root, "job.json").read_text()))
-
-    def environment(self, attempt: int) -> dict[str, str]:
-        """What makes ``entered`` find this job, and ``place.launched`` the number of this start."""
-        return {_VARIABLE: str(self.root), ATTEMPT: str(attempt)}
+    def environment(self, number: int) -> dict[str, str]:
+        """What makes ``entered`` find this job in a rank of the start with that number."""
+        return {_VARIABLE: json.dumps({**asdict(self), "root": str(self.root), "number": number})}
 
     def discard(self) -> None:
         """Remove the folder; for a launcher that ends without unwinding."""
@@ -89,7 +83,7 @@ class Attempt:
     folder: Path
 
     def enter(self, rank: int) -> None:
-        """Tell that this process is rank ``rank``."""
+        """Tell that this process is rank ``rank``. Raises FileNotFoundError where the launcher has left."""
         self.folder.mkdir(exist_ok=True)
         write_whole(self.folder / f"pid-{rank}", str(os.getpid()), mode=0o600)
 

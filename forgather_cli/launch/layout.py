@@ -63,8 +63,16 @@ def plan_layout(config: Config, given: frozenset[str] = frozenset(), place: Plac
     if place is not None:
         layout = _joined(config, given, place)
     else:
+        if isinstance(config.trainer, SingleSettings):
+            here = 1
+        elif config.nproc_per_node != "auto":
+            here = config.nproc_per_node
+        elif isinstance(config.trainer, Target):
+            here = 1
+        else:
+            here = (count_gpus() if config.device in ("auto", "cuda") else 0) or _ON_CPU
         layout = Layout(
-            ranks_per_node=_ranks_here(config),
+            ranks_per_node=here,
             nodes=config.nnodes,
             node=config.node_rank,
             restarts=config.max_restarts,
@@ -101,17 +109,6 @@ def _joined(config: Config, given: frozenset[str], place: Place) -> Layout:
     if problems:
         raise ConfigError(problems)
     return Layout(ranks_per_node=place.size, joined=place.by)
-
-
-def _ranks_here(config: Config) -> int:
-    if isinstance(config.trainer, SingleSettings):
-        return 1
-    if config.nproc_per_node != "auto":
-        return config.nproc_per_node
-    if isinstance(config.trainer, Target):
-        return 1
-    on_cpu = config.device not in ("auto", "cuda")
-    return (0 if on_cpu else count_gpus()) or _ON_CPU
 
 
 def count_gpus() -> int:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 from forgather_cli.errors import ConfigError
 
-ATTEMPT = "FORGATHER_ATTEMPT"
-"""Environment variable: how often our launcher has started this node's ranks before."""
 _SLURM_PORT = 20_000
 """First port, and number of ports, for the rank 0 of a Slurm job that names none."""
 
@@ -56,8 +54,8 @@ def joined(words: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -
     return None
 
 
-def launched(node: int, environ: MutableMapping[str, str] = os.environ) -> Place:
-    """The place of a rank that our launcher started on node ``node``.
+def launched(node: int, attempt: int, environ: MutableMapping[str, str] = os.environ) -> Place:
+    """The place of a rank that our launcher started on node ``node``, ``attempt`` times before.
 
     torchrun's c10d rendezvous numbers nodes by their addresses (torch 2.13, ``dynamic_rendezvous.py``), we by
     ``node_rank``: rank 0 is to run where the command said so.
@@ -65,7 +63,7 @@ def launched(node: int, environ: MutableMapping[str, str] = os.environ) -> Place
     place = _from_torchrun(environ)
     environ["GROUP_RANK"] = str(node)
     rank = node * place.local_size + place.local_rank
-    return replace(place, rank=rank, attempt=_number(environ, ATTEMPT, 0), by="")
+    return replace(place, rank=rank, attempt=attempt, by="")
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Place:

@@ -156,18 +156,18 @@ def main(work: Work) -> int:
     """A rank that our launcher started."""
     from forgather_cli.config.decode import load_saved
 
-    try:
-        job = Job.entered()
-    except FileNotFoundError:  # the launcher was stopped and has taken its folder along
-        return FAILED
+    job = Job.entered()
     if job is None:
         print("forgather_cli.worker is started by forgather train", file=sys.stderr)
         return MISTAKE
     end_with_parent(job.launcher)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a log to print stacks to
-    place = launched(job.node)
+    place = launched(job.node, job.number)
     enter(place)
-    job.attempt(place.attempt).enter(place.rank)
+    try:
+        job.attempt(job.number).enter(place.rank)
+    except FileNotFoundError:  # the launcher was stopped and has taken its folder along
+        return FAILED
     rank = RankContext(place, job)
     path = Path(sys.argv[2]) if sys.argv[1:2] == ["--config"] else None
 

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
@@ -45,8 +45,6 @@ class LogFile(io.TextIOBase):
             self._failing = True
         return len(text)
 
-    def flush(self) -> None: ...
-
     def writable(self) -> bool:
         return True
 
@@ -57,31 +55,18 @@ class LogFile(io.TextIOBase):
         self._file.close()
 
 
-class _Over(io.TextIOBase):
-    """A text stream in place of another one, whose descriptor and encoding it has."""
+class _Over:
+    """What stands in place of a text stream, whose descriptor, encoding and so on it has."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
-    def flush(self) -> None:
-        self.stream.flush()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        return self.stream.errors
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
 
 class Lasting(_Over):
@@ -140,7 +125,7 @@ class Tee(_Over):
         return len(text)
 
     def flush(self) -> None:
-        super().flush()
+        self.stream.flush()
         self.log.flush()
 
     def finish(self) -> None:

@@ -62,6 +62,9 @@ class Shared:
 class Rendezvous:
     """This rank's connection to the others of its world. Safe to use from several threads; no call waits for others."""
 
+    store: Store
+    """Words that any rank may leave for the others, by key."""
+
     def __init__(self, place: Place, folder: Path | None = None) -> None:
         """Connect, or offer the store. Raises SetupError where that cannot be.
 
@@ -72,20 +75,20 @@ class Rendezvous:
         self._raw: Any = None
         self._signed: SignedStore | None = None
         if folder is not None:
-            self._store: Store = FolderStore(folder)
+            self.store = FolderStore(folder)
         else:
             if place.hosts_store:
                 self._server = _connect(place, offer=True)
             self._raw = _connect(place)
             secret = new_secret() if place.rank == 0 else b""
-            self._store = self._signed = SignedStore(self._raw, self._prefix(place.attempt), secret)
+            self.store = self._signed = SignedStore(self._raw, self._prefix(place.attempt), secret)
         self._say_where()
 
     def _prefix(self, attempt: int) -> str:
         return f"forgather/{attempt if self._place.store_survives else 0}/"
 
     def _say_where(self) -> None:
-        self._store.set(f"place/{self._place.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self.store.set(f"place/{self._place.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
     def all_here(self) -> None:
         """Every rank has come and knows what to sign with: from now on nobody else is listened to."""
@@ -113,7 +116,7 @@ class Rendezvous:
         leave_secret(run.secret, self._signed.secret)
         config = run.newest_config()
         shared = Shared(str(run.root.resolve()), config.name, _sha256(config), going_on)
-        self._store.set("shared", json.dumps(asdict(shared)))
+        self.store.set("shared", json.dumps(asdict(shared)))
 
     def shared(self) -> tuple[Shared | None, str]:
         """What rank 0 has shared, None as long as it has not; and what is wrong with what is there instead."""
@@ -141,15 +144,14 @@ class Rendezvous:
 
     def fail(self, status: ExitStatus) -> bool:
         """Tell the world; False if another rank has told before. What explains the others goes before what does not."""
-        text = self._store.get("failed")
-        if text is not None and (ExitStatus.from_json(text).is_cause or not status.is_cause):
+        if not status.is_cause and self.store.get("failed/cause") is not None:
             return False
-        return self._store.swap("failed", text, status.to_json())
+        return self.store.add("failed/cause" if status.is_cause else "failed/noticed", status.to_json())
 
     def failure(self) -> ExitStatus | None:
         """What some rank has told. A store that is gone is the failure of the rank that offered it."""
         try:
-            text = self._store.get("failed")
+            text = self.store.get("failed/cause") or self.store.get("failed/noticed")
         except Exception as error:  # whatever the store's library makes of a lost connection
             me, reason = self._place.rank, (str(error).splitlines() or [type(error).__name__])[0]
             message = f"rank {me} has lost the store of the ranks, whose process or node is gone ({reason})"
@@ -160,35 +162,20 @@ class Rendezvous:
         """A rank on this node whose process is gone although it has not left."""
         first = self._place.rank - self._place.local_rank
         for rank in range(first, min(first + self._place.local_size, self._place.size)):
-            text = self._store.get(f"place/{rank}")
+            text = self.store.get(f"place/{rank}")
             host, pid = json.loads(text) if text is not None else (None, 0)
-            if host == socket.gethostname() and not is_running(pid) and self._store.get(f"left/{rank}") is None:
+            if host == socket.gethostname() and not is_running(pid) and self.store.get(f"left/{rank}") is None:
                 return rank
         return None
 
     def leave(self, *, patience: float = FAREWELL) -> None:
         """Say that this rank needs the store no more. The rank that offers it stays until all have, or no longer."""
-        self._store.set(f"left/{self._place.rank}", "1")
+        self.store.set(f"left/{self._place.rank}", "1")
         end = time.monotonic() + patience
         while self._server is not None and time.monotonic() < end:
-            if all(self._store.get(f"left/{rank}") for rank in range(self._place.size)):
+            if all(self.store.get(f"left/{rank}") for rank in range(self._place.size)):
                 return
             time.sleep(0.05)
-
-    # ------------------------------------------------------------------------------------------------ where ranks stand
-
-    def tell(self, key: str, text: str) -> None:
-        """Leave a word for the other ranks, in place of what lay there."""
-        self._store.set(key, text)
-
-    def told(self, key: str) -> str | None:
-        """What some rank has left."""
-        return self._store.get(key)
-
-    def take(self, key: str, name: str) -> bool:
-        """Leave a word where none lies, or an empty one; False if another rank was first."""
-        there = self._store.get(key)
-        return there == name or (not there and self._store.swap(key, there, name))
 
 
 def _shared_in(store: SignedStore) -> tuple[Shared | None, bytes, str]:

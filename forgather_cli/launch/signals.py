@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -26,20 +25,6 @@ _BURST = 0.03  # seconds in which one signal may arrive several times
 _LINGER = 30.0  # seconds that a forked worker outlives SIGTERM
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What a StopSignal asks of the job around it. The defaults are those of a process alone."""
-
-    at_once: Callable[[int, bool], int] = lambda signum, early: 128 + signum
-    """The process ends at once by (signum, before the first step); returns the exit code."""
-    noted: Callable[[], None] = lambda: None
-    """A first signal asks for a stop. Called in a thread of its own."""
-    abandoned: Callable[[], bool] = lambda: False
-    """True if a SIGTERM only clears up after another rank's failure: this process is about to end anyway."""
-    echo: float = 0.0
-    """Seconds in which the same signal again is the same one, which others have handed on."""
-
-
 class StopSignal:
     """Whether a signal has asked this process to save and end.
 
@@ -47,8 +32,21 @@ class StopSignal:
     time there is nothing to save, and the first signal already ends the process.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
+    def __init__(
+        self,
+        at_once: Callable[[int, bool], int] = lambda signum, early: 128 + signum,
+        noted: Callable[[], None] = lambda: None,
+        abandoned: Callable[[], bool] = lambda: False,
+        echo: float = 0.0,
+    ) -> None:
+        """What the job around it does; the defaults are those of a process alone.
+
+        ``at_once``: the process ends by (signum, before the first step); returns the exit code. ``noted``: a first
+        signal asks for a stop; called in a thread of its own. ``abandoned``: True if a SIGTERM only clears up after
+        another rank's failure, and this process is about to end anyway. ``echo``: seconds in which the same signal
+        again is the same one, which others have handed on.
+        """
+        self._at_once, self._noted, self._abandoned, self._echo = at_once, noted, abandoned, echo
         self._signum: int | None = None
         self._last: tuple[int, float] | None = None  # what has arrived here, and when
         self.polls = 0
@@ -71,9 +69,9 @@ class StopSignal:
         """Note a signal; end the process if it is the second, or if nobody listens yet."""
         now, last = time.monotonic(), self._last
         self._last = (signum, now)
-        if last is not None and last[0] == signum and now - last[1] < self._hooks.echo:
+        if last is not None and last[0] == signum and now - last[1] < self._echo:
             return
-        if signum == signal.SIGTERM and self._hooks.abandoned():
+        if signum == signal.SIGTERM and self._abandoned():
             return
         if last is not None and counts_again(signum):
             self._end(signum, early=not self.polls)
@@ -88,7 +86,7 @@ class StopSignal:
         if not self.polls:
             self._end(signum, early=True)
         say(f"{self.name}: saving after this step; a second signal ends at once")
-        threading.Thread(target=self._hooks.noted, name="forgather-grace", daemon=True).start()
+        threading.Thread(target=self._noted, name="forgather-grace", daemon=True).start()
 
     def honour(self, signum: int) -> None:
         """All ranks have agreed on a signal that at least one of them has got."""
@@ -98,7 +96,7 @@ class StopSignal:
         self.honoured.set()
 
     def _end(self, signum: int, *, early: bool) -> None:
-        end_process(128 + signum, lambda: self._hooks.at_once(signum, early))
+        end_process(128 + signum, lambda: self._at_once(signum, early))
 
 
 def counts_again(signum: int) -> bool:
@@ -130,9 +128,9 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def watching(hooks: Hooks = Hooks()) -> Iterator[StopSignal]:
+def watching(stop: StopSignal | None = None) -> Iterator[StopSignal]:
     """Watch SIGINT, SIGTERM, SIGHUP and SIGUSR1 inside. Only in the main thread."""
-    stop = StopSignal(hooks)
+    stop = stop or StopSignal()
     with listening(stop.arrived, STOP_SIGNALS):
         try:
             yield stop
@@ -187,17 +185,16 @@ def _leave_stopping_to_parent_in_forks() -> None:
     """Ctrl-C and Slurm signal the whole process group, but stopping is the work of the process that trains.
 
     Without this a forked data worker would write to its parent's wake-up socket, which counts as a second signal.
-    SIGTERM ends a worker after a while, so that the parent can finish its step and status a stuck worker still works.
+    SIGTERM ends a worker after a while, so that the parent can finish its step and ending a stuck worker still works.
     """
-    os.register_at_fork(after_in_child=_in_fork)
 
+    def linger(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _LINGER)
 
-def _in_fork() -> None:
-    if signal.getsignal(signal.SIGTERM) is _handled:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, _linger)
+    def in_fork() -> None:
+        if signal.getsignal(signal.SIGTERM) is _handled:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, linger)
 
-
-def _linger(signum: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, _LINGER)
+    os.register_at_fork(after_in_child=in_fork)

@@ -136,7 +136,7 @@ def supervised(
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())  # its account of failed ranks would come before ours, on standard error
     elastic.propagate = False
-    with Job.made(node=layout.node, nodes=layout.nodes, restarts=layout.restarts) as job:
+    with Job.made(node=layout.node, nodes=layout.nodes) as job:
         status = Supervisor(layout, job, run, leave_directory).train(path)
     if status.failed and sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import hmac
 import os
 import secrets
 import stat
-import time
-from functools import partial
+import threading
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +15,6 @@ from forgather_cli.input_files import write_whole
 
 SECRET = "FORGATHER_LAUNCH_SECRET"
 """Environment variable: what the ranks sign with, where the file of rank 0 does not do."""
-_PATIENCE = 1.0  # seconds
 _UNSIGNED = "-" * 64  # as long as a signature
 
 
@@ -30,8 +26,10 @@ class Store(Protocol):
 
     def set(self, key: str, text: str) -> None: ...
 
-    def swap(self, key: str, old: str | None, new: str) -> bool:
-        """Put ``new`` in the place of ``old``; False if something else is there."""
+    def add(self, key: str, text: str) -> bool:
+        """Leave a message where none that counts lies; False if one does."""
+
+    def delete(self, key: str) -> None: ...
 
 
 class FolderStore:
@@ -54,18 +52,19 @@ class FolderStore:
     def set(self, key: str, text: str) -> None:
         write_whole(self._path(key), text, mode=0o600)
 
-    def swap(self, key: str, old: str | None, new: str) -> bool:
-        with open(self._path(".lock"), "w", opener=partial(os.open, mode=0o600)) as lock:
-            until = time.monotonic() + _PATIENCE
-            while time.monotonic() < until:  # the holder may have been stopped
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(0.01)
-            if self.get(key) != old:
-                return False
-            self.set(key, new)
-            return True
+    def add(self, key: str, text: str) -> bool:
+        whole = self._path(f"{key}.{os.getpid()}.{threading.get_ident()}")
+        write_whole(whole, text, mode=0o600)
+        try:
+            os.link(whole, self._path(key))
+        except FileExistsError:
+            return False
+        finally:
+            whole.unlink()
+        return True
+
+    def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
         return self._folder / key.replace("/", "-")
@@ -89,15 +88,17 @@ class SignedStore:
     def set(self, key: str, text: str) -> None:
         self._store.set(self._prefix + key, self._message(key, text))
 
-    def swap(self, key: str, old: str | None, new: str) -> bool:
-        raw, message = self.raw(key), self._message(key, new)
-        there = None if raw is None else self._counting(key, raw)
-        if there != old:
-            return False
-        if raw is not None and there is None:  # of a stranger
-            self._store.set(self._prefix + key, message)
+    def add(self, key: str, text: str) -> bool:
+        raw, message = self.raw(key), self._message(key, text)
+        if raw is None:
+            return bool(self._store.compare_set(self._prefix + key, "", message) == message.encode())
+        if self._counting(key, raw) is None:  # of a stranger
+            self.set(key, text)
             return True
-        return bool(self._store.compare_set(self._prefix + key, raw or "", message) == message.encode())
+        return False
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(self._prefix + key)
 
     def raw(self, key: str) -> str | None:
         """A message with its signature, whoever it is from."""

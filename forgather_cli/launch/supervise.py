@@ -49,21 +49,22 @@ class Supervisor:
 
     def train(self, config: Path | None) -> ExitStatus:
         """Run the ranks; returns how the job ended, the first cause of it where it failed."""
-        agent = threading.Thread(target=self._run_agent, args=(config,), name="forgather-agent", daemon=True)
+
+        def run() -> None:
+            try:
+                from forgather_cli.launch.agent import run_agent
+
+                self._codes = run_agent(self._layout, self._job, config)
+            except BaseException as error:  # the edge of the thread
+                self._trouble = error
+
+        agent = threading.Thread(target=run, name="forgather-agent", daemon=True)
         with listening(self._arrived, (*STOP_SIGNALS, signal.SIGUSR2)):
             agent.start()
             while agent.is_alive():
                 agent.join(_LOOK)
                 self._look()
         return self._status()
-
-    def _run_agent(self, config: Path | None) -> None:
-        try:
-            from forgather_cli.launch.agent import run_agent
-
-            self._codes = run_agent(self._layout, self._job, config)
-        except BaseException as error:  # the edge of the thread
-            self._trouble = error
 
     # ------------------------------------------------------------------------------------------------------- meanwhile
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from forgather_cli.launch import failures, signals
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind, cut, told
 from forgather_cli.launch.hang import standings_of_all
+from forgather_cli.launch.job import Job
 from forgather_cli.launch.processes import is_orphan
 from forgather_cli.launch.rendezvous import within
-from forgather_cli.launch.signals import Hooks, StopSignal
+from forgather_cli.launch.signals import StopSignal
 from forgather_cli.launch.stacks import SAVES, SILENT, main_thread_stack, saves, standing_at, waits_for_others
 
 _NEAR, _FAR = 0.2, 1.0  # seconds between two looks at a folder, at a store of the network
@@ -31,44 +32,40 @@ _AFTER_YOU = 5.0  # seconds that a rank which waits for others leaves them to sa
 def watched(rank: RankContext) -> Iterator[StopSignal]:
     """Watch signals, the launcher and the other ranks inside. Only in the main thread."""
 
-    def start(name: str, seconds: float, look: Callable[[], None]) -> None:
-        def run() -> None:
-            while not rank.ended.wait(seconds):
-                with suppress(RuntimeError, ValueError, TypeError):  # a store that goes just now, a stranger's message
-                    look()
+    def watch_launcher(job: Job) -> None:
+        while not rank.ended.wait(_NEAR):
+            if is_orphan(job.launcher):
+                os._exit(FAILED)
+            if (asked := job.stop_asked()) is not None:
+                rank.stop.told(asked)
 
-        threading.Thread(target=run, name=name, daemon=True).start()
+    def watch_ranks() -> None:
+        while not rank.ended.wait(_NEAR if rank.rendezvous_folder else _FAR):
+            with suppress(RuntimeError, ValueError, TypeError):  # a store that goes just now, a stranger's message
+                if rank.rendezvous is not None and (failure := rank.rendezvous.failure()) is not None:
+                    _end_because_of(rank, failure)
 
-    hooks = Hooks(
+    def is_abandoned() -> bool:
+        """torchrun's agent sends SIGTERM to the ranks that are left when one has failed."""
+        if (failure := failures.any_failure(rank)) is not None:
+            threading.Thread(target=_end_because_of, args=(rank, failure), daemon=True).start()
+        return failure is not None
+
+    stop = StopSignal(
         at_once=lambda signum, early: failures.last_words(rank, cut(rank.place.rank, rank.run, signum, early)),
         noted=lambda: _await_stop(rank),
-        abandoned=lambda: _is_abandoned(rank),
+        abandoned=is_abandoned,
         echo=_ECHO if rank.place.by else 0.0,
     )
-    with signals.watching(hooks) as rank.stop:
+    with signals.watching(stop) as rank.stop:
         if rank.job is not None:
-            start("forgather-launcher", _NEAR, lambda: _look_at_launcher(rank))
+            threading.Thread(target=watch_launcher, args=(rank.job,), name="forgather-launcher", daemon=True).start()
         if rank.place.size > 1:
-            start("forgather-ranks", _NEAR if rank.rendezvous_folder else _FAR, lambda: _look_at_ranks(rank))
+            threading.Thread(target=watch_ranks, name="forgather-ranks", daemon=True).start()
         try:
             yield rank.stop
         finally:
             rank.ended.set()
-
-
-def _look_at_launcher(rank: RankContext) -> None:
-    assert rank.job is not None
-    if is_orphan(rank.job.launcher):
-        os._exit(FAILED)
-    asked = rank.job.stop_asked()
-    if asked is not None:
-        rank.stop.told(asked)
-
-
-def _look_at_ranks(rank: RankContext) -> None:
-    failure = rank.rendezvous.failure() if rank.rendezvous is not None else None
-    if failure is not None:
-        _end_because_of(rank, failure)
 
 
 def _end_because_of(rank: RankContext, failure: ExitStatus) -> None:
@@ -81,14 +78,6 @@ def _end_because_of(rank: RankContext, failure: ExitStatus) -> None:
         message = f"{cause.message.partition(': rank ')[0]}: rank {rank.place.rank} stands at {standing_at(stack)}"
         status = ExitStatus(rank.place.rank, Kind.STUCK, cause.code, message)
     failures.end_at_once(rank, status, farewell=failures.ANSWER)
-
-
-def _is_abandoned(rank: RankContext) -> bool:
-    """torchrun's agent sends SIGTERM to the ranks that are left when one has failed."""
-    failure = failures.any_failure(rank)
-    if failure is not None:
-        threading.Thread(target=_end_because_of, args=(rank, failure), daemon=True).start()
-    return failure is not None
 
 
 def _await_stop(rank: RankContext) -> None:

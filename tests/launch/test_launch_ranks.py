@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ def test_torchrun_says_where_a_rank_stands() -> None:
 
 def test_ranks_of_ours_are_numbered_by_node_rank_whatever_the_rendezvous_made_of_it() -> None:
     environ = dict(TORCHRUN)
-    assert launched(1, environ).rank == 3
-    assert launched(0, environ).rank == 1
+    assert launched(1, 0, environ).rank == 3
+    assert launched(0, 0, environ).rank == 1
     assert environ["GROUP_RANK"] == "0"
 
 
@@ -211,13 +212,13 @@ def test_temporary_folders_of_killed_commands_go_with_the_next_start(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     child = os.fork()
     if child == 0:
-        with Job.made(node=0, nodes=1, restarts=0), temporary_folder("eval"), temporary_folder("kept") as kept:
+        with Job.made(node=0, nodes=1), temporary_folder("eval"), temporary_folder("kept") as kept:
             keep(kept)  # for people to look at
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     left = sorted(tmp_path.iterdir())
     assert len(left) == 3
-    with Job.made(node=0, nodes=1, restarts=0) as first, temporary_folder("eval") as second:
+    with Job.made(node=0, nodes=1) as first, temporary_folder("eval") as second:
         assert sorted(tmp_path.iterdir()) == sorted([first.root, second, left[-1]])
         assert stat.S_IMODE(second.stat().st_mode) == 0o700
     assert list(tmp_path.iterdir()) == [left[-1]]
@@ -238,12 +239,11 @@ def test_what_is_worth_a_restart() -> None:
 
 
 def test_a_job_folder_carries_words_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Job.made(node=1, nodes=2, restarts=3) as job:
-        for name, value in job.environment(attempt=2).items():
+    with Job.made(node=1, nodes=2) as job:
+        for name, value in job.environment(2).items():
             monkeypatch.setenv(name, value)
         rank = Job.entered()
-        assert rank == job
-        assert launched(0, {**TORCHRUN, **os.environ}).attempt == 2
+        assert rank == replace(job, number=2)
         assert (job.stop_asked(), job.attempts()) == (None, 0)
         job.ask_to_stop(signal.SIGINT)
         assert rank.stop_asked() == signal.SIGINT
@@ -294,13 +294,13 @@ def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) ->
             assert stat.S_IMODE(RUN.secret.stat().st_mode) == 0o600
         for rendezvous in (first, second):
             rendezvous.all_here()
-        second.tell("where", "1 now")
-        while first.told("where") != "1 now":
+        second.store.set("where", "1 now")
+        while first.store.get("where") != "1 now":
             time.sleep(0.01)
-        assert first.take("hang", "0")
-        while second.told("hang") != "0":
+        assert first.store.add("hang", "0")
+        while second.store.get("hang") != "0":
             time.sleep(0.01)
-        assert not second.take("hang", "1")
+        assert not second.store.add("hang", "1")
         assert first.dead_neighbour() is None
         lost, raised = status(Kind.LOST, 0, 1.0), status(Kind.ERROR, 1, 2.0)
         assert first.fail(lost)
@@ -336,11 +336,11 @@ def test_a_stranger_in_the_store_is_not_listened_to() -> None:
             rendezvous.all_here()
         for unsigned in ("", "-" * 64, "0" * 64):
             store.set("where", unsigned + "1 now")
-            store.set("failed", unsigned + status(Kind.ERROR, 1, 2.0).to_json())
-            assert second.told("where") is second.failure() is None
-        first.tell("own/0", "1 now")
+            store.set("failed/cause", unsigned + status(Kind.ERROR, 1, 2.0).to_json())
+            assert second.store.get("where") is second.failure() is None
+        first.store.set("own/0", "1 now")
         store.set("where", store.get("own/0"))  # signed, as something else
-        assert second.told("where") is None
+        assert second.store.get("where") is None
         assert first.fail(status(Kind.ERROR, 0, 3.0))
         assert second.failure() == status(Kind.ERROR, 0, 3.0)
         first.leave(patience=0.0)
@@ -517,7 +517,7 @@ def test_two_nodes_train_one_run_whoever_writes_into_their_store(tmp_path: Path)
         assert b"model" not in stranger.get("forgather/0/shared")
         failure = status(Kind.ERROR, 1, time.time()).to_json()
         for signature in ("", "-" * 64):
-            stranger.set("forgather/0/failed", signature + failure)
+            stranger.set("forgather/0/failed/cause", signature + failure)
         time.sleep(2.5)  # two looks at the store
         nodes[0].process.send_signal(signal.SIGTERM)
         assert [node.finish() for node in nodes] == [75, 75], "\n".join(node.output for node in nodes)
