@@ -94,10 +94,10 @@ def plot(
     Several runs are compared in one picture, named by the settings that differ. Needs
     matplotlib: pip install 'forgather\\[plot]'.
     """
-    from forgather_cli.report import picture
+    from forgather_cli.report.curves import Look
+    from forgather_cli.report.picture import draw
 
-    asked = picture.Asked(x, tuple(metric or ()), smooth, log_y, heatmap)
-    typer.echo(picture.draw(find_runs(run_dirs), asked, out))
+    typer.echo(draw(find_runs(run_dirs), Look(x, tuple(metric or ()), smooth, log_y), heatmap, out))
 
 
 def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None:

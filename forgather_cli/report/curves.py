@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.report import style
-from forgather_cli.report.records import Axis, Record, is_number, metric_names, positions, read_records
+from forgather_cli.report.records import Record, is_number, metric_names, positions, read_records
 from forgather_cli.report.runs import differing, labels, settings_of
 from forgather_cli.run_dir import RunDir
 
@@ -24,9 +24,10 @@ _FEW = 4  # runs, up to which there are thin lines
 
 @dataclass(frozen=True)
 class Look:
-    """What was asked for."""
+    """Options as they were typed."""
 
-    axis: Axis = "step"
+    axis: str = "step"
+    """One of ``Axis``."""
     metrics: tuple[str, ...] = ()
     """Instead of the usual panels."""
     smooth: float = 0.0
@@ -65,51 +66,35 @@ def draw_curves(runs: Sequence[RunDir], look: Look) -> Figure:
 
     found = [_history(run, name, look.axis) for run, name in zip(runs, labels(runs), strict=True)]
     names = list(dict.fromkeys(name for each in found for name in metric_names(each.records)))
-    if problems := [_unknown(wanted, names) for wanted in look.metrics if wanted not in names]:
+    problems = []
+    for wanted in look.metrics:
+        if wanted not in names:
+            near = did_you_mean(wanted, names)
+            logged = f"{'Logged' if near else 'logged'}: {', '.join(names)}"
+            problems.append(f"--metric: nothing was logged as {wanted!r};{near} {logged}")
+    if problems:
         raise ConfigError(problems)
-    usual = [panel for panel in PANELS if {*panel.metrics, *panel.points} & set(names)]
-    panels = [_panel_of(name) for name in look.metrics] or usual
-    figure = Figure(figsize=_size(len(panels), len(found)), layout="constrained")
-    places = _grid(figure, len(panels))
+    panels = [panel for panel in PANELS if {*panel.metrics, *panel.points} & set(names)]
+    if look.metrics:  # a panel for each alone
+        panels = []
+        for name in look.metrics:
+            line, points = ((), (name,)) if name.startswith("eval_") else ((name,), ())
+            unit = "bytes" if "mem" in name else "si" if name.startswith(("tok", "total", "flops")) else ""
+            panels.append(Panel(name, line, points, unit))
+    # two in a row; of an odd number the first is as wide as both, and higher
+    wide, rows = len(panels) % 2, len(panels) // 2
+    height = (3.6 * wide + 2.6 * rows + 0.5 if rows else 4.6) + (
+        0.22 * math.ceil(len(found) / 3) if len(found) > 1 else 0
+    )
+    figure = Figure(figsize=(10.0 if rows else 8.0, height), layout="constrained")
+    cells: Any = [[0, 0]] * wide + [[n, n + 1] for n in range(wide, len(panels), 2)]
+    placed = figure.subplot_mosaic(cells, height_ratios=[1.35] * wide + [1.0] * rows)
+    places = [placed[n] for n in range(len(panels))]
     for panel, axes in zip(panels, places, strict=True):
         _draw_panel(axes, panel, found, look)
     _scale_x(places, found, look)
-    _legend(figure, places, found, _title(runs, found))
+    _legend(figure, places, runs, found)
     return figure
-
-
-def _panel_of(metric: str) -> Panel:
-    """A panel for one metric alone."""
-    evaluated = metric.startswith("eval_")
-    unit = "bytes" if "mem" in metric else "si" if metric.startswith(("tok", "total", "flops")) else ""
-    return Panel(metric, () if evaluated else (metric,), (metric,) if evaluated else (), unit)
-
-
-def _unknown(wanted: str, names: list[str]) -> str:
-    near = did_you_mean(wanted, names)
-    logged = f"{'Logged' if near else 'logged'}: {', '.join(names)}"
-    return f"--metric: nothing was logged as {wanted!r};{near} {logged}"
-
-
-# -------------------------------------------------------------------------------------------------------------- layout
-
-
-def _size(panels: int, runs: int) -> tuple[float, float]:
-    """Inches."""
-    legend = 0.22 * math.ceil(runs / 3) if runs > 1 else 0.0
-    if panels == 1:
-        return 8.0, 4.6 + legend
-    return 10.0, (3.6 if panels % 2 else 0.0) + 2.6 * (panels // 2) + 0.5 + legend
-
-
-def _grid(figure: Figure, count: int) -> list[Axes]:
-    """Two in a row; of an odd number the first is as wide as both, and higher."""
-    if count == 1:
-        return [figure.subplots()]
-    wide, rows = count % 2, count // 2
-    grid = figure.add_gridspec(rows + wide, 2, height_ratios=[1.35] * wide + [1.0] * rows)
-    first = [figure.add_subplot(grid[0, :])] if wide else []
-    return [*first, *(figure.add_subplot(grid[wide + n // 2, n % 2]) for n in range(2 * rows))]
 
 
 def _scale_x(places: Sequence[Axes], found: Sequence[History], look: Look) -> None:
@@ -129,25 +114,20 @@ def _scale_x(places: Sequence[Axes], found: Sequence[History], look: Look) -> No
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.si(value / size)))
 
 
-# ---------------------------------------------------------------------------------------------------- title and legend
-
-
-def _title(runs: Sequence[RunDir], found: Sequence[History]) -> str:
-    recipes = {str(settings_of(run).get("recipe") or "") for run in runs} - {""}
-    recipe = f"recipe {recipes.pop()}" if len(recipes) == 1 else ""
-    if len(runs) == 1:
-        return "   ".join(filter(None, (style.shortened(str(runs[0].root), 70), recipe)))
-    keys = list(dict.fromkeys(key for each in differing(runs) for key in each))
-    told = [key for key in keys if any(f"{key}=" in each.name for each in found)]
-    by = f" by {' and '.join(told)}" if told else ""
-    return f"{len(runs)} runs{by}{f', {recipe}' if recipe else ''}"
-
-
-def _legend(figure: Figure, places: Sequence[Axes], found: Sequence[History], title: str) -> None:
+def _legend(figure: Figure, places: Sequence[Axes], runs: Sequence[RunDir], found: Sequence[History]) -> None:
     """The title, and below it a line for each run and what the marks mean.
 
     It is the legend's own: a title of the figure would stand where constrained layout puts the legend.
     """
+    recipes = {str(settings_of(run).get("recipe") or "") for run in runs} - {""}
+    recipe = f"recipe {recipes.pop()}" if len(recipes) == 1 else ""
+    if len(runs) == 1:
+        title = "   ".join(filter(None, (style.shortened(str(runs[0].root), 70), recipe)))
+    else:
+        keys = list(dict.fromkeys(key for each in differing(runs) for key in each))
+        told = [key for key in keys if any(f"{key}=" in each.name for each in found)]
+        by = f" by {' and '.join(told)}" if told else ""
+        title = f"{len(runs)} runs{by}{f', {recipe}' if recipe else ''}"
     names = [style.shortened(each.name, 60) for each in found] if len(found) > 1 else []
     entries = [_entry(name, color=style.colour(n), linestyle=style.dash(n)) for n, name in enumerate(names)]
     entries += _marks(places, alone=len(found) == 1)
@@ -272,7 +252,7 @@ class History:
     """Where the run was gone on with."""
 
 
-def _history(run: RunDir, name: str, axis: Axis) -> History:
+def _history(run: RunDir, name: str, axis: str) -> History:
     if not run.metrics.is_file():
         raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
     records = list(read_records(run.metrics))

@@ -3,64 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
-from forgather_cli.errors import ConfigError, did_you_mean
+from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.report import style
 from forgather_cli.report.curves import Look, draw_curves
 from forgather_cli.report.heatmap import Kind, draw_heatmap
 from forgather_cli.report.records import Axis
 from forgather_cli.run_dir import RunDir
 
-
-@dataclass(frozen=True)
-class Asked:
-    """Options as they were typed."""
-
-    x: str = "step"
-    metrics: tuple[str, ...] = ()
-    smooth: float = 0.0
-    log_y: bool = False
-    heatmap: str | None = None
+SUFFIXES = (".png", ".svg")
+_DPI = 120
 
 
-def draw(runs: Sequence[RunDir], asked: Asked, out: Path | None) -> Path:
-    """Draw runs into ``out``; returns where the picture is. Raises ConfigError and SetupError."""
-    if problems := _problems(asked):
-        raise ConfigError(problems)
-    path = style.check_suffix(out or _default(runs, asked))
-    with style.drawing():
-        if asked.heatmap is not None:
-            figure = draw_heatmap(runs, cast("Kind", asked.heatmap))
-        else:
-            figure = draw_curves(runs, Look(cast("Axis", asked.x), asked.metrics, asked.smooth, asked.log_y))
-        style.write(figure, path)
-    return path
-
-
-def _problems(asked: Asked) -> list[str]:
+def draw(runs: Sequence[RunDir], look: Look, heatmap: str | None, out: Path | None) -> Path:
+    """Draw runs into ``out``, whose directory is made; returns where the picture is. Raises ConfigError, SetupError."""
     problems = []
-    if asked.x not in get_args(Axis):
-        problems.append(f"--x: must be step, tokens or time, got {asked.x!r}")
-    if not 0 <= asked.smooth < 1:
-        problems.append(f"--smooth: is the weight of what came before, from 0 to below 1, got {asked.smooth:g}")
-    if asked.heatmap is None:
-        return problems
-    if asked.heatmap not in get_args(Kind):
-        near = did_you_mean(asked.heatmap, get_args(Kind))
-        kinds = f"must be one of {', '.join(get_args(Kind))}, got {asked.heatmap!r}"
-        problems.append(f"--heatmap: {kinds}{';' if near else ''}{near}")
-    for name, given in (
-        ("--x", asked.x != "step"), ("--metric", asked.metrics), ("--smooth", asked.smooth), ("--log-y", asked.log_y),
-    ):  # fmt: skip
-        if given:
-            problems.append(f"{name}: says nothing to --heatmap; leave one of them out")
-    return problems
-
-
-def _default(runs: Sequence[RunDir], asked: Asked) -> Path:
-    if len(runs) > 1:
-        return Path(f"{asked.heatmap or 'plot'}.png")
-    return runs[0].root / "plots" / f"{asked.heatmap or 'metrics'}.png"
+    if look.axis not in get_args(Axis):
+        problems.append(f"--x: must be step, tokens or time, got {look.axis!r}")
+    if not 0 <= look.smooth < 1:
+        problems.append(f"--smooth: is the weight of what came before, from 0 to below 1, got {look.smooth:g}")
+    if heatmap is not None:
+        if heatmap not in get_args(Kind):
+            near = did_you_mean(heatmap, get_args(Kind))
+            kinds = f"must be one of {', '.join(get_args(Kind))}, got {heatmap!r}"
+            problems.append(f"--heatmap: {kinds}{';' if near else ''}{near}")
+        given = {"--x": look.axis != "step", "--metric": look.metrics, "--smooth": look.smooth, "--log-y": look.log_y}
+        unread = [name for name, value in given.items() if value]
+        problems += [f"{name}: says nothing to --heatmap; leave one of them out" for name in unread]
+    if problems:
+        raise ConfigError(problems)
+    path = out
+    if path is None and len(runs) > 1:
+        path = Path(f"{heatmap or 'plot'}.png")
+    elif path is None:
+        path = runs[0].root / "plots" / f"{heatmap or 'metrics'}.png"
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"-o: the picture's name must end in {' or '.join(SUFFIXES)}, got {path.name!r}")
+    options: dict[str, Any] = {"pil_kwargs": {"optimize": True}}
+    if path.suffix.lower() == ".svg":
+        options = {"metadata": {"Date": None}}  # the same picture is the same file
+    with style.drawing():
+        figure = draw_curves(runs, look) if heatmap is None else draw_heatmap(runs, cast("Kind", heatmap))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=_DPI, **options)
+        except OSError as error:
+            raise SetupError(f"-o: {path} cannot be written: {error.strerror}; choose another place") from error
+    return path

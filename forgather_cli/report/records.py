@@ -44,26 +44,25 @@ def metric_names(records: Sequence[Record]) -> list[str]:
     return [name for name in known if name not in ("step", "epoch")]
 
 
-def positions(records: Sequence[Record], axis: Axis) -> list[float]:
-    """Where each record stands: its step, the tokens that were trained on, or seconds of running time."""
+def positions(records: Sequence[Record], axis: str) -> list[float]:
+    """Where each record stands on an ``Axis``: its step, the tokens trained on, or seconds of running time."""
     if axis == "step":
         return [float(record.get("step", 0)) for record in records]
     if axis == "time":
         return _running_seconds(records)
-    # records without total_tokens, such as evaluations, stand between those of the steps around them
     known = sorted({(int(r["step"]), float(r["total_tokens"])) for r in records if is_number(r.get("total_tokens"))})
-    return [
-        float(record["total_tokens"]) if is_number(record.get("total_tokens")) else _between(record, known)
-        for record in records
-    ]
-
-
-def _between(record: Record, known: Sequence[tuple[int, float]]) -> float:
-    step = int(record.get("step", 0))
-    before = max((pair for pair in known if pair[0] <= step), default=(0, 0.0))
-    after = min((pair for pair in known if pair[0] >= step), default=before)
-    share = (step - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
-    return before[1] + share * (after[1] - before[1])
+    places = []
+    for record in records:
+        if is_number(record.get("total_tokens")):
+            places.append(float(record["total_tokens"]))
+            continue
+        # such as an evaluation: it stands between those of the steps around it
+        step = int(record.get("step", 0))
+        before = max((pair for pair in known if pair[0] <= step), default=(0, 0.0))
+        after = min((pair for pair in known if pair[0] >= step), default=before)
+        share = (step - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+        places.append(before[1] + share * (after[1] - before[1]))
+    return places
 
 
 def _running_seconds(records: Sequence[Record]) -> list[float]:

@@ -1,17 +1,13 @@
-"""How pictures look: fonts, colours, numbers on axes, limits; and how they are written. No pyplot, so no display."""
+"""How pictures look: fonts, colours, numbers on axes, limits. No pyplot, so no display."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from forgather_cli.errors import ConfigError, SetupError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from forgather_cli.errors import SetupError
 
 # Okabe and Ito's colours for all kinds of colour vision (jfly.uni-koeln.de/color), a brown for their yellow, which is
 # too light for lines on white
@@ -23,8 +19,6 @@ EVALUATION = COLOURS[1]
 """Of a single run; evaluations of several have the runs' colours."""
 ABANDONED: dict[str, Any] = {"linewidth": 1.3, "linestyle": (0, (1, 1.2))}
 RESUMED: dict[str, Any] = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (4, 3))}
-SUFFIXES = (".png", ".svg")
-_DPI = 120
 
 _STYLE = {
     "font.size": 10,
@@ -60,26 +54,6 @@ def drawing() -> Iterator[None]:
         raise SetupError("logs plot: needs matplotlib; pip install 'forgather[plot]'") from error
     with mpl.rc_context(cast("Any", _STYLE)):
         yield
-
-
-def check_suffix(path: Path) -> Path:
-    """Raises ConfigError for a file that would be no picture of ours."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"-o: the picture's name must end in {' or '.join(SUFFIXES)}, got {path.name!r}")
-    return path
-
-
-def write(figure: Figure, path: Path) -> None:
-    """Write a picture as its suffix says; directories on the way are made. Raises SetupError."""
-    if path.suffix.lower() == ".svg":
-        options: dict[str, Any] = {"metadata": {"Date": None}}
-    else:
-        options = {"pil_kwargs": {"optimize": True}}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=_DPI, **options)
-    except OSError as error:
-        raise SetupError(f"-o: {path} cannot be written: {error.strerror}; choose another place") from error
 
 
 def colour(n: int) -> str:

@@ -54,15 +54,15 @@ def summarize_all(runs: Sequence[RunDir]) -> list[Summary]:
     """
     if len(runs) == 1:
         return [summarize(runs[0])]
-    return [replace(_at_least(run), settings=found) for run, found in zip(runs, differing(runs), strict=True)]
-
-
-def _at_least(run: RunDir) -> Summary:
-    try:
-        return summarize(run)
-    except SetupError as error:
-        state, reason = state_of(run)
-        return Summary(str(run.root), state, reason or str(error), newest_step(run), _max_steps(run))
+    summaries = []
+    for run, settings in zip(runs, differing(runs), strict=True):
+        try:
+            summary = summarize(run)
+        except SetupError as error:
+            state, reason = state_of(run)
+            summary = Summary(str(run.root), state, reason or str(error), newest_step(run), _max_steps(run))
+        summaries.append(replace(summary, settings=settings))
+    return summaries
 
 
 def summarize(run: RunDir) -> Summary:
