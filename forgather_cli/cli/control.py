@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +45,13 @@ Timeout = Annotated[
 @app.command("list", cls=Command)
 def list_(as_json: AsJson = False) -> None:
     """List the jobs that run, and what ended ones have left behind."""
-    found = [(entry, _glance(entry)) for entry in registry.entries()]
+    found: list[tuple[Entry, dict[str, Any] | None]] = []
+    for entry in registry.entries():
+        status = None
+        if entry.is_running is not False:
+            with contextlib.suppress(ControlError):  # it does not answer
+                status = client.status(entry, patience=_LOOK_PATIENCE)
+        found.append((entry, status))
     if as_json:
         rows_ = ({**asdict(e), "running": e.is_running, "state": _standing(e, s), "status": s} for e, s in found)
         print_json(list(rows_))
@@ -57,16 +63,6 @@ def list_(as_json: AsJson = False) -> None:
                Col("run directory", droppable=1))  # fmt: skip
     rows = [(entry.job_id, _standing(entry, status), *_cells(status), entry.run_dir) for entry, status in found]
     print_table(columns, rows, ["dim" if entry.is_running is False else "" for entry, _ in found])
-
-
-def _glance(entry: Entry) -> dict[str, Any] | None:
-    """A job's status; None if it does not tell."""
-    if entry.is_running is False:
-        return None
-    try:
-        return client.status(entry, patience=_LOOK_PATIENCE)
-    except ControlError:
-        return None
 
 
 def _standing(entry: Entry, status: dict[str, Any] | None) -> str:
@@ -83,11 +79,8 @@ def _cells(status: dict[str, Any] | None) -> tuple[str, str, str]:
     if status is None:
         return "-", "-", "-"
     steps = f"{status['step']}/{status['max_steps']}" if status["max_steps"] else str(status["step"])
-    return steps, _number(status["metrics"].get("loss")), human_seconds(status["eta_seconds"])
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    loss = status["metrics"].get("loss")
+    return steps, "-" if loss is None else f"{loss:.4f}", human_seconds(status["eta_seconds"])
 
 
 # -------------------------------------------------------------------------------------------------------------- status
@@ -130,33 +123,26 @@ def _facts(status: dict[str, Any]) -> dict[str, str]:
 
 
 def _watch(entry: Entry) -> None:
-    """Redraw on a terminal, else a line for each new state."""
-    if sys.stdout.isatty():
-        for document in _states(entry):
-            console().clear()
-            print_facts(_facts(document))
-    else:
-        last = ""
-        for document in _states(entry):
-            steps, loss, left = _cells(document)
-            line = f"step {steps}  loss {loss}  left {left}  {document['state']}"
-            if line != last:
-                typer.echo(line)
-            last = line
-    typer.echo(f"{entry.job_id}: {_ended(RunDir(Path(entry.run_dir)))}")
-
-
-def _states(entry: Entry) -> Iterator[dict[str, Any]]:
-    """The job's status every second, until it has ended."""
+    """Every second until the job has ended, redraw on a terminal, else a line for each new state."""
+    last = ""
     while True:
         try:
-            yield client.status(entry)
+            document = client.status(entry)
+            steps, loss, left = _cells(document)
+            line = f"step {steps}  loss {loss}  left {left}  {document['state']}"
+            if sys.stdout.isatty():
+                console().clear()
+                print_facts(_facts(document))
+            elif line != last:
+                typer.echo(line)
+            last = line
         except ControlError:
             if entry not in registry.entries() or entry.is_running is False:
-                return
+                break
             if entry.is_running is None:
                 raise
         time.sleep(_REDRAW)
+    typer.echo(f"{entry.job_id}: {_ended(RunDir(Path(entry.run_dir)))}")
 
 
 def _ended(run: RunDir) -> str:
@@ -246,57 +232,41 @@ def abort(
 ) -> None:
     """End training at once and save nothing: what was trained since the newest checkpoint is lost."""
     entry = _find(job)
-    if not force and not _agreed_to(entry, as_json):
-        typer.echo("not aborted", err=True)
-        raise typer.Exit(1)
+    if not force:
+        if as_json or not sys.stdin.isatty():
+            raise ConfigError("abort: asks first, and nobody can answer here; use --force")
+        now = client.status(entry)
+        lost = now["step"] - (now["checkpoints"][-1]["step"] if now["checkpoints"] else 0)
+        if not typer.confirm(f"Abort {entry.job_id} at step {now['step']}? The last {lost} steps are lost."):
+            typer.echo("not aborted", err=True)
+            raise typer.Exit(1)
     _tell(ABORT, entry, no_wait, timeout, as_json)
-
-
-def _agreed_to(entry: Entry, as_json: bool) -> bool:
-    if as_json or not sys.stdin.isatty():
-        raise ConfigError("abort: asks first, and nobody can answer here; use --force")
-    now = client.status(entry)
-    saved = now["checkpoints"][-1]["step"] if now["checkpoints"] else 0
-    lost = now["step"] - saved
-    return typer.confirm(f"Abort {entry.job_id} at step {now['step']}? The last {lost} steps are lost.")
 
 
 def _tell(command: str, entry: Entry, no_wait: bool, timeout: float | None, as_json: bool) -> None:
     """Give a command, wait for its answer, and print it. Exit code 1 if it failed or has no answer yet."""
     told = client.submit(entry, command)
+    later = f"its answer will be in {RunDir(Path(entry.run_dir)).command(told.id)}"
     if not no_wait:
-        told = _waited(entry, told, timeout)
+        try:
+            told = client.wait(entry, told, timeout=timeout)
+        except KeyboardInterrupt:
+            typer.echo(f"\n{entry.job_id} goes on with {command}; {later}", err=True)
+            raise typer.Exit(130) from None
     if as_json:
         print_json(told.document())
-    elif told.state == DONE or no_wait:
-        typer.echo(_answer(entry, told))
+    elif told.state == DONE and told.checkpoint is not None:
+        typer.echo(told.checkpoint)
+    elif told.state == DONE and command == ABORT:
+        typer.echo(f"{entry.job_id} is aborted, nothing was saved")
+    elif told.state == DONE:
+        typer.echo(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
+    elif no_wait:
+        typer.echo(f"{entry.job_id} has the command; {later}")
     if not told.is_finished and not no_wait:
-        waited = f"{command} is {told.state} after {timeout:g} s, and stays so"
-        raise ControlError(f"{entry.job_id}: {waited}; {_later(entry, told)}")
+        raise ControlError(f"{entry.job_id}: {command} is {told.state} after {timeout:g} s, and stays so; {later}")
     if told.state == records.FAILED:
         raise ControlError(f"{entry.job_id}: {command} failed: {told.reason}")
-
-
-def _waited(entry: Entry, told: records.Command, timeout: float | None) -> records.Command:
-    try:
-        return client.wait(entry, told, timeout=timeout)
-    except KeyboardInterrupt:
-        typer.echo(f"\n{entry.job_id} goes on with {told.command}; {_later(entry, told)}", err=True)
-        raise typer.Exit(130) from None
-
-
-def _later(entry: Entry, told: records.Command) -> str:
-    return f"its answer will be in {RunDir(Path(entry.run_dir)).command(told.id)}"
-
-
-def _answer(entry: Entry, told: records.Command) -> str:
-    if told.state != DONE:
-        return f"{entry.job_id} has the command; {_later(entry, told)}"
-    if told.checkpoint is not None:
-        return told.checkpoint
-    if told.command == ABORT:
-        return f"{entry.job_id} is aborted, nothing was saved"
-    return f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no"
 
 
 @app.command(cls=Command)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.input_files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,12 +136,9 @@ def writable(path: Path, option: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write one JSON document, whole or not at all. Raises SetupError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json_text(value) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json_text(value) + "\n")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise SetupError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
 
 

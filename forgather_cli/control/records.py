@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import ControlError
-from forgather_cli.input_files import read_json
+from forgather_cli.input_files import read_json, write_whole
 from forgather_cli.run_dir import RunDir, is_name
 
 log = logging.getLogger(__name__)
@@ -84,11 +83,9 @@ def now() -> str:
 def write(run: RunDir, command: Command) -> None:
     """Put a record into RUN/control, whole or not at all; one that cannot be written is an error in the log."""
     path = run.command(command.id)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(exist_ok=True)
-        temporary.write_text(json.dumps(command.document()) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json.dumps(command.document()) + "\n")
     except OSError as error:
         log.error("the answer to control's %s cannot be written to %s: %s", command.command, path, error.strerror)
 

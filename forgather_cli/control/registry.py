@@ -162,7 +162,14 @@ def resolve(word: str | None) -> Entry:
     Jobs of other machines are found by what names them. Raises ControlError.
     """
     if word is None or word == "latest":
-        return _newest(only=word is None)
+        alive = running()
+        if not alive:
+            raise ControlError(
+                f"no job that takes commands is running on {socket.gethostname()}; name another by its run directory"
+            )
+        if word is None and len(alive) > 1:
+            raise ControlError(f"{len(alive)} jobs are running: {_listed(alive)}; name one of them, or latest")
+        return alive[-1]
     known = entries()
     named = [entry for entry in known if entry.job_id == word]
     path = os.path.realpath(word) if word and "\0" not in word else None
@@ -227,17 +234,6 @@ def _read(place: Path) -> Entry | None:
 
 def _text(path: Path) -> str:
     return read_bytes(path, _MAX_BYTES).decode()
-
-
-def _newest(*, only: bool) -> Entry:
-    alive = running()
-    if not alive:
-        raise ControlError(
-            f"no job that takes commands is running on {socket.gethostname()}; name another by its run directory"
-        )
-    if only and len(alive) > 1:
-        raise ControlError(f"{len(alive)} jobs are running: {_listed(alive)}; name one of them, or latest")
-    return alive[-1]
 
 
 def _listed(found: list[Entry]) -> str:

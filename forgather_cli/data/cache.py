@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from forgather_cli.checkpoint.files import sync_directory, sync_file
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +152,7 @@ def remember_once(root: Path, path: Path, make: Callable[[], Meta]) -> Meta:
         if (known := recall(path)) is None:
             known = make()
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(known))
-            temporary.replace(path)
+            write_whole(path, json.dumps(known))
     return known
 
 

@@ -43,29 +43,19 @@ def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_na
 
 
 def _report(problems: list[str], stream: IO[str]) -> None:
-    if stream.isatty():
-        _in_colour(problems, stream)
-    else:
-        print(*_plain(problems), sep="\n", file=stream, flush=True)
-
-
-def _plain(problems: list[str]) -> list[str]:
-    if len(problems) == 1:
-        return [f"error: {problems[0]}"]
-    return [f"error: {len(problems)} config mistakes", *(f"  - {problem}" for problem in problems)]
-
-
-def _in_colour(problems: list[str], stream: IO[str]) -> None:
+    head, rest = (f"{len(problems)} config mistakes", problems) if len(problems) > 1 else (problems[0], [])
+    if not stream.isatty():
+        print(f"error: {head}", *(f"  - {problem}" for problem in rest), sep="\n", file=stream, flush=True)
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(file=stream, highlight=False)
-    head, *rest = _plain(problems)
-    console.print(Text("error: ", style="bold red"), _styled(head.removeprefix("error: ")), sep="")
+    console.print(Text("error: ", style="bold red"), _styled(head), sep="")
     table = Table.grid(padding=(0, 1))
-    for line in rest:
-        table.add_row(Text("  •", style="red"), _styled(line.removeprefix("  - ")))
+    for problem in rest:
+        table.add_row(Text("  •", style="red"), _styled(problem))
     if rest:
         console.print(table)
 
