@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.fit import show_fit
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -25,7 +26,10 @@ from forgather_cli.cli.words import ConfigDir, Words
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forgather_cli.plan import PlannedStage, RankMemory, RunPlan
+    from forgather_cli.config.load import Loaded
+    from forgather_cli.config.schema import Config
+    from forgather_cli.plan import RankMemory, RunPlan
+    from forgather_cli.plan.fit import Fit
 
 
 def plan(
@@ -95,28 +99,76 @@ def _bytes(memory: RankMemory) -> dict[str, int | None]:
 
 def print_plan(made: RunPlan, *, params: bool = False) -> None:
     """Tables for people."""
-    print_facts(dict(_rows(made)))
+    print_facts(_facts(made))
     if made.stages:
-        _print_stages(made)
+        memory = {each.rank: each.total for each in made.ranks}
+        rows = []
+        for s in made.stages:
+            ranks = str(s.rank) if s.ranks == 1 else f"{s.rank}-{s.rank + s.ranks - 1}"
+            layers = f"{s.first_layer}-{s.last_layer}" if s.last_layer > s.first_layer else s.first_layer
+            ends = f"{'embedding, ' if s.has_embedding else ''}{layers}{', head' if s.has_head else ''}"
+            size = human_bytes(memory[s.rank])
+            rows.append((str(s.index), ranks, ends, f"{s.parameters:,}", f"{s.share:.1%}", size))
+        columns = (
+            Col("stage", right=True),
+            Col("rank", right=True),
+            Col("layers"),
+            Col("parameters", right=True),
+            Col("share", right=True),
+            Col("memory of the rank", right=True, droppable=1),
+        )
+        print_table(columns, rows)
     if params:
         _print_parameters(made)
 
 
-def _rows(made: RunPlan) -> list[tuple[str, str]]:
+def _facts(made: RunPlan) -> dict[str, str]:
+    """The numbers of the run, and the memory of the fullest rank by kind."""
     kinds = ", ".join(f"{kind} {human(count)}" for kind, count in made.by_kind().items())
-    total = made.tokens_per_step * made.steps if made.steps and made.tokens_per_step else None
+    trainer = f"{made.trainer} on {made.world_size} ranks" if made.world_size > 1 else made.trainer
+    if made.bubble is not None:
+        trainer += f", schedule {made.schedule}, {len(made.stages)} stages, bubble {made.bubble:.1%}"
+    elif "." in made.trainer:
+        trainer += ", planned as if each rank held the whole model"
+    ranks = made.global_batch // (made.micro_batch * made.accumulation)
+    batch = f"{made.global_batch} sequences = {made.micro_batch} x {made.accumulation} micro-steps"
+    batch += f" x {ranks} ranks" if ranks > 1 else ""
     train = "not tokenized yet" if made.train_tokens is None else f"{made.train_tokens:,} tokens"
-    return [
-        ("model", f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(made.seq_len)} tokens per sequence"),
-        ("parameters", f"{made.num_parameters:,}  ({kinds})" if made.parameters else _UNKNOWN),
-        ("trainer", _trainer(made)),
-        ("batch", f"{_sequences(made)}, {_count(made.tokens_per_step)} tokens per step"),
-        ("train split", train if made.vocab_size and made.seq_len else "unknown: your data tells when it is made"),
-        ("steps", _steps(made, total)),
-        ("operations", _flops(made, total)),
-        *_memory(made),
-        ("checkpoint", _known(made.checkpoint_bytes)),
-    ]  # fmt: skip
+    total = made.tokens_per_step * made.steps if made.steps and made.tokens_per_step else None
+    steps = "until the data ends; known when the corpus is tokenized"
+    if made.steps is not None:
+        steps = f"{made.steps:,} steps, {human(total) if total else 'unknown'} tokens"
+        steps += f", {total / made.train_tokens:.2f} epochs" if made.train_tokens and total else ""
+    operations, per_token = "unknown", made.flops_per_token
+    if per_token is not None and made.tokens_per_step is not None:
+        operations = f"{human_flops(per_token)} per token, {human_flops(per_token * made.tokens_per_step)} per step"
+        operations += f", {human_flops(per_token * total)} in all" if total else ""
+    facts = {
+        "model": f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(made.seq_len)} tokens per sequence",
+        "parameters": f"{made.num_parameters:,}  ({kinds})" if made.parameters else _UNKNOWN,
+        "trainer": trainer,
+        "batch": f"{batch}, {_count(made.tokens_per_step)} tokens per step",
+        "train split": train if made.vocab_size and made.seq_len else "unknown: your data tells when it is made",
+        "steps": steps,
+        "operations": operations,
+        "memory": "unknown",
+    }
+    if (rank := made.fullest) is not None:
+        where = "on one device" if made.world_size == 1 else f"on rank {rank.rank}, the fullest of {made.world_size}"
+        if len({each.total for each in made.ranks}) == 1 < made.world_size:
+            where = "on each rank"
+        facts["memory"] = f"about {human_bytes(rank.total)} {where}"
+        facts["  weights"] = human_bytes(rank.weights)
+        facts["  gradients"] = human_bytes(rank.gradients)
+        facts["  optimizer"] = _known(rank.optimizer)
+        facts["  activations"] = f"{human_bytes(rank.activations)} (estimate)" if rank.activations else "unknown"
+        if rank.buffers:
+            facts["  buffers"] = f"{human_bytes(rank.buffers)} (estimate)"
+        if rank.save_copy:
+            facts["  copy of a save"] = f"{human_bytes(rank.save_copy)} in host memory (async_save)"
+        if rank.in_host_memory:
+            facts["  in host memory"] = f"{human_bytes(rank.in_host_memory)} of it, not in the sum"
+    return {**facts, "checkpoint": _known(made.checkpoint_bytes)}
 
 
 _UNKNOWN = "unknown: your data tells its vocabulary when it is made; set model.vocab_size to know more"
@@ -126,90 +178,8 @@ def _count(number: int | None) -> str:
     return "unknown" if number is None else f"{number:,}"
 
 
-def _trainer(made: RunPlan) -> str:
-    ranks = f" on {made.world_size} ranks" if made.world_size > 1 else ""
-    if made.bubble is not None:
-        return f"{made.trainer}{ranks}, schedule {made.schedule}, {len(made.stages)} stages, bubble {made.bubble:.1%}"
-    users = ", planned as if each rank held the whole model" if "." in made.trainer else ""
-    return f"{made.trainer}{ranks}{users}"
-
-
-def _sequences(made: RunPlan) -> str:
-    """``32 sequences = 8 x 2 micro-steps x 2 ranks``."""
-    ranks = made.global_batch // (made.micro_batch * made.accumulation)
-    of_ranks = f" x {ranks} ranks" if ranks > 1 else ""
-    return f"{made.global_batch} sequences = {made.micro_batch} x {made.accumulation} micro-steps{of_ranks}"
-
-
-def _memory(made: RunPlan) -> list[tuple[str, str]]:
-    """Of the fullest rank, by kind."""
-    rank = made.fullest
-    if rank is None:
-        return [("memory", "unknown")]
-    where = "on one device" if made.world_size == 1 else f"on rank {rank.rank}, the fullest of {made.world_size}"
-    if len({each.total for each in made.ranks}) == 1 < made.world_size:
-        where = "on each rank"
-    estimate = f"{human_bytes(rank.activations)} (estimate)" if rank.activations else "unknown"
-    rows = [
-        ("memory", f"about {human_bytes(rank.total)} {where}"),
-        ("  weights", human_bytes(rank.weights)),
-        ("  gradients", human_bytes(rank.gradients)),
-        ("  optimizer", _known(rank.optimizer)),
-        ("  activations", estimate),
-    ]
-    if rank.buffers:
-        rows.append(("  buffers", f"{human_bytes(rank.buffers)} (estimate)"))
-    if rank.save_copy:
-        rows.append(("  copy of a save", f"{human_bytes(rank.save_copy)} in host memory (async_save)"))
-    if rank.in_host_memory:
-        rows.append(("  in host memory", f"{human_bytes(rank.in_host_memory)} of it, not in the sum"))
-    return rows
-
-
 def _known(size: int | None) -> str:
     return "unknown" if size is None else human_bytes(size)
-
-
-def _print_stages(made: RunPlan) -> None:
-    columns = (
-        Col("stage", right=True),
-        Col("rank", right=True),
-        Col("layers"),
-        Col("parameters", right=True),
-        Col("share", right=True),
-        Col("memory of the rank", right=True, droppable=1),
-    )
-    memory = {each.rank: each.total for each in made.ranks}
-    rows = [
-        (str(s.index), _ranks(s), _layers(s), f"{s.parameters:,}", f"{s.share:.1%}", human_bytes(memory[s.rank]))
-        for s in made.stages
-    ]
-    print_table(columns, rows)
-
-
-def _ranks(stage: PlannedStage) -> str:
-    return str(stage.rank) if stage.ranks == 1 else f"{stage.rank}-{stage.rank + stage.ranks - 1}"
-
-
-def _layers(stage: PlannedStage) -> str:
-    """``embedding, 0-3``."""
-    layers = f"{stage.first_layer}-{stage.last_layer}" if stage.last_layer > stage.first_layer else stage.first_layer
-    return f"{'embedding, ' if stage.has_embedding else ''}{layers}{', head' if stage.has_head else ''}"
-
-
-def _flops(made: RunPlan, total: int | None) -> str:
-    per_token = made.flops_per_token
-    if per_token is None or made.tokens_per_step is None:
-        return "unknown"
-    in_all = f", {human_flops(per_token * total)} in all" if total else ""
-    return f"{human_flops(per_token)} per token, {human_flops(per_token * made.tokens_per_step)} per step{in_all}"
-
-
-def _steps(made: RunPlan, total: int | None) -> str:
-    if made.steps is None:
-        return "until the data ends; known when the corpus is tokenized"
-    epochs = f", {total / made.train_tokens:.2f} epochs" if made.train_tokens and total else ""
-    return f"{made.steps:,} steps, {human(total) if total else 'unknown'} tokens{epochs}"
 
 
 def _print_parameters(made: RunPlan) -> None:
@@ -227,3 +197,85 @@ def _print_parameters(made: RunPlan) -> None:
         for r in made.parameters
     ]
     print_table(columns, rows)
+
+
+# --------------------------------------------------------------------------------------------------------------- --fit
+
+
+def show_fit(
+    compose: Callable[[Sequence[str]], Loaded],
+    words: Sequence[str],
+    memory: str | None,
+    *,
+    confirms: bool,
+    as_json: bool,
+) -> None:
+    """Find and print what fits; ``compose`` makes a config of words. Raises ConfigError and SetupError."""
+
+    def config_with(more: Sequence[str]) -> Config:
+        return compose([*words, *more]).config
+
+    from forgather_cli.plan import make_plan
+    from forgather_cli.plan.confirm import confirm
+    from forgather_cli.plan.fit import budget_of, find_fit
+
+    config = config_with([])
+    with only_json(as_json):
+        made = make_plan(config)
+        fit = find_fit(config, made.micro_batch, budget_of(config, memory), config_with)
+        if not as_json:
+            print_fit(fit, config, made)
+        found = None
+        if confirms and fit.sizes:
+            found = confirm(config, made, fit.sizes, fit.budget, partial(print, file=sys.stderr, flush=True))
+    if as_json:
+        document = {**asdict(fit), "fits": fit.fits, "confirmed": None if found is None else asdict(found)}
+        document["budget"]["usable"] = fit.budget.usable
+        del document["sizes"]
+        document["largest"] = {key: document["largest"][key] for key in ("micro_batch", "memory")}
+        print_json(document)
+    elif found is not None:
+        before = f"; out of memory with {', '.join(map(str, found.too_large))}" if found.too_large else ""
+        size = f"per_device_train_batch_size={found.micro_batch}"
+        print_facts({"confirmed": f"{size} trains, peak {human_bytes(found.peak)} on rank 0{before}"})
+
+
+def print_fit(fit: Fit, config: Config, made: RunPlan) -> None:
+    """Tables for people."""
+    budget = fit.budget
+    back = f"{human_bytes(budget.kept_back)} of it kept back for the process and fragments"
+    fits = "fits" if fit.fits else f"does not fit into {human_bytes(budget.usable)}"
+    now = f"{fit.now} sequence{'s' if fit.now != 1 else ''} at a time"
+    print_facts(
+        {
+            "memory": f"{human_bytes(budget.total)} ({budget.source}), {back}",
+            "now": f"{now}, about {human_bytes(fit.now_memory)}: {fits}",
+            "largest": _largest(fit, config, made),
+        }
+    )
+    if fit.ways:
+        typer.echo("To fit more:")
+        columns = (
+            Col("settings"),
+            Col("micro-batch", right=True),
+            Col("memory", right=True),
+            Col("step time", right=True, droppable=1),
+            Col("cost", droppable=2),
+        )
+        rows = []
+        for way in fit.ways:
+            time = "-" if way.step_time is None else f"{way.step_time:.2f}x"
+            rows.append((" ".join(way.overrides), str(way.micro_batch), human_bytes(way.memory), time, way.cost))
+        print_table(columns, rows)
+
+
+def _largest(fit: Fit, config: Config, made: RunPlan) -> str:
+    size, memory = fit.largest.micro_batch, fit.largest.memory
+    if size is None:
+        return f"none: the smallest micro-batch needs about {human_bytes(fit.needed)}"
+    text = f"per_device_train_batch_size={size}, about {human_bytes(memory)}"
+    if config.global_batch_size is None:
+        return f"{text}; without a global_batch_size it changes the size of a step"
+    steps = made.micro_batch * made.accumulation // size
+    why = f", all of a step's {size} per rank" if size == fit.most else ""
+    return f"{text}{why or f' ({steps} micro-steps of global_batch_size={config.global_batch_size})'}"

@@ -33,7 +33,7 @@ class Activations:
     The plain loss keeps logits and their log-softmax (2 V) and makes the gradient (V), in fp32; the chunked one (2 V)
     of a chunk of tokens. Liger's chunks have room for E logits per token of the batch, and Cut Cross-Entropy keeps none
     on a GPU, as their sources say. Around the layers there are the embedding's and the last norm's results and
-    gradients (8 E). ``tests/test_plan_fit.py`` compares all of a run with what torch's allocator hands out.
+    gradients (8 E). ``tests/plan/test_plan_fit.py`` compares all of a run with what torch's allocator hands out.
     """
 
     kept: int
@@ -62,48 +62,35 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
     """``shape``: the model's resolved settings; None for a model that is not the decoder."""
     if not isinstance(shape, DecoderSettings):
         return None
+    hidden, vocab = shape.hidden_size, shape.vocab_size or 0
     heads, kv, head_dim = shape.num_attention_heads, shape.num_key_value_heads or 0, shape.head_dim or 0
-    width, stream = _widths(config)
-    inner = (2 * heads + 2 * kv) * head_dim + 4 * (shape.intermediate_size or 0) + 2 * shape.hidden_size
-    layer = inner * width + 2 * shape.hidden_size * stream + _rounded(config, shape)
-    again, (loss, loss_tokens) = config.gradient_checkpointing, _loss(config, shape)
+    mlp, trainer, precision = shape.intermediate_size or 0, config.trainer, config.precision
+
+    width = stream = FP32  # of an activation inside of layers, and in the residual stream: fp32 under autocast
+    if precision.type in HALF_PRODUCTS:
+        policy = isinstance(trainer, FSDP2Settings) or (isinstance(trainer, PipelineSettings) and trainer.shard > 1)
+        width, stream = HALF, HALF if policy or precision.type == "bf16_true" else FP32
+
+    layer = ((2 * heads + 2 * kv) * head_dim + 4 * mlp + 2 * hidden) * width + 2 * hidden * stream
+    if isinstance(precision, QATSettings) and "dynamic-act" in precision.qat_recipe:
+        # each of the seven linear layers keeps its own input, before it was cut off at the largest number, and as it is
+        # multiplied, in place of the input itself
+        layer += FP32 * (8 * hidden + 2 * heads * head_dim + mlp)
+
+    loss, loss_tokens = 3 * vocab * FP32, None
+    match config.loss:
+        case LinearCrossEntropySettings(chunk_size=size):
+            loss, loss_tokens = 2 * vocab * FP32, size
+        case LigerSettings():
+            loss = hidden * FP32
+        case CutCrossEntropySettings() if config.device != "cpu":
+            loss = 0
+
+    again = config.gradient_checkpointing
     return Activations(
-        kept=shape.hidden_size * stream if again else layer,
-        at_work=(layer if again else 0) + 3 * (shape.intermediate_size or 0) * width,
-        ends=8 * shape.hidden_size * stream,
+        kept=hidden * stream if again else layer,
+        at_work=(layer if again else 0) + 3 * mlp * width,
+        ends=8 * hidden * stream,
         loss=loss,
         loss_tokens=loss_tokens,
     )
-
-
-def _loss(config: Config, shape: DecoderSettings) -> tuple[int, int | None]:
-    """Bytes per token in the loss, and how many tokens it takes at a time; None: all."""
-    vocab = shape.vocab_size or 0
-    match config.loss:
-        case LinearCrossEntropySettings(chunk_size=chunk_size):
-            return 2 * vocab * FP32, chunk_size
-        case LigerSettings():
-            return shape.hidden_size * FP32, None
-        case CutCrossEntropySettings() if config.device != "cpu":
-            return 0, None
-    return 3 * vocab * FP32, None
-
-
-def _rounded(config: Config, shape: DecoderSettings) -> int:
-    """Bytes per token and layer of activations that ``precision=qat`` rounds: each of the seven linear layers keeps its
-    own input, before it was cut off at the largest number, and as it is multiplied, in place of the input itself.
-    """
-    if not isinstance(config.precision, QATSettings) or "dynamic-act" not in config.precision.qat_recipe:
-        return 0
-    heads = shape.num_attention_heads * (shape.head_dim or 0)
-    return FP32 * (8 * shape.hidden_size + 2 * heads + (shape.intermediate_size or 0))
-
-
-def _widths(config: Config) -> tuple[int, int]:
-    """Bytes of an activation inside of layers, and in the residual stream, which stays fp32 under autocast."""
-    if config.precision.type not in HALF_PRODUCTS:
-        return FP32, FP32
-    trainer = config.trainer
-    has_policy = isinstance(trainer, FSDP2Settings) or (isinstance(trainer, PipelineSettings) and trainer.shard > 1)
-    autocast = config.precision.type != "bf16_true" and not has_policy
-    return HALF, FP32 if autocast else HALF

@@ -2,15 +2,92 @@
 
 from __future__ import annotations
 
+import os
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from forgather_cli.config.schema import Config, DDPSettings, FSDP2Settings, PipelineSettings, SingleSettings
 from forgather_cli.errors import ConfigError, ForgatherError
 from forgather_cli.launch.layout import plan_layout
-from forgather_cli.plan.device_memory import Budget
-from forgather_cli.plan.memory import RankMemory
+from forgather_cli.plan.memory import uses_gpu
 from forgather_cli.plan.run import memory_by_micro_batch
+
+# -------------------------------------------------------------------------------------------------- memory of a device
+
+GIB = 2**30
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"\s*([\d.]+)\s*([KMGT]?)(I?B)?\s*", re.IGNORECASE)
+
+_CUDA_CONTEXT = int(0.7 * GIB)  # driver, kernels and libraries' workspaces: 0.5 to 0.9 GiB by device and version
+_CPU_PROCESS = int(0.42 * GIB)  # Python, torch and what else is imported
+_SPARE = 0.06  # share that fragments of free memory take between blocks that are in use
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of one rank in bytes."""
+
+    total: int
+    kept_back: int
+    """For what no plan counts: the process itself, and fragments."""
+    on_gpu: bool
+    source: str
+    """Where ``total`` comes from."""
+
+    @property
+    def usable(self) -> int:
+        return max(0, self.total - self.kept_back)
+
+
+def budget_of(config: Config, given: str | None) -> Budget:
+    """The memory for a rank of ``config``; ``given`` is that of one device, as typed. Raises ConfigError."""
+    on_gpu = uses_gpu(config)
+    if given is not None:
+        total, source = _parsed_size(given), "--memory"
+        on_gpu = config.device != "cpu"  # of a device that need not be here
+    elif on_gpu:
+        import torch
+
+        properties = torch.cuda.get_device_properties(0)
+        total, source = int(properties.total_memory), properties.name
+    else:
+        ranks = plan_layout(config).ranks_per_node
+        total = _available_memory() // ranks
+        source = "available memory of this machine" + (f", shared by {ranks} ranks" if ranks > 1 else "")
+    kept_back = (_CUDA_CONTEXT if on_gpu else _CPU_PROCESS) + int(_SPARE * total)
+    return Budget(total, kept_back, on_gpu, source)
+
+
+def _parsed_size(text: str) -> int:
+    """``24GiB``, ``24G`` and ``24GB`` alike: powers of 1024, as devices are sold."""
+    found = _SIZE.fullmatch(text)
+    try:
+        size = int(float(found[1]) * 2 ** _UNITS[found[2].upper()]) if found else 0
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"--memory: must be a size such as 24GiB or 800MiB, got {text!r}")
+    return size
+
+
+def _available_memory() -> int:
+    """Bytes that processes may still take here: of the machine, or what the container is allowed."""
+    try:
+        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup")  # of this process (cgroup v2)
+    try:
+        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no group, or one without a limit
+        return free
+
+
+# ------------------------------------------------------------------------------------------------------------ what fits
 
 _MOST = 1 << 16  # sequences at a time beyond which nobody looks
 
@@ -78,22 +155,46 @@ class Fit:
 
 def find_fit(config: Config, now: int, budget: Budget, load: Load) -> Fit:
     """``now`` is the plan's micro-batch. Raises ConfigError for a model whose activations cannot be predicted."""
-    predict = _predictor(config)
-    sizes = _sizes(config)
-    largest = _largest(sizes, predict, budget)
+    sizes, needed = _sizes(config), _memory_needed(config)
+    largest = _largest(sizes, needed, budget)
     most = sizes[-1] if config.global_batch_size is not None else None
     reached = [size for size in sizes if size <= (largest.micro_batch or 0)]
-    fit = Fit(budget, now, predict(now), largest, predict(sizes[0]), most, reached)
+    fit = Fit(budget, now, needed(now), largest, needed(sizes[0]), most, reached)
     if largest.micro_batch == sizes[-1]:
         return fit
-    return replace(fit, ways=_ways(config, largest, budget, load))
+
+    def room(overrides: tuple[str, ...]) -> Room | None:
+        """What fits with more overrides; None where the config does not allow them."""
+        try:
+            changed = load(overrides)
+            return replace(_largest(_sizes(changed), _memory_needed(changed), budget), overrides=overrides)
+        except ForgatherError:
+            return None
+
+    rooms = [(way, found) for way in _sensible(config, budget) if (found := room(way.overrides)) is not None]
+    have = largest.micro_batch or 0
+    if better := [(way, found) for way, found in rooms if (found.micro_batch or 0) > have]:
+        better.sort(key=lambda pair: (pair[0].price, -(pair[1].micro_batch or 0)))
+        return replace(fit, ways=[replace(found, cost=way.cost, step_time=way.step_time) for way, found in better])
+    # none does so alone: one after another, cheapest first, until something fits
+    words: tuple[str, ...] = ()
+    for way, _ in sorted(rooms, key=lambda pair: pair[0].price):
+        taken = {word.partition("=")[0] for word in way.overrides}  # of two for one setting the later one stays
+        more = (*(word for word in words if word.partition("=")[0] not in taken), *way.overrides)
+        if (found := room(more)) is None:
+            continue  # they contradict each other
+        if (found.micro_batch or 0) > have:
+            return replace(fit, ways=[replace(found, cost="all of them together")])
+        words = more
+    return fit
 
 
-def _predictor(config: Config) -> Callable[[int], int]:
+def _memory_needed(config: Config) -> Callable[[int], int]:
+    """Bytes of the fullest rank by micro-batch."""
     memory = memory_by_micro_batch(config)
 
     def fullest(micro_batch: int) -> int:
-        ranks: list[RankMemory] = memory(micro_batch)
+        ranks = memory(micro_batch)
         if any(rank.activations is None for rank in ranks):
             raise ConfigError(
                 "--fit: the activations of this model are not known, only those of the decoder; set "
@@ -117,58 +218,24 @@ def _sizes(config: Config) -> Sequence[int]:
     return [size for size in range(unit, share + 1, unit) if share % size == 0]
 
 
-def _largest(sizes: Sequence[int], predict: Callable[[int], int], budget: Budget) -> Room:
-    """By halving the sizes in question: memory grows with the micro-batch."""
-    low, high = 0, len(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if predict(sizes[middle]) <= budget.usable else (low, middle)
-    size = sizes[low - 1] if low else None
-    return Room((), size, None if size is None else predict(size))
+def _largest(sizes: Sequence[int], needed: Callable[[int], int], budget: Budget) -> Room:
+    """Memory grows with the micro-batch, so that halving finds it."""
+    fitting = bisect_right(sizes, budget.usable, key=needed)
+    size = sizes[fitting - 1] if fitting else None
+    return Room((), size, None if size is None else needed(size))
 
 
-def _ways(config: Config, now: Room, budget: Budget, load: Load) -> list[Room]:
-    """Those that allow a larger micro-batch, cheapest first; together if none does so alone."""
-    tried = [(way, _room(way.overrides, budget, load)) for way in WAYS if _makes_sense(way, config, budget)]
-    better = [(way, room) for way, room in tried if (room.micro_batch or 0) > (now.micro_batch or 0)]
-    if not better:
-        return _together([way for way, room in tried if room.overrides], now, budget, load)
-    better.sort(key=lambda pair: (pair[0].price, -(pair[1].micro_batch or 0)))
-    return [replace(room, cost=way.cost, step_time=way.step_time) for way, room in better]
-
-
-def _together(ways: Sequence[Way], now: Room, budget: Budget, load: Load) -> list[Room]:
-    """One after another, cheapest first, until something fits; of two for one setting the later one stays."""
-    words: tuple[str, ...] = ()
-    for way in sorted(ways, key=lambda way: way.price):
-        taken = {_key(word) for word in way.overrides}
-        more = (*(word for word in words if _key(word) not in taken), *way.overrides)
-        room = _room(more, budget, load)
-        if (room.micro_batch or 0) > (now.micro_batch or 0):
-            return [replace(room, cost="all of them together")]
-        words = more if room.overrides else words  # unless they contradict each other
-    return []
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0]
-
-
-def _room(overrides: tuple[str, ...], budget: Budget, load: Load) -> Room:
-    """What fits with more overrides; nothing, without overrides, where the config does not allow them."""
-    try:
-        config = load(overrides)
-        return replace(_largest(_sizes(config), _predictor(config), budget), overrides=overrides)
-    except ForgatherError:
-        return Room((), None, None)
-
-
-def _makes_sense(way: Way, config: Config, budget: Budget) -> bool:
+def _sensible(config: Config, budget: Budget) -> list[Way]:
     """Several ranks are needed to share anything, and host memory is another one beside a GPU only."""
-    if "cpu_offload=true" in way.overrides and not budget.on_gpu:
-        return False
-    if any(word.startswith("trainer=") for word in way.overrides):
-        if isinstance(config.trainer, SingleSettings):
-            return False
-        return "cpu_offload=true" in way.overrides or not isinstance(config.trainer, FSDP2Settings | PipelineSettings)
-    return not (isinstance(config.trainer, DDPSettings) and "fuse_optim_with_backward=true" in way.overrides)
+    found = []
+    for way in WAYS:
+        offloads = "cpu_offload=true" in way.overrides
+        if any(word.startswith("trainer=") for word in way.overrides):
+            shared = isinstance(config.trainer, FSDP2Settings | PipelineSettings)
+            fits = not isinstance(config.trainer, SingleSettings) and (budget.on_gpu if offloads else not shared)
+        else:
+            fused = "fuse_optim_with_backward=true" in way.overrides
+            fits = not (fused and isinstance(config.trainer, DDPSettings))
+        if fits:
+            found.append(way)
+    return found

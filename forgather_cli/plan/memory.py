@@ -41,7 +41,13 @@ class RankMemory:
         return sum(kind or 0 for kind in kinds) - self.in_host_memory
 
 
-def with_save_copies(config: Config, ranks: Sequence[RankMemory], *, on_gpu: bool) -> list[RankMemory]:
+def uses_gpu(config: Config) -> bool:
+    import torch
+
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def with_save_copies(config: Config, ranks: Sequence[RankMemory]) -> list[RankMemory]:
     """``async_save`` copies what a rank writes and keeps the memory; ranks that hold the same share the writing."""
     if not config.async_save or config.save_strategy == "no":
         return list(ranks)
@@ -49,7 +55,7 @@ def with_save_copies(config: Config, ranks: Sequence[RankMemory], *, on_gpu: boo
     holders = 1 if isinstance(trainer, PipelineSettings) else len(ranks)
     if isinstance(trainer, FSDP2Settings):
         holders = min(trainer.replicate, len(ranks))
-    found = []
+    found, on_gpu = [], uses_gpu(config)
     for rank in ranks:
         copy = (rank.weights + (rank.optimizer or 0)) // holders
         in_host = rank.in_host_memory + copy if on_gpu else rank.in_host_memory
@@ -125,31 +131,19 @@ def shard_of(
 
     Weights and gradients are padded to equal rows on all ranks (torch 2.13, ``_fsdp_param.py``), moments are not.
     """
-    padded = {row.name: row.width * _rows_of(row, shards) * _row_size(row) for row in rows}
+    padded: dict[str, int] = {}
+    optimizer: int | None = 0
+    for row in rows:
+        count = row.shape[0] if row.shape else 1  # a scalar is on every rank
+        largest = -(-count // shards)
+        own = min(largest, max(0, count - rank % shards * largest)) if row.shape else 1  # the last ones less or none
+        padded[row.name] = row.width * largest * (row.numel // count)
+        if optimizer is not None:
+            optimizer = None if row.state_bytes is None else optimizer + row.state_bytes * own // count
     weights = sum(padded.values())
     fused = max(sum(padded[row.name] for row in unit) for unit in units(rows))
     gradients = fused if config.fuse_optim_with_backward else weights
-    states = [_state_bytes(row, rank % shards, shards) for row in rows]
-    optimizer = None if None in states else sum(state or 0 for state in states)
     return RankMemory(rank, weights, gradients, optimizer, activations, buffers)
-
-
-def _rows_of(row: PlannedParameter, shards: int) -> int:
-    """Rows of the largest shard."""
-    return -(-row.shape[0] // shards) if row.shape else 1
-
-
-def _row_size(row: PlannedParameter) -> int:
-    return row.numel // row.shape[0] if row.shape else 1
-
-
-def _state_bytes(row: PlannedParameter, shard: int, shards: int) -> int | None:
-    """The optimizer's, for the rows that are this shard's (the last shards may have fewer or none)."""
-    if row.state_bytes is None or not row.shape:
-        return row.state_bytes
-    size = _rows_of(row, shards)
-    own = min(size, max(0, row.shape[0] - shard * size))
-    return row.state_bytes * own // row.shape[0]
 
 
 def _gathered_bytes(config: Config, trainer: FSDP2Settings, rows: Sequence[PlannedParameter]) -> int:

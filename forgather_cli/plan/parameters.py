@@ -57,14 +57,6 @@ _KINDS = (
 )
 
 
-def by_kind(rows: Sequence[PlannedParameter]) -> dict[str, int]:
-    """Parameters of each kind, in the order of the model."""
-    sums: dict[str, int] = {}
-    for row in rows:
-        sums[row.kind] = sums.get(row.kind, 0) + row.numel
-    return sums
-
-
 def weight_bytes(rows: Sequence[PlannedParameter]) -> int:
     """Of the weights, and of their gradients."""
     return sum(row.width * row.numel for row in rows)

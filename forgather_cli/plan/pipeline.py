@@ -53,15 +53,6 @@ def stages_of(
     return stages
 
 
-def described(stages: Sequence[tuple[Stage, list[PlannedParameter]]], total: int, shard: int) -> list[PlannedStage]:
-    """For people and programs; ``total``: the model's number of parameters, ``shard`` ranks share a stage."""
-    sums = [sum(row.numel for row in rows) for _, rows in stages]
-    return [
-        PlannedStage(**vars(stage) | {"rank": stage.rank * shard}, ranks=shard, parameters=count, share=count / total)
-        for (stage, _), count in zip(stages, sums, strict=True)
-    ]
-
-
 def by_rank(
     config: Config,
     trainer: PipelineSettings,

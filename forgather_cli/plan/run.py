@@ -14,9 +14,8 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import activations_of
-from forgather_cli.plan.device_memory import uses_gpu
 from forgather_cli.plan.memory import RankMemory
-from forgather_cli.plan.parameters import PlannedParameter, by_kind, optimizer_bytes, parameter_rows, weight_bytes
+from forgather_cli.plan.parameters import PlannedParameter, optimizer_bytes, parameter_rows, weight_bytes
 from forgather_cli.plan.pipeline import PlannedStage
 
 if TYPE_CHECKING:
@@ -64,13 +63,18 @@ class RunPlan:
 
     def by_kind(self) -> dict[str, int]:
         """Parameters of each kind, in the order of the model."""
-        return by_kind(self.parameters)
+        sums: dict[str, int] = {}
+        for row in self.parameters:
+            sums[row.kind] = sums.get(row.kind, 0) + row.numel
+        return sums
 
 
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
+    from forgather_cli.data.counts import cached_token_counts
+
     world_size = plan_layout(config).world
-    counts = _cached_counts(config)
+    counts = cached_token_counts(config.data) or {}
     seq_len, vocab_size = _seq_len(config), _vocab_size(config, counts)
     if isinstance(config.trainer, PipelineSettings):
         batch = batch_plan(config, config.trainer.shard, multiple_of=config.trainer.n_microbatches)
@@ -104,7 +108,12 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
     seq_len = made.seq_len
     model, rows, stages, memory_of = _on_meta(config, vocab_size, seq_len, made.world_size)
     piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
-    optimizer = optimizer_bytes(rows)
+    optimizer, total = optimizer_bytes(rows), sum(row.numel for row in rows)
+    planned = []
+    for stage, held in stages:
+        shard, count = piped.shard if piped else 1, sum(row.numel for row in held)
+        numbers = {"rank": stage.rank * shard, "ranks": shard, "parameters": count, "share": count / total}
+        planned.append(PlannedStage(**vars(stage) | numbers))
     return replace(
         made,
         model=architecture(model),
@@ -112,7 +121,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
         flops_per_token=Flops.of([model]).of_sequence(seq_len) / seq_len if seq_len else None,
         ranks=memory_of(made.micro_batch),
         checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
-        stages=pipeline.described(stages, sum(row.numel for row in rows), piped.shard if piped else 1),
+        stages=planned,
         schedule=piped.schedule if piped else None,
         bubble=bubble(piped, made.world_size // piped.shard) if piped else None,
     )
@@ -120,7 +129,9 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
 
 def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
-    seq_len, vocab_size = _seq_len(config), _vocab_size(config, _cached_counts(config))
+    from forgather_cli.data.counts import cached_token_counts
+
+    seq_len, vocab_size = _seq_len(config), _vocab_size(config, cached_token_counts(config.data) or {})
     if seq_len is None or vocab_size is None:
         raise ConfigError(
             "data._target_: its vocabulary and the length of its sequences are known when it is made; for --fit set "
@@ -165,7 +176,7 @@ def _on_meta(
             ranks = memory.sharded(config, trainer, rows, world, activations)
         else:
             ranks = memory.replicated(config, rows, world, activations)
-        return memory.with_save_copies(config, ranks, on_gpu=uses_gpu(config))
+        return memory.with_save_copies(config, ranks)
 
     return model, rows, stages, memory_of
 
@@ -191,13 +202,6 @@ def _vocab_size(config: Config, counts: dict[str, int | None]) -> int | None:
     if config.data.tokenizer == "bpe":
         return config.data.bpe_vocab_size
     return load_tokenizer(config.data.tokenizer).vocab_size
-
-
-def _cached_counts(config: Config) -> dict[str, int | None]:
-    """Tokens and samples of the splits, only where they are counted already."""
-    from forgather_cli.data.counts import cached_token_counts
-
-    return cached_token_counts(config.data) or {}
 
 
 def _steps(config: Config, samples: int | None, global_batch: int) -> int | None:
