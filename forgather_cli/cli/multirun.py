@@ -80,7 +80,7 @@ def _tell_how_to_go_on() -> None:
 def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> list[Job]:
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
     from forgather_cli.config.load import load_config
-    from forgather_cli.config.sweep import expand, job_name
+    from forgather_cli.config.overrides import expand, job_name
     from forgather_cli.launch.layout import plan_layout
 
     jobs: list[Job] = []

@@ -70,9 +70,10 @@ def config_for(source: Path, overrides: list[str], reads: Collection[str] | None
     """
     run = run_of(source)
     if run is not None:
-        from forgather_cli.config.load import recompose
+        from forgather_cli.config.load import load_resumed
 
-        return recompose(run, overrides, reads=reads)
+        # without callbacks, which nobody who does not train reads
+        return load_resumed(run.newest_config(), overrides, reads=reads, edited={"callbacks": {}})
     from forgather_cli.config.load import load_config
 
     where = quoted(source.resolve())

@@ -1,124 +1,157 @@
-"""Hydra's part: choose options, merge their files, resolve interpolations."""
+"""Hydra's and OmegaConf's part: choose options, merge their files, resolve interpolations.
+
+References to the environment, ``${oc.env:NAME}``, hold what should not be written down (keys) or differs by machine
+(folders): they are resolved at each load and written as typed. Ranks and later starts read them from their own
+environment.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.options import SearchPath
+from forgather_cli.config.paths import walk
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-
-@dataclass(frozen=True)
-class Composed:
-    """What Hydra composed, and the chosen option of each group."""
-
-    cfg: DictConfig
-    options: dict[str, str]
+_COMPOSED: dict[str, tuple[DictConfig, dict[str, str]]] = {}
+_START = re.compile(r"(\\*)\$\{")
 
 
-def compose(primary: str, nodes: dict[str, dict[str, Any]], groups: list[str], path: SearchPath) -> Composed:
-    """Compose ``primary`` (one of ``nodes``, or ``train``) with group overrides.
+def compose(
+    primary: str, nodes: dict[str, dict[str, Any]], groups: list[str], path: SearchPath
+) -> tuple[DictConfig, dict[str, str]]:
+    """``primary`` (one of ``nodes``, or ``train``) with group overrides: the config, and each group's chosen option.
 
     No output directory, no logging, and no trace in Hydra's global state. Raises ConfigError with what Hydra says.
     """
+    # Hydra takes 0.1 s; eval, plan --fit and sweeps compose the same files several times
+    files = [file for root in path.conf for names in ("*", "*/*", "*/*/*") for file in root.glob(f"{names}.yaml")]
+    key = repr((primary, nodes, groups, [(file, file.stat().st_mtime_ns) for file in files], os.environ))
+    if key not in _COMPOSED:
+        while len(_COMPOSED) >= 32:
+            del _COMPOSED[next(iter(_COMPOSED))]
+        _COMPOSED[key] = _compose(primary, nodes, groups, path)
+    return deepcopy(_COMPOSED[key])
+
+
+def _compose(
+    primary: str, nodes: dict[str, dict[str, Any]], groups: list[str], path: SearchPath
+) -> tuple[DictConfig, dict[str, str]]:
     import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser.types import Quote, QuotedString
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        with _stored(nodes), initialize_config_dir(str(path.conf[0]), version_base="1.3"):
-            cfg = hydra_compose(primary, [*_search(path), *groups], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(_said(error)) from error
-    return _without_hydra(cfg)
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A resolved config. ``unresolved`` paths hold ``???`` since their interpolation failed; ``problems`` says why."""
-
-    tree: dict[str, Any]
-    unresolved: frozenset[str]
-    problems: list[str]
-
-
-def plain(cfg: DictConfig) -> Plain:
-    """The config as plain dicts and lists with interpolations resolved; missing values stay ``???``."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
-
-    OmegaConf.set_struct(cfg, False)
-    unresolved: set[str] = set()
-    problems: list[str] = []
-    while True:
-        try:
-            tree: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
-            return Plain(tree, frozenset(unresolved), problems)
-        except OmegaConfBaseException as error:
-            key = str(error.full_key or "")
-            if not key or key in unresolved:
-                raise ConfigError([*problems, _said(error)]) from error
-            if not isinstance(error, InterpolationToMissingValueError):  # the missing value itself is reported
-                problems.append(f"{key}: {_unresolved(str(error).splitlines()[0])}")
-            unresolved.add(key)
-            OmegaConf.update(cfg, key, "???")
-
-
-def _unresolved(reason: str) -> str:
-    if unset := re.search(r"Environment variable '(.+)' not found", reason):
-        name = unset[1]
-        return f"environment variable {name} is not set; export it, or give a default: ${{oc.env:{name},DEFAULT}}"
-    return f"cannot be resolved ({reason}); mend the ${{...}} in it"
-
-
-@contextmanager
-def _stored(nodes: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """Recipes as named configs. Hydra's search path would take every directory beside a recipe for a config group."""
-    from hydra.core.config_store import ConfigStore
-
+    further = [QuotedString(f"file://{root}", Quote.single).with_quotes() for root in path.conf[1:]]
+    search = [f"hydra.searchpath=[{','.join(further)}]"] if further else []
+    # recipes as named configs: Hydra's search path would take every directory beside a recipe for a config group
     store = ConfigStore.instance()
     for name, node in nodes.items():
         store.store(name=name, node=node, provider="recipe")
     try:
-        yield
+        with initialize_config_dir(str(path.conf[0]), version_base="1.3"):
+            cfg = hydra_compose(primary, [*search, *groups], return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(_said(error)) from error
     finally:
         for name in nodes:
             store.repo.pop(f"{name}.yaml", None)
-
-
-def _search(path: SearchPath) -> list[str]:
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    further = [QuotedString(f"file://{root}", Quote.single).with_quotes() for root in path.conf[1:]]
-    return [f"hydra.searchpath=[{','.join(further)}]"] if further else []
-
-
-def _without_hydra(cfg: DictConfig) -> Composed:
-    from omegaconf import OmegaConf, open_dict
-
-    choices = OmegaConf.to_container(cfg.hydra.runtime.choices)
-    assert isinstance(choices, dict)
+    choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
     with open_dict(cfg):
         del cfg["hydra"]
-    return Composed(
-        cfg, {str(key): _named(value) for key, value in choices.items() if not str(key).startswith("hydra/")}
-    )
-
-
-def _named(choice: object) -> str:
-    return "[" + ",".join(map(str, choice)) + "]" if isinstance(choice, list) else str(choice)
+    return cfg, {
+        str(group): f"[{','.join(map(str, choice))}]" if isinstance(choice, list) else str(choice)
+        for group, choice in choices.items()
+        if not str(group).startswith("hydra/")
+    }
 
 
 def _said(error: BaseException) -> str:
     """An exception of Hydra's in one line."""
     text = str(error) or str(error.__cause__ or type(error).__name__)
     return "config cannot be composed: " + " ".join(text.split())
+
+
+def plain(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """The config as plain dicts and lists, interpolations resolved; and the problem of each path where that failed.
+
+    Those hold ``???`` as missing values do. The problem is empty where a missing value, which is reported itself, is
+    all there is to it.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+    OmegaConf.set_struct(cfg, False)
+    failed: dict[str, str] = {}
+    while True:
+        try:
+            tree: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
+            return tree, failed
+        except OmegaConfBaseException as error:
+            key, reason = str(error.full_key or ""), str(error).partition("\n")[0]
+            if not key or key in failed:
+                raise ConfigError([*filter(None, failed.values()), _said(error)]) from error
+            if unset := re.search(r"Environment variable '(.+)' not found", reason):
+                remedy = f"export it, or give a default: ${{oc.env:{unset[1]},DEFAULT}}"
+                failed[key] = f"{key}: environment variable {unset[1]} is not set; {remedy}"
+            elif isinstance(error, InterpolationToMissingValueError):
+                failed[key] = ""
+            else:
+                failed[key] = f"{key}: cannot be resolved ({reason}); mend the ${{...}} in it"
+            OmegaConf.update(cfg, key, "???")
+
+
+def resolved(tree: dict[str, Any]) -> dict[str, Any]:
+    """A tree that ``written`` has made, with the values of this environment. Raises ConfigError with all mistakes."""
+    if not any("${" in text for _, text in walk(tree) if isinstance(text, str)):
+        return tree
+    from omegaconf import OmegaConf
+
+    found, failed = plain(OmegaConf.create(tree))
+    if problems := list(filter(None, failed.values())):
+        raise ConfigError(problems)
+    return found
+
+
+def is_reference(text: object) -> bool:
+    """True for a text with ``${...}`` in it that is not escaped."""
+    return isinstance(text, str) and any(len(match[1]) % 2 == 0 for match in _START.finditer(text))
+
+
+def references(tree: Any) -> dict[str, str]:
+    """Path -> text of each setting of an unresolved tree that the environment is part of, if through others."""
+    texts = {path: text for path, text in walk(tree) if is_reference(text)}
+    found = {path: text for path, text in texts.items() if "oc.env" in text}
+
+    def reads_one(text: str) -> bool:
+        """It names a setting, from the root or from where it is named, that is or holds one of ``found``."""
+        names = [name.strip().lstrip(".") for name in re.findall(r"\$\{([^{}:]+)\}", text)]
+        return any(f".{name}." in f".{path}." for name in names for path in found)
+
+    while more := {path: text for path, text in texts.items() if path not in found and reads_one(text)}:
+        found |= more
+    return found
+
+
+def written(tree: Any, typed: dict[str, str], prefix: str = "") -> Any:
+    """A resolved tree as it is written: references as ``typed``, other texts such that a later load takes them as they
+    are, and no token of the job."""
+    if prefix in typed:
+        return typed[prefix]
+    if prefix == "callbacks.control.auth_token":
+        return None
+    if isinstance(tree, dict):
+        return {key: written(item, typed, f"{prefix}.{key}" if prefix else str(key)) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [written(item, typed, f"{prefix}.{number}") for number, item in enumerate(tree)]
+    return _START.sub(r"\1\1\\${", tree) if isinstance(tree, str) else tree

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forgather_cli.config import mistakes
+from forgather_cli.config.compose import references, resolved, written
 from forgather_cli.config.mistakes import Speech
 from forgather_cli.config.options import GROUPS
-from forgather_cli.config.references import as_typed, references, resolved, without_token
+from forgather_cli.config.paths import walk
 from forgather_cli.config.schema import CallbackSettings, Config, Target
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_yaml
@@ -25,50 +27,54 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def decode(
-    tree: dict[str, Any],
-    *,
-    options: dict[str, str] | None = None,
-    speech: Speech | None = None,
-    unresolved: frozenset[str] = frozenset(),
-) -> Config:
+def decode(tree: dict[str, Any], *, speech: Speech | None = None, unresolved: Collection[str] = ()) -> Config:
     """A plain resolved tree as ``Config``. Unknown keys, wrong types and missing values raise one ConfigError.
 
-    ``options`` are the chosen options by group, for messages; ``speech`` says how paths were typed. Nothing is said of
-    ``unresolved`` paths, which another message covers: a ConfigError of them alone has no problems.
+    ``speech`` says how paths were typed. Nothing is said of ``unresolved`` paths, which another message covers: a
+    ConfigError of them alone has no problems.
     """
-    from pydantic import ValidationError
-
-    say = speech or Speech(options=options or option_types(tree))
-    given, missing = _without_missing(tree)
+    say = speech or Speech(options=option_types(tree))
+    missing = [path for path, value in walk(tree, lists=False) if value == "???"]
     problems = [mistakes.missing(path, say) for path in missing if path not in unresolved]
-    infinite = dict(_not_finite(given))
-    problems += [f"{say.name(path)}: must be a finite number, got {value}" for path, value in infinite.items()]
-    try:
-        config = _adapter().validate_json(json.dumps(given, default=str))
-    except ValidationError as error:
-        known = {*missing, *unresolved, *infinite}
-        problems += mistakes.from_pydantic(error.errors(include_url=False), given, say, known)
-        raise ConfigError(problems) from error  # without problems where other messages cover all of them
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return _validated(Config, _without_missing(tree), say, problems, {*missing, *unresolved})
 
 
 def decode_settings(cls: type[_T], values: dict[str, Any]) -> _T:
     """Values by field name as a settings dataclass of the schema, strictly. Raises ConfigError with all problems."""
-    from pydantic import TypeAdapter, ValidationError
-
     speech = Speech(fields=tuple(field.name for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
-    infinite = dict(_not_finite(values))
-    problems = [f"{path}: must be a finite number, got {value}" for path, value in infinite.items()]
+    return _validated(cls, values, speech, [], set())
+
+
+def _validated(cls: type[_T], tree: dict[str, Any], say: Speech, problems: list[str], known: set[str]) -> _T:
+    """What pydantic makes of a tree. Raises ConfigError with ``problems`` and those of paths that are not ``known``."""
+    from pydantic import ValidationError
+
+    # comparisons with bounds would let infinities and NaNs pass
+    infinite = {path: value for path, value in walk(tree) if isinstance(value, float) and not math.isfinite(value)}
+    problems += [f"{say.name(path)}: must be a finite number, got {value}" for path, value in infinite.items()]
     try:
-        decoded: _T = TypeAdapter(cls).validate_json(json.dumps(values, default=str))
+        decoded: _T = _adapter(cls).validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
-        problems += mistakes.from_pydantic(error.errors(include_url=False), values, speech, set(infinite))
+        problems += mistakes.from_pydantic(error.errors(include_url=False), tree, say, {*known, *infinite})
+        raise ConfigError(problems) from error  # without problems where other messages cover all of them
     if problems:
         raise ConfigError(problems)
     return decoded
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
+
+
+def _without_missing(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_missing(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value != "???"
+    }
 
 
 def option_types(tree: dict[str, Any]) -> dict[str, str]:
@@ -77,10 +83,21 @@ def option_types(tree: dict[str, Any]) -> dict[str, str]:
     return {group: "_target_" if "_target_" in option else str(option.get("type")) for group, option in found.items()}
 
 
-def to_tree(config: Any) -> dict[str, Any]:
+def to_tree(settings: Any) -> Any:
     """Settings of the schema as plain dicts and lists; of a ``Config``, ``decode`` gives back an equal one."""
-    tree = _plain(config)
-    assert isinstance(tree, dict)
+    if isinstance(settings, dict):
+        return {key: to_tree(item) for key, item in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [to_tree(item) for item in settings]
+    if not dataclasses.is_dataclass(settings):
+        return settings
+    tree = {field.name: to_tree(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+    if isinstance(settings, Target):
+        kwargs = tree.pop("kwargs")
+        return {"_target_": tree.pop("path"), **tree, **kwargs}
+    if isinstance(settings, CallbackSettings):
+        custom = tree.pop("custom")
+        return {**{name: callback for name, callback in tree.items() if callback is not None}, **custom}
     return tree
 
 
@@ -107,9 +124,9 @@ def load_tree(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")
     directory = RunDir(path.parent).first_directory()
-    if directory is not None and directory != Path.cwd():
-        _resolve(tree, directory)
-    return tree
+    if directory is None or directory == Path.cwd():
+        return tree
+    return _absolute(tree, directory)  # type: ignore[no-any-return]
 
 
 _FILES = ("data.files", "data.eval_files", "data.data_files")
@@ -120,29 +137,32 @@ _PATHS = (
 """Settings that may name a file or directory; ``_FILES`` are lists of nothing else."""
 
 
-def _resolve(tree: dict[str, Any], directory: Path) -> None:
-    """Make a run's relative paths absolute, which count from ``directory``. Words such as ``bytes`` stay."""
-    for name in (*_FILES, *_PATHS):
-        *above, last = name.split(".")
-        node: Any = tree
-        for part in above:
-            node = node.get(part) if isinstance(node, dict) else None
-        value = node.get(last) if isinstance(node, dict) else None
-        if name in _FILES and isinstance(value, list):
-            node[last] = [
-                str(directory / each)
-                if isinstance(each, str) and "://" not in each and not each.startswith(("~", "${"))
-                else each
-                for each in value
-            ]
-        elif name in _PATHS and isinstance(value, str) and (directory / value).exists():
-            node[last] = str(directory / value)
+def _absolute(value: Any, directory: Path, path: str = "", is_argument: bool = False) -> Any:
+    """A run's tree with the relative paths, which count from ``directory``, made absolute.
+
+    Words such as ``bytes`` stay: where a setting may be one, and among arguments of a ``_target_`` where a text looks
+    like a path (with a slash or an ending), it is a path if that is there.
+    """
+    if isinstance(value, dict):
+        is_argument |= "_target_" in value
+        below = {key: f"{path}.{key}" if path else str(key) for key in value}
+        return {key: _absolute(item, directory, below[key], is_argument) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_absolute(item, directory, path, is_argument) for item in value]
+    if not isinstance(value, str) or path.endswith("_target_"):
+        return value
+    if path in _FILES and not is_argument:
+        is_path = "://" not in value and not value.startswith(("~", "${"))
+    else:
+        may_be = path in _PATHS or (is_argument and ("/" in value or Path(value).suffix))
+        is_path = bool(may_be) and os.path.exists(directory / value)
+    return str(directory / value) if is_path else value
 
 
 def written_tree(config: Config, path: Path) -> dict[str, Any]:
     """The tree of a config that was started from the file at ``path``, with the references that it has there."""
-    typed = references(load_tree(path)) if path.is_file() else {}
-    return without_token(as_typed(to_tree(config), typed))
+    tree: dict[str, Any] = written(to_tree(config), references(load_tree(path)) if path.is_file() else {})
+    return tree
 
 
 def load_saved(path: Path) -> Config:
@@ -157,52 +177,3 @@ def decode_saved(tree: dict[str, Any], path: Path) -> Config:
     except ConfigError as error:
         named = [problem if str(path) in problem else f"{path}: {problem}" for problem in error.problems]
         raise ConfigError(named) from error
-
-
-@cache
-def _adapter() -> TypeAdapter[Config]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Config)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Target):
-        beside = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in ("path", "kwargs")}
-        return {"_target_": value.path, **beside, **{key: _plain(item) for key, item in value.kwargs.items()}}
-    if isinstance(value, CallbackSettings):
-        named = {
-            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name != "custom"
-        }
-        active = {name: callback for name, callback in named.items() if callback is not None}
-        return {name: _plain(callback) for name, callback in {**active, **value.custom}.items()}
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _without_missing(tree: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
-    """The tree without its ``???`` values, and their paths."""
-    kept, missing = {}, []
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict):
-            kept[key], below = _without_missing(value, f"{path}.")
-            missing += below
-        elif value == "???":
-            missing.append(path)
-        else:
-            kept[key] = value
-    return kept, missing
-
-
-def _not_finite(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Paths of infinities and NaNs, which comparisons with bounds would let pass."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in items:
-        path = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, float) and not math.isfinite(value):
-            yield path, value
-        yield from _not_finite(value, path)

@@ -6,20 +6,23 @@ A prefix of a ``_target_`` is no boundary: whatever can be imported has function
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forgather_cli.config.accelerate_file import is_launched_for_fsdp
+from forgather_cli.config.build import Build
+from forgather_cli.config.compose import compose, is_reference
+from forgather_cli.config.decode import decode_saved, load_tree, option_types
+from forgather_cli.config.options import GROUPS, search_path
+from forgather_cli.config.overrides import parse, parse_lines
+from forgather_cli.config.paths import walk
+from forgather_cli.config.recipe import read_recipe
+from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_text
 from forgather_cli.run_dir import RunDir, is_model_directory, step_of
-
-if TYPE_CHECKING:
-    from forgather_cli.config.build import Build
-    from forgather_cli.config.options import SearchPath
-    from forgather_cli.config.overrides import Parsed
-    from forgather_cli.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -27,17 +30,16 @@ class Loaded:
     """A checked config and where it came from.
 
     ``tree`` is the config as it is written: complete and resolved but for references to the environment, without the
-    job's token; ``given`` the dotted paths that recipe or command
-    line set, groups whose option was chosen among them.
+    job's token; ``given`` the dotted paths that recipe or command line set, groups whose option was chosen among them.
     """
 
     config: Config
     tree: dict[str, Any]
+    given: frozenset[str]
     recipe: str
     recipe_path: Path
     recipe_text: str
     overrides: tuple[str, ...]
-    given: frozenset[str]
 
 
 def load_config(
@@ -47,29 +49,21 @@ def load_config(
 
     Raises ConfigError with every problem found.
     """
-    from forgather_cli.config.accelerate_file import is_launched_for_fsdp
-    from forgather_cli.config.build import Build
-    from forgather_cli.config.compose import compose
-    from forgather_cli.config.options import search_path
-    from forgather_cli.config.overrides import parse
-    from forgather_cli.config.recipe import read_recipe
-
     here = (cwd or Path.cwd()).resolve()
     search = search_path(config_dir, here)
     source = read_recipe(recipe or "default", search, here)
     parsed = parse(overrides, search)
     problems = [*parsed.problems, *source.problems]
     try:
-        composed = compose(source.primary, source.nodes, parsed.groups, search)
-        if is_launched_for_fsdp() and composed.options.get("trainer") == "single" and "trainer" not in parsed.chosen:
+        cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
+        if is_launched_for_fsdp() and options.get("trainer") == "single" and "trainer" not in parsed.chosen:
             parsed = parse([*overrides, "trainer=fsdp2"], search)
-            composed = compose(source.primary, source.nodes, parsed.groups, search)
+            cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    build = Build(search, composed.cfg, composed.options, source.name, parsed.chosen, dict(source.given), problems)
-    build.files = source.files
+    build = Build(search, cfg, options, source.name, parsed.chosen, problems, dict(source.given), source.files)
     build.change([*source.bare, *parsed.changes])
-    return _loaded(build, source.path, source.text, overrides)
+    return Loaded(*build.finish(), source.name, source.path, source.text, tuple(overrides))
 
 
 def load_resumed(
@@ -90,12 +84,6 @@ def load_resumed(
     """
     from omegaconf import OmegaConf
 
-    from forgather_cli.config.accelerate_file import is_launched_for_fsdp
-    from forgather_cli.config.build import Build
-    from forgather_cli.config.decode import load_tree, option_types
-    from forgather_cli.config.options import search_path
-    from forgather_cli.config.overrides import parse
-
     search = search_path(config_dir, (cwd or Path.cwd()).resolve())
     tree = {**load_tree(saved), **(edited or {})}
     if isinstance(trainer := tree.get("trainer"), dict) and trainer.get("accelerate_config"):
@@ -111,35 +99,17 @@ def load_resumed(
             other = "data=text 'data.files=[...]'" if group == "data" else f"{group}=..."
             trust = "add --trust-config if you trust who wrote it"
             problems.append(f"{group}: the saved config {wanted[group]}; give {other}, or {trust}")
-    options = {**option_types(tree), **_replace_groups(tree, parsed, search)}
+    options = option_types(tree)
+    if parsed.groups:
+        cfg, chosen = compose("train", {}, parsed.groups, search)
+        fresh: Any = OmegaConf.to_container(cfg, resolve=False)
+        for group in parsed.chosen:
+            tree[group] = fresh.get(group, {})
+        options |= {group: option for group, option in chosen.items() if group in parsed.chosen}
     name = str(tree.pop("recipe", "default"))
-    build = Build(search, OmegaConf.create(tree), options, name, parsed.chosen, {}, problems)
+    build = Build(search, OmegaConf.create(tree), options, name, parsed.chosen, problems)
     build.change(parsed.changes)
-    return _loaded(build, saved, read_text(saved, ConfigError), overrides)
-
-
-def _replace_groups(tree: dict[str, Any], parsed: Parsed, search: SearchPath) -> dict[str, str]:
-    """Put the options that ``parsed`` chooses into a saved tree; returns the options by group."""
-    if not parsed.groups:
-        return {}
-    from omegaconf import OmegaConf
-
-    from forgather_cli.config.compose import compose
-
-    composed = compose("train", {}, parsed.groups, search)
-    fresh: Any = OmegaConf.to_container(composed.cfg, resolve=False)
-    for group in parsed.chosen:
-        tree[group] = fresh.get(group, {})
-    return {group: option for group, option in composed.options.items() if group in parsed.chosen}
-
-
-def _loaded(build: Build, path: Path, text: str, overrides: Sequence[str]) -> Loaded:
-    from forgather_cli.config.decode import to_tree
-    from forgather_cli.config.references import as_typed, escaped, without_token
-
-    config = build.finish()
-    tree = without_token(as_typed(escaped(to_tree(config)), build.references))
-    return Loaded(config, tree, build.recipe, path, text, tuple(overrides), build.given())
+    return Loaded(*build.finish(), name, saved, read_text(saved, ConfigError), tuple(overrides))
 
 
 def reload_config(
@@ -154,11 +124,16 @@ def reload_config(
     ``edited``: what that checkpoint was given by ``forgather checkpoint edit``; overrides win.
     Strict as ``load_config``; a group override replaces that group by the option. Raises ConfigError.
     """
-    from forgather_cli.config.decode import load_tree
-    from forgather_cli.config.overrides import parse_lines
-
     run = RunDir(run_dir)
-    _check_run(run)
+    if not run.root.is_dir():
+        raise ConfigError(f"{run.root}: no such directory; give the directory of a run")
+    if is_model_directory(run.root):
+        raise ConfigError(f"{run.root}: is a model directory (config.json); give a run, or train model=pretrained")
+    if not run.config.exists() and step_of(run.root) is not None:
+        root = run.root.resolve().parent.parent
+        raise ConfigError(f"{run.root}: is a checkpoint; give its run, forgather resume {root}")
+    if not run.config.exists():
+        raise ConfigError(f"{run.root}: is not a run's directory (no config.yaml); start one with forgather train")
     of_new_runs = {
         "output_dir": f"resume goes on in {run_dir}; for a new run from its weights use "
         f"forgather train output_dir=... resume_from_checkpoint={run_dir}/checkpoints/step-...",
@@ -176,35 +151,8 @@ def reload_config(
     return replace(loaded, given=loaded.given | set(changes))
 
 
-def recompose(
-    run: RunDir, overrides: Sequence[str], *, config_dir: Path | None = None, reads: Collection[str] | None
-) -> Loaded:
-    """The config of a run's newest start with overrides, to look at the run; ``reads`` as for ``load_resumed``.
-
-    Without callbacks, which nobody who does not train reads. Raises ConfigError.
-    """
-    no_callbacks: dict[str, Any] = {"callbacks": {}}
-    return load_resumed(run.newest_config(), overrides, config_dir=config_dir, reads=reads, edited=no_callbacks)
-
-
-def _check_run(run: RunDir) -> None:
-    """Raise ConfigError for what cannot be gone on with."""
-    if not run.root.is_dir():
-        raise ConfigError(f"{run.root}: no such directory; give the directory of a run")
-    if run.config.exists() and not is_model_directory(run.root):
-        return
-    if is_model_directory(run.root):
-        raise ConfigError(f"{run.root}: is a model directory (config.json); give a run, or train model=pretrained")
-    if step_of(run.root) is not None:
-        root = run.root.resolve().parent.parent
-        raise ConfigError(f"{run.root}: is a checkpoint; give its run, forgather resume {root}")
-    raise ConfigError(f"{run.root}: is not a run's directory (no config.yaml); start one with forgather train")
-
-
 def load_untrusted(path: Path) -> tuple[Config, dict[str, str]]:
     """The config a run was started with, but for what ``take_out_code`` takes out and returns. Raises ConfigError."""
-    from forgather_cli.config.decode import decode_saved, load_tree
-
     tree = load_tree(path)
     wanted = take_out_code(tree)
     return decode_saved(tree, path), wanted
@@ -216,29 +164,18 @@ def take_out_code(tree: dict[str, Any]) -> dict[str, str]:
     Returns what each of these groups wants, by group, and so for settings of the run itself. Callbacks, which can name
     code in more ways, go without a word: whoever does not train reads none of them.
     """
-    from forgather_cli.config.options import GROUPS
-
     tree["callbacks"] = {}
-    of_run = {key: want for key in tree if key not in GROUPS and (want := next(_wants(tree[key]), None)) is not None}
-    for key in of_run:
-        del tree[key]
-    found = {group: want for group in GROUPS if (want := next(_wants(tree.get(group)), None)) is not None}
-    if found:
-        default = load_config("default", []).tree
-        tree.update({group: default[group] for group in found})
-    return {**found, **of_run}
-
-
-def _wants(value: Any) -> Iterator[str]:
-    from forgather_cli.config.references import is_reference
-
-    if isinstance(value, dict):
-        if "_target_" in value:
-            yield f"imports {value['_target_']!s} (_target_)"
-        for item in value.values():
-            yield from _wants(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _wants(item)
-    elif is_reference(value):
-        yield f"reads the environment ({value})"
+    found: dict[str, str] = {}
+    for key, part in tree.items():
+        for path, value in walk(part, key):
+            if "_target_" in path.removeprefix(key).split("."):
+                found.setdefault(key, f"imports {value!s} (_target_)")
+            elif is_reference(value):
+                found.setdefault(key, f"reads the environment ({value})")
+    default = load_config("default", []).tree if found.keys() & set(GROUPS) else {}
+    for key in found:
+        if key in GROUPS:
+            tree[key] = default[key]
+        else:
+            del tree[key]
+    return found

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from forgather_cli.config import schema
 from forgather_cli.config.options import GROUPS, SearchPath
-from forgather_cli.config.paths import Setting, is_list, lookup, members, option_type, root_keys, settings
+from forgather_cli.config.paths import Setting, is_list, lookup, members, root_keys, settings
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_text
 
@@ -227,7 +227,7 @@ def _options(group: str, say: Speech) -> list[str]:
 def _types(group: str) -> list[str]:
     if group == "callbacks":
         return ["default", "full", "minimal"]
-    return [option_type(cls) for cls in members(get_type_hints(schema.Config, include_extras=True)[group])]
+    return [cls.type for cls in members(get_type_hints(schema.Config, include_extras=True)[group])]
 
 
 def _type_of(group: str, option: str, say: Speech) -> str:

@@ -1,16 +1,19 @@
-"""Command-line overrides: Hydra's grammar, and bare keys that stand for the one path they end.
+"""Command-line overrides: Hydra's grammar, bare keys that stand for the one path they end, and sweeps.
 
 Whether a setting exists is not asked here: every change is applied and the strict decoding reports what nobody has.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath
+from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, search_path
 from forgather_cli.config.paths import ending_with, lookup, root_keys
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_yaml
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-Action = Literal["set", "add", "force", "delete"]
-
 
 @dataclass(frozen=True)
 class Change:
@@ -28,13 +29,13 @@ class Change:
 
     key: str
     value: Any
-    action: Action = "set"
+    action: Literal["set", "add", "force", "delete"] = "set"
     source: Path | None = None
 
 
 @dataclass
 class Parsed:
-    """Overrides by kind: ``groups`` choose options (as typed), ``changes`` set values."""
+    """Overrides by kind: ``groups`` choose options (as typed), of the groups ``chosen``; ``changes`` set values."""
 
     groups: list[str]
     chosen: set[str]
@@ -63,7 +64,23 @@ def parse(overrides: Sequence[str], path: SearchPath) -> Parsed:
     parsed, problems = parse_lines(overrides)
     result = Parsed([], set(), [], problems)
     for item in parsed:
-        _sort(item, path, result)
+        key, line = item.key_or_group, item.input_line or item.key_or_group
+        if item.is_hydra_override() or key == "hydra":
+            remedy = "leave it out (output_dir=DIR sets the run directory)"
+            problems.append(f"{key}: Hydra's own settings have no effect here; {remedy}")
+        elif item.is_sweep_override():
+            remedy = f"or write a list as {key}=[a,b] and a string as \"{key}='a,b'\""
+            problems.append(f"{line}: several values; add -m to run one job for each, {remedy}")
+        elif path.is_group(key) and not isinstance(value := item.value(), dict):
+            names = [] if item.is_delete() else value if isinstance(value, list) else [value]
+            wrong = [problem for name in names if (problem := wrong_option(key, name, path))]
+            problems += wrong
+            result.chosen.add(key)
+            result.groups += [] if wrong else [line]
+        else:
+            kinds = {"delete": item.is_delete(), "add": item.is_add(), "force": item.is_force_add(), "set": True}
+            action: Any = next(kind for kind, holds in kinds.items() if holds)
+            result.changes.append(Change(key, item.value(), action))
     return result
 
 
@@ -92,8 +109,13 @@ def resolve(key: str, cfg_leaves: Iterable[str], selected: dict[str, str]) -> tu
         return key, f"{key}: follows from the option; choose one with {first}=..." if is_type else None
     here = {leaf for leaf in cfg_leaves if leaf.split(".")[0] in BARE_GROUPS}
     candidates = ending_with(key, here)
-    fitting = [path for path in candidates if path in here or _has(selected, path)] or candidates
-    if len(fitting) > 1:
+    # those that the selected options have
+    fitting = [
+        path
+        for path in candidates
+        if path in here or ((setting := lookup(path)) and selected.get(path.split(".")[0]) in setting.types)
+    ]
+    if len(fitting := fitting or candidates) > 1:
         return key, f"{key}: stands for {' and '.join(fitting)}; write one of them in full"
     return (fitting[0] if fitting else key), None
 
@@ -122,43 +144,6 @@ def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
     return None
 
 
-def _sort(item: Override, path: SearchPath, result: Parsed) -> None:
-    key, line = item.key_or_group, item.input_line or item.key_or_group
-    if item.is_hydra_override() or key == "hydra":
-        result.problems.append(
-            f"{key}: Hydra's own settings have no effect here; leave it out (output_dir=DIR sets the run directory)"
-        )
-    elif item.is_sweep_override():
-        result.problems.append(
-            f"{line}: several values; add -m to run one job for each, "
-            f"or write a list as {key}=[a,b] and a string as \"{key}='a,b'\""
-        )
-    elif path.is_group(key) and not isinstance(item.value(), dict):
-        _choose(item, path, result)
-    else:
-        action: Action = (
-            "delete" if item.is_delete() else "add" if item.is_add() else "force" if item.is_force_add() else "set"
-        )
-        result.changes.append(Change(key, item.value(), action))
-
-
-def _choose(item: Override, path: SearchPath, result: Parsed) -> None:
-    """Sort an override of a group; ``group=[a,b]`` composes several options."""
-    group, value = item.key_or_group, item.value()
-    names = value if isinstance(value, list) else [value]
-    found = [] if item.is_delete() else [problem for name in names if (problem := wrong_option(group, name, path))]
-    result.problems += found
-    result.chosen.add(group)
-    if not found:
-        result.groups.append(item.input_line or group)
-
-
-def _has(selected: dict[str, str], path: str) -> bool:
-    """True if the selected option of the path's group has this setting."""
-    setting = lookup(path)
-    return setting is not None and selected.get(path.split(".")[0]) in setting.types
-
-
 def _delete(change: Change, path: str, cfg: DictConfig) -> str | None:
     from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -167,9 +152,51 @@ def _delete(change: Change, path: str, cfg: DictConfig) -> str | None:
     if not isinstance(parent, DictConfig) or last not in parent:
         return f"~{change.key}: nothing of that name to remove; leave it out"
     if change.value is not None and change.value != parent[last]:
-        return (
-            f"~{change.key}: is {parent[last]!r}, not {change.value!r}; write ~{change.key} to remove it whatever it is"
-        )
+        remedy = f"write ~{change.key} to remove it whatever it is"
+        return f"~{change.key}: is {parent[last]!r}, not {change.value!r}; {remedy}"
     with open_dict(cfg):
         del parent[last]
     return None
+
+
+# -------------------------------------------------------------------------------------------------------------- sweeps
+
+
+def expand(overrides: Sequence[str], *, config_dir: Path | None = None, cwd: Path | None = None) -> list[list[str]]:
+    """The overrides of each job of a sweep: the product of all values, the last key varying fastest.
+
+    ``key=a,b``, ``choice(a,b)``, ``range(1,4)``, and ``glob(*)`` over a group's options. Raises ConfigError with every
+    override that cannot be read or enumerated.
+    """
+    from hydra.core.override_parser.types import ValueType
+
+    parsed, problems = parse_lines(overrides)
+    search = search_path(config_dir, cwd)
+    choices = []
+    for item in parsed:
+        line, key = str(item.input_line), item.key_or_group
+        if not item.is_sweep_override():
+            choices.append([line])
+            continue
+        values: Any = []
+        if item.value_type == ValueType.INTERVAL_SWEEP:
+            problems.append(f"{line}: an interval has no list of values; write {key}=a,b,c or range(start,stop,step)")
+        elif item.value_type == ValueType.GLOB_CHOICE_SWEEP:
+            names: Any = search.option_names(key)
+            if not (values := item.value().filter(names)):  # type: ignore[union-attr]
+                known = ", ".join(names) or f"none, {key} is no group"
+                problems.append(f"{line}: matches no option; Options: {known}")
+        elif not (values := list(item.sweep_string_iterator())):
+            problems.append(f"{line}: has no values; give some")
+        choices.append([f"{item.get_key_element()}={value}" for value in values])
+    if problems:
+        raise ConfigError(problems)
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def job_name(recipe_text: str, overrides: Sequence[str]) -> str:
+    """A directory name for a job, the same for the same recipe and overrides: readable start, then a hash."""
+    content = "\0".join([recipe_text, *overrides]).encode()
+    words = re.sub(r"[^\w.=+-]+", "_", ",".join(overrides)).strip("_.")[:80]
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    return f"{words}-{digest}" if words else digest

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from forgather_cli.config import schema
-from forgather_cli.config.options import BARE_GROUPS, GROUPS
+from forgather_cli.config.options import BARE_GROUPS
 
 
 @dataclass(frozen=True)
@@ -38,40 +38,25 @@ def settings() -> dict[str, Setting]:
     hints = get_type_hints(schema.Config, include_extras=True)
     for group in BARE_GROUPS:
         for option in members(hints[group]):
-            for path, setting in _below(option, f"{group}.", option_type(option)):
-                before = found.get(path)
-                found[path] = (
-                    setting if before is None else dataclasses.replace(setting, types=before.types + setting.types)
-                )
+            for path, setting in _below(option, f"{group}.", option.type):
+                before = found[path].types if path in found else ()
+                found[path] = dataclasses.replace(setting, types=before + setting.types)
     found.update(_below(schema.CallbackSettings, "callbacks.", None))
     return {path: setting for path, setting in found.items() if path != "callbacks.custom"}
 
 
-def members(annotation: Any) -> list[type]:
+def members(annotation: Any) -> list[Any]:
     """The settings classes of a group's union; ``Target`` left out."""
-    inner = unwrap(annotation)
-    candidates = [unwrap(arg) for arg in get_args(inner)] if _is_union(inner) else [inner]
-    return [
-        cls
-        for cls in candidates
-        if isinstance(cls, type) and dataclasses.is_dataclass(cls) and not issubclass(cls, schema.Target)
-    ]
-
-
-def option_type(cls: type) -> str:
-    """The ``type`` an option's YAML carries for this settings class."""
-    return next(str(field.default) for field in dataclasses.fields(cls) if field.name == "type")
-
-
-def unwrap(annotation: Any) -> Any:
-    """An annotation without ``Annotated``."""
-    return unwrap(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
+    return [kind for kind in alternatives(annotation) if not issubclass(kind, schema.Target)]
 
 
 def alternatives(annotation: Any) -> list[Any]:
     """The types an annotation admits, unions flattened."""
-    inner = unwrap(annotation)
-    return [leaf for arg in get_args(inner) for leaf in alternatives(arg)] if _is_union(inner) else [inner]
+    if get_origin(annotation) is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [leaf for arg in get_args(annotation) for leaf in alternatives(arg)]
+    return [annotation]
 
 
 def values(annotation: Any) -> list[str]:
@@ -98,15 +83,11 @@ def root_keys() -> set[str]:
 
 def lookup(path: str) -> Setting | None:
     """The setting at ``path``, or the open one above it."""
-    known = settings()
-    if path in known:
-        return known[path]
-    above, _, _ = path.rpartition(".")
-    while above:
-        if above in known:
-            return known[above] if known[above].open else None
-        above, _, _ = above.rpartition(".")
-    return None
+    above = path
+    while above and above not in settings():
+        above = above.rpartition(".")[0]
+    found = settings().get(above)
+    return found if found and (found.open or above == path) else None
 
 
 def ending_with(key: str, extra: set[str] | frozenset[str] = frozenset()) -> list[str]:
@@ -119,17 +100,21 @@ def ending_with(key: str, extra: set[str] | frozenset[str] = frozenset()) -> lis
     return sorted(found)
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of the leaves of a plain tree; an empty mapping is a leaf."""
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    elif prefix:
-        yield prefix
+def walk(tree: Any, path: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of all that a plain tree holds, an empty mapping or list too.
+
+    Places in a list count from 0; without ``lists`` a list is one value.
+    """
+    if tree and (isinstance(tree, dict) or (lists and isinstance(tree, list))):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from walk(item, f"{path}.{key}" if path else str(key), lists=lists)
+    elif path:
+        yield path, tree
 
 
-def is_group_path(path: str) -> bool:
-    return path.split(".")[0] in GROUPS
+def leaves(tree: Any, path: str = "") -> list[str]:
+    """The dotted paths of a plain tree's values; a list is one."""
+    return [each for each, _ in walk(tree, path, lists=False)]
 
 
 def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Setting]]:
@@ -145,7 +130,3 @@ def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Sett
         for inner in nested:
             if isinstance(inner, type):
                 yield from _below(inner, f"{prefix}{name}.", kind)
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType)

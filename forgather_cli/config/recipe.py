@@ -18,8 +18,8 @@ class Recipe:
     """A recipe with those it starts from.
 
     ``nodes`` are the configs that Hydra composes, by name, ``primary`` the outermost. ``bare`` are root keys that
-    stand for a path in a group, innermost recipe first; ``given`` the paths set in the ordinary way, with their file;
-    ``files`` those of all recipes, innermost first.
+    stand for a path in a group, innermost recipe first; ``given`` the paths set in the ordinary way; ``files`` those of
+    all recipes, innermost first.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Recipe:
     primary: str = ""
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     bare: list[Change] = field(default_factory=list)
-    given: dict[str, Path] = field(default_factory=dict)
+    given: dict[str, Change] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -46,8 +46,12 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
     if file in outer:
         raise ConfigError(f"{file}: starts from itself through its defaults list; start from train")
     body = _load(file)
-    entries = _defaults(body.pop("defaults", None), file)
-    node = f"recipe_{len(outer)}_{file.stem}"
+    entries = body.pop("defaults", None)
+    if not isinstance(entries, list):
+        raise ConfigError(f"{file}: a recipe begins with 'defaults: [train, _self_]', got no defaults list; add it")
+    if not any(isinstance(entry, str) and entry != "_self_" for entry in entries):
+        what = f"its defaults list starts from nothing, got {entries}"
+        raise ConfigError(f"{file}: {what}; put train (or a recipe) first")
     defaults = []
     for entry in entries:
         if isinstance(entry, str) and entry not in ("train", "_self_") and "/" not in entry:
@@ -58,45 +62,28 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
         elif problem := _entry_problem(entry, file, path):
             recipe.problems.append(problem)
             continue
-        defaults.append(entry)
-    defaults = [*(entry for entry in defaults if entry != "_self_"), "_self_"]  # a recipe outranks option files
-    recipe.nodes[node] = {"defaults": defaults, **_body(recipe, body, file)}
-    recipe.files.append(file)
-    return node
-
-
-def _body(recipe: Recipe, body: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The part of a recipe that Hydra merges as it stands; bare keys and problems are taken out."""
-    kept: dict[str, Any] = {}
+        if entry != "_self_":
+            defaults.append(entry)
+    kept: dict[str, Any] = {}  # what Hydra merges as it stands
     for key, value in body.items():
         if key == "hydra":
             recipe.problems.append(f"hydra: Hydra's own settings have no effect here; remove them from {file}")
         elif key in GROUPS and not isinstance(value, dict):
-            recipe.problems.append(
-                f"{key}: options are chosen in the defaults list, got {value!r} in {file}; "
-                f"write '- override {key}: {value}' there"
-            )
+            what = f"options are chosen in the defaults list, got {value!r} in {file}"
+            recipe.problems.append(f"{key}: {what}; write '- override {key}: {value}' there")
         elif key in GROUPS and "type" in value:  # another option's settings would stay beside it
-            recipe.problems.append(
-                f"{key}.type: follows from the option, got {value['type']!r} in {file}; "
-                f"write '- override {key}: {value['type']}' in the defaults list"
-            )
+            what = f"follows from the option, got {value['type']!r} in {file}"
+            remedy = f"write '- override {key}: {value['type']}' in the defaults list"
+            recipe.problems.append(f"{key}.type: {what}; {remedy}")
         elif key in GROUPS or key in root_keys():
             kept[key] = value
         else:
             recipe.bare.append(Change(str(key), value, "force", file))
-    recipe.given.update(dict.fromkeys(leaves(kept), file))
-    return kept
-
-
-def _defaults(entries: Any, file: Path) -> list[Any]:
-    if not isinstance(entries, list):
-        raise ConfigError(f"{file}: a recipe begins with 'defaults: [train, _self_]', got no defaults list; add it")
-    if not any(isinstance(entry, str) and entry != "_self_" for entry in entries):
-        raise ConfigError(
-            f"{file}: its defaults list starts from nothing, got {entries}; put train (or a recipe) first"
-        )
-    return entries
+    recipe.given |= {each: Change(each, None, source=file) for each in leaves(kept)}
+    recipe.files.append(file)
+    node = f"recipe_{len(outer)}_{file.stem}"
+    recipe.nodes[node] = {"defaults": [*defaults, "_self_"], **kept}  # a recipe outranks option files
+    return node
 
 
 def _entry_problem(entry: Any, file: Path, path: SearchPath) -> str | None:
@@ -111,8 +98,7 @@ def _entry_problem(entry: Any, file: Path, path: SearchPath) -> str | None:
             return None
         near = did_you_mean(group, GROUPS)
         return f"{group}: no such group (defaults of {file});{near} Groups: {', '.join(GROUPS)}"
-    names = value if isinstance(value, list) else [value]
-    for name in names:
+    for name in value if isinstance(value, list) else [value]:
         if problem := wrong_option(group, name, path):
             return f"{problem} (defaults of {file})"
     if "override" not in words:
@@ -128,10 +114,9 @@ def _load(file: Path) -> dict[str, Any]:
 
     read_yaml(file, ConfigError)  # OmegaConf expands aliases without end
     try:
-        loaded = OmegaConf.create(read_text(file, ConfigError))
-        tree = OmegaConf.to_container(loaded, resolve=False)
+        tree: Any = OmegaConf.to_container(OmegaConf.create(read_text(file, ConfigError)), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, TypeError) as error:
         raise ConfigError(f"{file}: not valid YAML ({' '.join(str(error).split())}); mend the file") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: must be a mapping of settings, got {type(tree).__name__}; begin with 'defaults:'")
-    return tree  # type: ignore[return-value]
+    return tree

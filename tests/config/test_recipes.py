@@ -14,7 +14,7 @@ import yaml
 from forgather_cli.config import options, schema
 from forgather_cli.config.decode import to_tree
 from forgather_cli.config.load import load_config
-from forgather_cli.config.paths import members, option_type, root_keys, settings
+from forgather_cli.config.paths import members, root_keys, settings
 
 CONF = options.shipped("conf")
 RECIPES = options.shipped("recipes")
@@ -68,7 +68,7 @@ def classes() -> list[tuple[str, type]]:
 
 @pytest.mark.parametrize(("group", "cls"), classes(), ids=lambda value: getattr(value, "__name__", value))
 def test_option_file_holds_every_setting_at_its_default(group: str, cls: type) -> None:
-    tree: dict[str, Any] = yaml.safe_load((CONF / group / f"{option_type(cls)}.yaml").read_text())
+    tree: dict[str, Any] = yaml.safe_load((CONF / group / f"{cls.type}.yaml").read_text())
     mandatory = {key for key, value in tree.items() if value == "???"}
     tree = {key: value for key, value in tree.items() if not str(value).startswith("${")}
     defaults = _defaults(cls, mandatory)

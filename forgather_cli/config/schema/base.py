@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import reduce
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Tag
+from pydantic import BeforeValidator, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_before_validator_function, tagged_union_schema
 from typing_extensions import dataclass_transform
 
 _T = TypeVar("_T")
@@ -91,18 +93,14 @@ def without_evaluation(config: Any) -> Void | None:
 NEEDS_EVALUATION = OnlyIf(without_evaluation)
 
 
-def _no(value: Any) -> Any:
-    """YAML 1.1 reads a bare ``no`` as false; Hugging Face users write it."""
-    return "no" if value is False else value
-
-
 PositiveInt = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Probability = Annotated[float, Ge(0), Lt(1)]
 Fraction = Annotated[float, Ge(0), Le(1)]
-Interval = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_no)]
+# YAML 1.1 reads a bare ``no`` as false; Hugging Face users write it
+Interval = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(lambda value: "no" if value is False else value)]
 
 
 @dataclass(frozen=True)
@@ -117,19 +115,33 @@ class Target:
         """True for an object that a script gave, of which there is only the name, in angle brackets."""
         return self.path.startswith("<")
 
-
-def _to_target(value: Any) -> Any:
-    if isinstance(value, dict) and "_target_" in value:
-        return {"path": value["_target_"], "kwargs": {k: v for k, v in value.items() if k != "_target_"}}
-    return value
-
-
-def _option(value: Any) -> Any:
-    """Discriminator of the group unions: ``_target_`` or the option's ``type``."""
-    if isinstance(value, dict):
-        return "_target_" if "_target_" in value else value.get("type")
-    return "_target_" if isinstance(value, Target) else getattr(value, "type", None)
+    @classmethod
+    def from_tree(cls, value: Any) -> Any:
+        """``_target_`` with what stands beside it, as fields; those that a subclass adds are no arguments."""
+        if not isinstance(value, dict) or "_target_" not in value:
+            return value
+        own = {field.name for field in fields(cls)[2:]}
+        kwargs = {key: item for key, item in value.items() if key not in own and key != "_target_"}
+        return {"path": value["_target_"], "kwargs": kwargs, **{key: value[key] for key in own & value.keys()}}
 
 
-TargetOption = Annotated[Target, BeforeValidator(_to_target), Tag("_target_")]
-by_type = Discriminator(_option)
+class ByType:
+    """Annotation of a union of options: which of them a mapping is follows from its ``type`` or ``_target_``."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds: dict[Any, CoreSchema] = {}
+        for kind in get_args(source) or (source,):
+            schema = handler.generate_schema(kind)
+            if issubclass(kind, Target):
+                kinds["_target_"] = no_info_before_validator_function(kind.from_tree, schema)
+            else:
+                kinds[kind.type] = schema
+        return tagged_union_schema(kinds, discriminator=self._kind)
+
+    def _kind(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return "_target_" if "_target_" in value else value.get("type")
+        return getattr(value, "type", "_target_" if isinstance(value, Target) else None)
+
+
+by_type = ByType()

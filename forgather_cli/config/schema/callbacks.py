@@ -21,8 +21,9 @@ from forgather_cli.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Settings,
-    TargetOption,
+    Target,
     Void,
+    by_type,
     only_if,
     settings,
     without_evaluation,
@@ -333,7 +334,7 @@ class CallbackSettings(Settings):
     parameter_norms: ParameterNormSettings | None = None
     weight_norm: WeightNormSettings | None = None
     peak_memory: PeakMemorySettings | None = None
-    custom: dict[str, TargetOption] = field(default_factory=dict)
+    custom: dict[str, Annotated[Target, by_type]] = field(default_factory=dict)
 
 
 def _split_custom(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
-from pydantic import BeforeValidator, ConfigDict, Tag
+from pydantic import ConfigDict
 
 from forgather_cli.config.schema.base import (
     Count,
@@ -202,21 +202,13 @@ class DataTarget(Target):
     nothing_held_out: ClassVar[Void | None] = None
 
 
-def _to_data_target(value: Any) -> Any:
-    if not (isinstance(value, dict) and "_target_" in value):
-        return value
-    own = {key: value[key] for key in ("dispatch_batches", "dispatch_eval_batches") if key in value}
-    kwargs = {key: item for key, item in value.items() if key not in own and key != "_target_"}
-    return {"path": value["_target_"], "kwargs": kwargs, **own}
-
-
 DataOption = Annotated[
-    Annotated[PythonStdlibSettings, Tag("python_stdlib")]
-    | Annotated[TextSettings, Tag("text")]
-    | Annotated[HfSettings, Tag("hf")]
-    | Annotated[TokensSettings, Tag("tokens")]
-    | Annotated[InstructSettings, Tag("instruct")]
-    | Annotated[SyntheticSettings, Tag("synthetic")]
-    | Annotated[DataTarget, BeforeValidator(_to_data_target), Tag("_target_")],
+    PythonStdlibSettings
+    | TextSettings
+    | HfSettings
+    | TokensSettings
+    | InstructSettings
+    | SyntheticSettings
+    | DataTarget,
     by_type,
 ]

@@ -6,7 +6,7 @@ can express are refused before training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -111,77 +111,35 @@ def _multiples_around(number: int, step: int) -> str:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its ``model_type`` and class, and the settings it has no room for."""
+    """One architecture of transformers."""
 
     model_type: str
     architecture: str
-    conflicts: Callable[[DecoderSettings], list[str]]
-    """The settings, as typed, that this family cannot express."""
 
 
-def _named(**flags: bool) -> list[str]:
-    return [name for name, conflicting in flags.items() if conflicting]
-
-
-def _llama(s: DecoderSettings) -> list[str]:
-    return _named(
-        qk_norm=s.qk_norm,
-        sliding_window=s.sliding_window is not None,
-        attention_output_bias=s.has_output_bias != s.attention_bias,
-        num_attention_heads=s.hidden_size % s.num_attention_heads != 0,
-    )
-
-
-def _mistral(s: DecoderSettings) -> list[str]:
-    return _named(
-        qk_norm=s.qk_norm,
-        attention_bias=s.attention_bias,
-        attention_output_bias=s.has_output_bias and not s.attention_bias,
-        mlp_bias=s.mlp_bias,
-    )
-
-
-def _qwen2(s: DecoderSettings) -> list[str]:
-    return _named(
-        qk_norm=s.qk_norm,
-        attention_bias=not s.attention_bias,
-        attention_output_bias=s.has_output_bias,
-        mlp_bias=s.mlp_bias,
-    )
-
-
-def _qwen3(s: DecoderSettings) -> list[str]:
-    return _named(
-        qk_norm=not s.qk_norm,
-        attention_output_bias=s.has_output_bias != s.attention_bias,
-        mlp_bias=s.mlp_bias,
-    )
-
-
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family("llama", "LlamaForCausalLM", _llama),
-        Family("mistral", "MistralForCausalLM", _mistral),
-        Family("qwen2", "Qwen2ForCausalLM", _qwen2),
-        Family("qwen3", "Qwen3ForCausalLM", _qwen3),
-    )
-}
+FAMILIES = {name.lower(): Family(name.lower(), f"{name}ForCausalLM") for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 """By model_type, in order of preference."""
-
-_SETTINGS = ("qk_norm", "sliding_window", "attention_bias", "attention_output_bias", "mlp_bias")
 
 
 def family_of(settings: DecoderSettings) -> Family:
     """The first family that can express ``settings``. Raises ModelError naming the settings that do not go together."""
-    for family in FAMILIES.values():
-        if not family.conflicts(settings):
+    s, bias, output_bias = settings, settings.attention_bias, settings.has_output_bias
+    uneven = s.hidden_size % s.num_attention_heads != 0  # Llama's config wants it even beside a head_dim
+    has_no_room = {
+        "llama": s.qk_norm or s.sliding_window is not None or output_bias != bias or uneven,
+        "mistral": s.qk_norm or bias or output_bias or s.mlp_bias,
+        "qwen2": s.qk_norm or not bias or output_bias or s.mlp_bias,
+        "qwen3": not s.qk_norm or output_bias != bias or s.mlp_bias,
+    }
+    for name, family in FAMILIES.items():
+        if not has_no_room[name]:
             return family
-    given = {name: getattr(settings, name) for name in _SETTINGS if getattr(settings, name) not in (None, False)}
-    if settings.attention_bias and not settings.has_output_bias:
+    names = ("qk_norm", "sliding_window", "attention_bias", "attention_output_bias", "mlp_bias")
+    given = {name: value for name in names if (value := getattr(s, name)) not in (None, False)}
+    if bias and not output_bias:
         given["attention_output_bias"] = False
-    if settings.hidden_size % settings.num_attention_heads:
-        given.update(hidden_size=settings.hidden_size, num_attention_heads=settings.num_attention_heads)
+    if uneven:
+        given |= {"hidden_size": s.hidden_size, "num_attention_heads": s.num_attention_heads}
     listed = ", ".join(f"model.{name}={str(value).lower()}" for name, value in given.items())
     raise ModelError(
         f"{listed}: no Hugging Face architecture ({', '.join(FAMILIES)}) has this combination; "

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Tag
-
 from forgather_cli.config.schema.base import (
     NonNegative,
     PositiveInt,
     Probability,
     Settings,
-    TargetOption,
+    Target,
     by_type,
     settings,
 )
@@ -97,10 +95,6 @@ FusedLoss = LinearCrossEntropySettings | KernelLoss
 """Options that apply the head's weight themselves."""
 
 LossOption = Annotated[
-    Annotated[CrossEntropySettings, Tag("cross_entropy")]
-    | Annotated[LinearCrossEntropySettings, Tag("linear_cross_entropy")]
-    | Annotated[LigerSettings, Tag("liger")]
-    | Annotated[CutCrossEntropySettings, Tag("cut_cross_entropy")]
-    | TargetOption,
+    CrossEntropySettings | LinearCrossEntropySettings | LigerSettings | CutCrossEntropySettings | Target,
     by_type,
 ]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Tag
-
 from forgather_cli.config.schema.base import (
     OnlyIf,
     PositiveInt,
     Settings,
-    TargetOption,
+    Target,
     Void,
     by_type,
     only_if,
@@ -80,10 +78,4 @@ class TransformersSettings(Settings):
             )
 
 
-ModelOption = Annotated[
-    Annotated[DecoderSettings, Tag("decoder")]
-    | Annotated[PretrainedSettings, Tag("pretrained")]
-    | Annotated[TransformersSettings, Tag("transformers")]
-    | TargetOption,
-    by_type,
-]
+ModelOption = Annotated[DecoderSettings | PretrainedSettings | TransformersSettings | Target, by_type]

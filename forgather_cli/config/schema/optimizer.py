@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from dataclasses import field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Tag
-
 from forgather_cli.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Probability,
     Settings,
     Target,
-    TargetOption,
     by_type,
     settings,
 )
@@ -136,14 +133,7 @@ class SGDSettings(_Optimizer):
         yield from _nesterov_problems("nesterov", self.nesterov, self.momentum)
 
 
-OptimizerOption = Annotated[
-    Annotated[AdamWSettings, Tag("adamw")]
-    | Annotated[AdafactorSettings, Tag("adafactor")]
-    | Annotated[MuonSettings, Tag("muon")]
-    | Annotated[SGDSettings, Tag("sgd")]
-    | TargetOption,
-    by_type,
-]
+OptimizerOption = Annotated[AdamWSettings | AdafactorSettings | MuonSettings | SGDSettings | Target, by_type]
 
 
 def groups_of(option: OptimizerOption) -> dict[str, GroupSettings]:

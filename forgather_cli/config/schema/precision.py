@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import Tag
-
 from forgather_cli.config.schema.base import (
     PositiveFloat,
     PositiveInt,
@@ -130,11 +128,6 @@ class QATSettings(_Converting):
 
 
 PrecisionOption = Annotated[
-    Annotated[FP32Settings, Tag("fp32")]
-    | Annotated[BF16Settings, Tag("bf16")]
-    | Annotated[BF16TrueSettings, Tag("bf16_true")]
-    | Annotated[FP16Settings, Tag("fp16")]
-    | Annotated[FP8Settings, Tag("fp8")]
-    | Annotated[QATSettings, Tag("qat")],
+    FP32Settings | BF16Settings | BF16TrueSettings | FP16Settings | FP8Settings | QATSettings,
     by_type,
 ]

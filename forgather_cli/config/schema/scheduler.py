@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import Tag
-
 from forgather_cli.config.schema.base import (
     Count,
     Fraction,
@@ -15,7 +13,7 @@ from forgather_cli.config.schema.base import (
     OnlyIf,
     PositiveInt,
     Settings,
-    TargetOption,
+    Target,
     Void,
     by_type,
     only_where,
@@ -105,13 +103,13 @@ class TransformersScheduleSettings(_Scheduler):
 
 
 SchedulerOption = Annotated[
-    Annotated[CosineSettings, Tag("cosine")]
-    | Annotated[LinearSettings, Tag("linear")]
-    | Annotated[ConstantSettings, Tag("constant")]
-    | Annotated[WSDSettings, Tag("wsd")]
-    | Annotated[InverseSqrtSettings, Tag("inverse_sqrt")]
-    | Annotated[InfiniteSettings, Tag("infinite")]
-    | Annotated[TransformersScheduleSettings, Tag("transformers")]
-    | TargetOption,
+    CosineSettings
+    | LinearSettings
+    | ConstantSettings
+    | WSDSettings
+    | InverseSqrtSettings
+    | InfiniteSettings
+    | TransformersScheduleSettings
+    | Target,
     by_type,
 ]

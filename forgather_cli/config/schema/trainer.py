@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Tag
-
 from forgather_cli.config.schema.base import (
     Count,
     NonNegative,
     PositiveInt,
     Settings,
-    TargetOption,
+    Target,
     by_type,
     only_if,
     settings,
@@ -284,11 +282,4 @@ class FSDP2Settings(_Trainer):
             yield "block_classes: names no class, got []; set block_classes=null for the model's repeated blocks"
 
 
-TrainerOption = Annotated[
-    Annotated[SingleSettings, Tag("single")]
-    | Annotated[DDPSettings, Tag("ddp")]
-    | Annotated[PipelineSettings, Tag("pipeline")]
-    | Annotated[FSDP2Settings, Tag("fsdp2")]
-    | TargetOption,
-    by_type,
-]
+TrainerOption = Annotated[SingleSettings | DDPSettings | PipelineSettings | FSDP2Settings | Target, by_type]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forgather_cli.config.sweep import expand, job_name
+from forgather_cli.config.overrides import expand, job_name
 from forgather_cli.errors import ConfigError
 
 
