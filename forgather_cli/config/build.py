@@ -120,7 +120,7 @@ class Build:
                 sources |= {path: file for path in leaves(raw.get(group), group) if path not in self.given}
         speech = Speech(self.options, {path: change.key for path, change in self.given.items()}, sources, self.search)
         # how late each was set: recipes from the innermost on, then the command line
-        late = {file: number for number, file in enumerate(self.files)}
+        late: dict[Path | None, int] = {file: number for number, file in enumerate(self.files)}
         layers = {path: late.get(change.source, len(self.files)) for path, change in self.given.items()}
         layers |= dict.fromkeys(self.chosen, len(self.files))
         try:

@@ -53,7 +53,7 @@ def _validated(cls: type[_T], tree: dict[str, Any], say: Speech, problems: list[
     infinite = {path: value for path, value in walk(tree) if isinstance(value, float) and not math.isfinite(value)}
     problems += [f"{say.name(path)}: must be a finite number, got {value}" for path, value in infinite.items()]
     try:
-        decoded: _T = _adapter(cls).validate_json(json.dumps(tree, default=str))
+        decoded: _T = _adapter(cls).validate_json(json.dumps(tree, default=str))  # type: ignore[arg-type]
     except ValidationError as error:
         problems += mistakes.from_pydantic(error.errors(include_url=False), tree, say, {*known, *infinite})
         raise ConfigError(problems) from error  # without problems where other messages cover all of them
