@@ -4,57 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.callbacks.bars import close_bar, open_bar
 from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
-from forgather_cli.callbacks.console import StreamName, console, is_terminal, say, timestamp
+from forgather_cli.callbacks.console import StreamName, console, say, timestamp
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 Logs = Mapping[str, Any]
-
-
-class Display(ABC):
-    """Where ProgressCallback draws. All methods are called on world rank 0 only."""
-
-    interval: float
-    """Seconds between two calls of ``advance``."""
-
-    @abstractmethod
-    def start(self, step: int, max_steps: int) -> None:
-        """Training begins at ``step``; ``max_steps`` <= 0 when the end is not known."""
-
-    @abstractmethod
-    def advance(self, step: int) -> None:
-        """Training has reached ``step``."""
-
-    @abstractmethod
-    def advance_evaluation(self, done: int, total: int | None) -> None:
-        """An evaluation has seen ``done`` of ``total`` batches."""
-
-    @abstractmethod
-    def log(self, logs: Logs, max_steps: int) -> None:
-        """A training log with ``step`` in it."""
-
-    @abstractmethod
-    def evaluation(self, step: int, metrics: Logs) -> None:
-        """An evaluation has ended."""
-
-    @abstractmethod
-    def final(self, entries: list[tuple[str, str]]) -> None:
-        """The run's results as (label, value)."""
-
-    @abstractmethod
-    def note(self, text: str) -> None:
-        """Something that happened, in one line."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Take the bar off the screen; more lines may follow."""
 
 
 def evaluation_prefix(logs: Logs) -> str | None:
@@ -81,16 +41,18 @@ def evaluation_entries(metrics: Logs) -> tuple[str, list[tuple[str, str]]]:
     return prefix, entries
 
 
-class PlainDisplay(Display):
-    """One timestamped line per event, each metric with its label, for files and pipes."""
+class PlainDisplay:
+    """One timestamped line per event, each metric with its label, for files and pipes. World rank 0 only."""
 
     interval = math.inf
+    """Seconds between two calls of ``advance`` and of ``advance_evaluation``."""
 
     def __init__(self, name: StreamName, columns: Iterable[Column]) -> None:
         self._name = name
         self._columns = [column for column in columns if column.name != "step"]
 
     def start(self, step: int, max_steps: int) -> None:
+        """Training begins at ``step``; ``max_steps`` <= 0 when the end is not known."""
         of = f" of {max_steps}" if max_steps > 0 else ""
         self.note(f"training from step {step}{of}")
 
@@ -99,6 +61,7 @@ class PlainDisplay(Display):
     def advance_evaluation(self, done: int, total: int | None) -> None: ...
 
     def log(self, logs: Logs, max_steps: int) -> None:
+        """A training log with ``step`` in it."""
         of = f"/{max_steps}" if max_steps > 0 else ""
         shown = (column for column in self._columns if column.name in logs)
         pairs = (f"{_word(c.label)} {_word(format_value(logs[c.name], c.fmt))}{c.suffix}" for c in shown)
@@ -109,6 +72,7 @@ class PlainDisplay(Display):
         self.note(" ".join([f"step {step} {prefix}", *(f"{_word(label)} {value}" for label, value in entries)]))
 
     def final(self, entries: list[tuple[str, str]]) -> None:
+        """The run's results as (label, value)."""
         self.note("results: " + ", ".join(f"{label} {value}" for label, value in entries))
 
     def note(self, text: str) -> None:
@@ -122,8 +86,8 @@ def _word(text: str) -> str:
     return text.replace(" ", "_") if text[:1].isalpha() else text.replace(" ", "")
 
 
-class TerminalDisplay(Display):
-    """Rows that scroll and, below them, a bar that stays. Nothing it writes wraps, whatever the width."""
+class TerminalDisplay:
+    """The same on a terminal: rows that scroll and, below them, a bar. Nothing it writes wraps, whatever the width."""
 
     interval = 0.2
 
@@ -152,10 +116,14 @@ class TerminalDisplay(Display):
 
     def advance(self, step: int) -> None:
         now = time.perf_counter()
-        self._base = self._base or (now, step)
+        since, first = self._base = self._base or (now, step)
         self._hide_evaluation()
         if self._bar is not None and self._train is not None:
-            self._bar.update(self._train, completed=step, status=self._status + self._times(now, step))
+            status = self._status + duration(now - self._began)
+            if step > first and self._max_steps > 0:
+                left = (now - since) / (step - first) * max(self._max_steps - step, 0)
+                status += f" eta {duration(left)}"
+            self._bar.update(self._train, completed=step, status=status)
             self._bar.refresh()
 
     def advance_evaluation(self, done: int, total: int | None) -> None:
@@ -173,32 +141,26 @@ class TerminalDisplay(Display):
             self._header, self._rows = columns, 0
         self._line(row(columns, logs))
         self._rows += 1
-        self._status = " ".join(_status(logs)) + " "
+        loss = f"loss {format_value(logs['loss'], '.4f')} " if "loss" in logs else ""
+        speed = f"{format_value(logs['tok_per_sec'], 'si')} tok/s " if "tok_per_sec" in logs else ""
+        self._status = loss + speed or " "
         self.advance(logs["step"])
 
     def evaluation(self, step: int, metrics: Logs) -> None:
         self._hide_evaluation()
         prefix, entries = evaluation_entries(metrics)
-        text = self._evaluation_start(step, prefix, dict(entries).get("loss", ""))
-        shown = {"loss"} if not text.endswith(prefix) else set()  # the loss stands in its column
+        start = row([c for c in self._columns if c.name == "step"], {"step": step}) + SEPARATOR
+        text, names, loss = start + prefix, [column.name for column in self._header], dict(entries).get("loss", "")
+        if loss and "loss" in names[1:] and names[0] == "step":  # a table stands above: below its losses
+            before = self._header[: names.index("loss")]
+            room = len(header(before)) - len(start)
+            if room >= len(prefix):
+                text = f"{start}{prefix:>{room}}{SEPARATOR}{loss:>{self._header[len(before)].width}}"
+                entries = [entry for entry in entries if entry[0] != "loss"]
         for label, value in entries:
-            if label in shown:
-                continue
             more = f"{SEPARATOR}{label} {value}"
             text = text + more if len(text + more) <= self._console.width else text
         self._line(text, "green")
-
-    def _evaluation_start(self, step: int, prefix: str, loss: str) -> str:
-        """The step and, where a table stands above, the loss below those of training."""
-        names = [column.name for column in self._header]
-        start = row([c for c in self._columns if c.name == "step"], {"step": step}) + SEPARATOR
-        if not loss or "loss" not in names[1:] or names[0] != "step":
-            return start + prefix
-        before = self._header[: names.index("loss")]
-        room = len(header(before)) - len(start)
-        if room < len(prefix):
-            return start + prefix
-        return f"{start}{prefix:>{room}}{SEPARATOR}{loss:>{self._header[len(before)].width}}"
 
     def final(self, entries: list[tuple[str, str]]) -> None:
         width = max((len(label) for label, _ in entries), default=0)
@@ -214,6 +176,7 @@ class TerminalDisplay(Display):
         return "stderr" if self._console.stderr else "stdout"
 
     def close(self) -> None:
+        """Take the bar off the screen; more lines may follow."""
         if self._bar is not None:
             close_bar(self._bar)
         self._bar = self._train = self._eval = None
@@ -237,20 +200,6 @@ class TerminalDisplay(Display):
         from rich.text import Text
 
         self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", crop=True)
-
-    def _times(self, now: float, step: int) -> str:
-        elapsed = duration(now - self._began)
-        since, first = self._base or (now, step)
-        if step <= first or self._max_steps <= 0:
-            return elapsed
-        return f"{elapsed} eta {duration((now - since) / (step - first) * max(self._max_steps - step, 0))}"
-
-
-def _status(logs: Logs) -> Iterable[str]:
-    if "loss" in logs:
-        yield f"loss {format_value(logs['loss'], '.4f')}"
-    if "tok_per_sec" in logs:
-        yield f"{format_value(logs['tok_per_sec'], 'si')} tok/s"
 
 
 def _bar(name: StreamName) -> Progress:
@@ -278,10 +227,3 @@ def _bar(name: StreamName) -> Progress:
         transient=True,
         expand=True,
     )
-
-
-def open_display(name: StreamName, columns: Iterable[Column], header_interval: int) -> Display:
-    """The display that suits what the stream is: a terminal, or a file or pipe."""
-    if is_terminal(name):
-        return TerminalDisplay(name, columns, header_interval)
-    return PlainDisplay(name, columns)

@@ -55,7 +55,13 @@ class DivergenceDetector(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
         if self._key not in logs:
-            self._warn(logs)
+            of_evaluations = self._key.startswith("eval_")
+            if not self._warned and ("eval_loss" if of_evaluations else "learning_rate") in logs:
+                self._warned = True
+                logger.warning(
+                    "callbacks.divergence: %s have no %r and are not judged; they have %s",
+                    "evaluations" if of_evaluations else "logs", self._key, ", ".join(logs),
+                )  # fmt: skip
         elif control.divergence is None:
             self._judge(float(logs[self._key]), state, control)
 
@@ -82,31 +88,26 @@ class DivergenceDetector(TrainerCallback):
             self._act(f"{self._key} became {value} by step {step}", state, control, void=True)
             return
         self._seen += 1
-        weight = self.settings.smoothing
+        s = self.settings
+        weight = s.smoothing
         before = value if self._smoothed is None else self._smoothed
         self._smoothed = mean = weight * value + (1 - weight) * before
         if mean < self._best:
             self._best, self._best_step = mean, step
-        limit = self._limit()
+        rises = [s.threshold, None if s.relative_threshold is None else (s.relative_threshold - 1) * abs(self._best)]
+        limit = self._best + min(rise for rise in rises if rise is not None)
         if max(value, mean) <= limit:
             self._sound_step = step
-        self._bad = self._bad + 1 if mean > limit and self._seen > self.settings.warmup else 0
+        self._bad = self._bad + 1 if mean > limit and self._seen > s.warmup else 0
         state.healthy = self._bad == 0
-        if self._bad >= self.settings.patience:
-            self._act(self._message(mean, step), state, control)
-
-    def _limit(self) -> float:
-        s = self.settings
-        rises = [s.threshold, None if s.relative_threshold is None else (s.relative_threshold - 1) * abs(self._best)]
-        return self._best + min(rise for rise in rises if rise is not None)
-
-    def _message(self, mean: float, step: int) -> str:
-        given = {"threshold": self.settings.threshold, "relative_threshold": self.settings.relative_threshold}
-        thresholds = ", ".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
-        return (
-            f"{self._key} diverged by step {step}: smoothed {mean:.6g}, the best was {self._best:.6g} at step "
-            f"{self._best_step}, and {self._bad} values in a row were above {self._limit():.6g} ({thresholds})"
-        )
+        if self._bad >= s.patience:
+            given = {"threshold": s.threshold, "relative_threshold": s.relative_threshold}
+            thresholds = ", ".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
+            reason = (
+                f"{self._key} diverged by step {step}: smoothed {mean:.6g}, the best was {self._best:.6g} at step "
+                f"{self._best_step}, and {self._bad} values in a row were above {limit:.6g} ({thresholds})"
+            )
+            self._act(reason, state, control)
 
     def _act(self, reason: str, state: TrainerState, control: TrainerControl, *, void: bool = False) -> None:
         """``void``: the weights are not worth keeping."""
@@ -116,12 +117,3 @@ class DivergenceDetector(TrainerCallback):
         if s.action != "rollback":
             control.should_training_stop = True
             control.should_abort_without_save |= s.action == "abort" or void
-
-    def _warn(self, logs: dict[str, Any]) -> None:
-        of_evaluations = self._key.startswith("eval_")
-        if not self._warned and ("eval_loss" if of_evaluations else "learning_rate") in logs:
-            self._warned = True
-            logger.warning(
-                "callbacks.divergence: %s have no %r and are not judged; they have %s",
-                "evaluations" if of_evaluations else "logs", self._key, ", ".join(logs),
-            )  # fmt: skip

@@ -48,21 +48,20 @@ class EarlyStopping(TrainerCallback):
         if self._bad >= self.settings.patience:
             control.should_training_stop = True
             if state.is_world_process_zero:
-                self._report(float(value), state.global_step)
+                best = "none was a number"
+                if self._best is not None:
+                    best = f"the best is {self._best:.6g} of step {self._best_step}"
+                logger.warning(
+                    "early_stopping ends the run in on_evaluate at step %d: %s %.6g, %s, no improvement by more than "
+                    "%g in %d evaluations",
+                    state.global_step, self.settings.metric, float(value), best, self.settings.threshold, self._bad,
+                )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "best_step": self._best_step, "bad": self._bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best, self._best_step, self._bad = state["best"], state["best_step"], state["bad"]
-
-    def _report(self, value: float, step: int) -> None:
-        best = "none was a number" if self._best is None else f"the best is {self._best:.6g} of step {self._best_step}"
-        logger.warning(
-            "early_stopping ends the run in on_evaluate at step %d: %s %.6g, %s, no improvement by more than %g in %d "
-            "evaluations",
-            step, self.settings.metric, value, best, self.settings.threshold, self._bad,
-        )  # fmt: skip
 
 
 def _full(metric: str) -> str:

@@ -44,16 +44,13 @@ class FullParameters:
             (place, counted[name]) for place, name in enumerate(self.shapes) if name in counted
         ]
         """What this rank counts: places in ``shapes`` and parameters, of which it may hold some rows only."""
-        self._by_device = [self._on(device) for device in dict.fromkeys(p.device for _, p in self.held)]
-
-    def _on(self, device: torch.device) -> tuple[Tensor, list[nn.Parameter], Tensor]:
-        """The held parameters on a device, with their places, and what stands for a missing gradient.
-
-        With cpu_offload of fsdp2 rows are in host memory, and 0-dim parameters on the device.
-        """
-        found = [(place, p) for place, p in self.held if p.device == device]
-        places = torch.tensor([place for place, _ in found], device=self.device)
-        return places, [p for _, p in found], torch.zeros((), device=device)
+        self._by_device: list[tuple[Tensor, list[nn.Parameter], Tensor]] = []
+        """Places, parameters, and what stands for a missing gradient, by where they are: with cpu_offload of fsdp2 rows
+        are in host memory, and 0-dim parameters on the device."""
+        for device in dict.fromkeys(p.device for _, p in self.held):
+            found = [(place, p) for place, p in self.held if p.device == device]
+            places = torch.tensor([place for place, _ in found], device=self.device)
+            self._by_device.append((places, [p for _, p in found], torch.zeros((), device=device)))
 
     def weights(self) -> Tensor:
         """Collective. Squared L2 norms of the parameters, (N,) float64 on the device."""

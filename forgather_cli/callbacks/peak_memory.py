@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,20 +58,14 @@ class Peak:
 
     def line(self, rank: int, *, details: bool) -> str:
         """For people; ``details``: where, and everything else that is known."""
-        words = list(self._words(details))
+        words = [f"{_bytes(self.resident)} resident"]
+        if self.reserved is not None:
+            of = f" of {_bytes(self.total)}" if details and self.total else ""
+            words = [f"{_bytes(self.allocated)} allocated", f"{_bytes(self.reserved)} reserved{of}"]
+            if details:
+                words += [f"{self.retries} allocation retries", f"{_bytes(self.resident)} resident on the host"]
         where = f" ({self.device})" if details else ""
         return f"peak memory of rank {rank}{where}: {', '.join(words)}"
-
-    def _words(self, details: bool) -> Iterator[str]:
-        if self.reserved is None:
-            yield f"{_bytes(self.resident)} resident"
-            return
-        yield f"{_bytes(self.allocated)} allocated"
-        of = f" of {_bytes(self.total)}" if details and self.total else ""
-        yield f"{_bytes(self.reserved)} reserved{of}"
-        if details:
-            yield f"{self.retries} allocation retries"
-            yield f"{_bytes(self.resident)} resident on the host"
 
 
 class PeakMemory(TrainerCallback):

@@ -86,21 +86,19 @@ class ProfilerCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._done and state.is_world_process_zero:
-            self._warn()
+            recorded, settings = self._recorded, self.settings
+            what = (
+                f"only {recorded} of {settings.num_steps} steps were profiled" if recorded else "nothing was profiled"
+            )
+            logger.warning(
+                "callbacks.profiler.start_step: %s: training ended after %d steps of this process, of which "
+                "start_step=%d are left out",
+                what, self._seen, settings.start_step,
+            )  # fmt: skip
         self._finish(kwargs["trainer"].run.world.rank)
 
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._finish(kwargs["trainer"].run.world.rank)
-
-    def _warn(self) -> None:
-        recorded, settings = self._recorded, self.settings
-        logger.warning(
-            "callbacks.profiler.start_step: %s: training ended after %d steps of this process, of which start_step=%d "
-            "are left out",
-            f"only {recorded} of {settings.num_steps} steps were profiled" if recorded else "nothing was profiled",
-            self._seen,
-            settings.start_step,
-        )
 
     def _finish(self, rank: int) -> None:
         """End the recording, and write what it holds."""

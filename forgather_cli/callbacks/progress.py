@@ -9,7 +9,8 @@ from typing import Any
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge
-from forgather_cli.callbacks.display import Display, evaluation_prefix, open_display
+from forgather_cli.callbacks.console import is_terminal
+from forgather_cli.callbacks.display import PlainDisplay, TerminalDisplay, evaluation_prefix
 from forgather_cli.config.schema import ProgressSettings
 from forgather_cli.errors import ConfigError
 
@@ -27,7 +28,7 @@ class ProgressCallback(TrainerCallback):
             raise ConfigError(problems)
         self.columns = merge(STEP_COLUMNS, self.settings.step_columns)
         self.final_metrics = merge(FINAL_METRICS, self.settings.final_metrics)
-        self._display: Display | None = None
+        self._display: PlainDisplay | TerminalDisplay | None = None
         self._next_advance = math.inf
         self._next_evaluation = 0.0
         self._evaluated = 0
@@ -51,7 +52,11 @@ class ProgressCallback(TrainerCallback):
         now = time.perf_counter()
         if state.is_world_process_zero and now >= self._next_evaluation:
             display = self._shown()
-            display.advance_evaluation(self._evaluated, _length(kwargs.get("eval_dataloader")))
+            try:
+                total = len(kwargs["eval_dataloader"])
+            except TypeError:  # None, or it cannot know
+                total = None
+            display.advance_evaluation(self._evaluated, total)
             self._next_evaluation = now + display.interval
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -59,7 +64,8 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if "train_runtime" in logs:
-            self._shown().final(self._results(logs))
+            shown = (column for column in self.final_metrics.values() if column.name in logs)
+            self._shown().final([(c.label, format_value(logs[c.name], c.fmt) + c.suffix) for c in shown])
         elif "loss" in logs:
             self._shown().log({"epoch": state.epoch, **logs, "step": state.global_step}, state.max_steps)
         elif evaluation_prefix(logs) is None:  # an evaluation's row is written by on_evaluate
@@ -82,25 +88,16 @@ class ProgressCallback(TrainerCallback):
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close()
 
-    def _shown(self) -> Display:
+    def _shown(self) -> PlainDisplay | TerminalDisplay:
         if self._display is None:
-            settings = self.settings
-            self._display = open_display(settings.output_stream, self.columns.values(), settings.header_interval)
+            stream, columns = self.settings.output_stream, self.columns.values()
+            if is_terminal(stream):
+                self._display = TerminalDisplay(stream, columns, self.settings.header_interval)
+            else:
+                self._display = PlainDisplay(stream, columns)
         return self._display
 
     def _close(self) -> None:
         self._next_advance = math.inf
         if self._display is not None:
             self._display.close()
-
-    def _results(self, logs: dict[str, Any]) -> list[tuple[str, str]]:
-        shown = (column for column in self.final_metrics.values() if column.name in logs)
-        return [(c.label, format_value(logs[c.name], c.fmt) + c.suffix) for c in shown]
-
-
-def _length(loader: Any) -> int | None:
-    """Batches of a dataloader, or None where it cannot know."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None

@@ -70,7 +70,8 @@ class TextgenCallback(TrainerCallback):
 
     def _sample(self, state: TrainerState, kwargs: dict[str, Any]) -> None:
         tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
-        generator = _generator(trainer.strategy.device, trainer.run.seed, state.global_step)
+        digest = hashlib.sha256(f"textgen {trainer.run.seed} {state.global_step}".encode()).digest()
+        generator = torch.Generator(trainer.strategy.device).manual_seed(int.from_bytes(digest[:7], "little"))
         with evaluation_mode(trainer.strategy.parts):
             completions = self._generate(trainer, tokenizer, generator)
         if state.is_world_process_zero:
@@ -125,12 +126,6 @@ def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:
     return encoded
 
 
-def _generator(device: torch.device, seed: int, step: int) -> torch.Generator:
-    """A generator of this (seed, step) alone."""
-    digest = hashlib.sha256(f"textgen {seed} {step}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
-
-
 def _that_of_rank_0(group: Any) -> Callable[[Tensor], Tensor] | None:
     """What makes all ranks go on with the same tokens, and so end together.
 
@@ -153,19 +148,14 @@ def _show(prompt: str, completion: str, title: str, stream: StreamName) -> None:
     lines = [line.expandtabs(4) for line in text.splitlines() if line.strip()]
     more = f" (first {_MAX_LINES} of {len(lines)} lines)" if len(lines) > _MAX_LINES else ""
     if is_terminal(stream):
+        from rich.text import Text
+
         say(f"{title}{more}", stream, "magenta")
-        _print_cut(lines[:_MAX_LINES], len(prompt.split("\n")[0]), stream)
+        for number, line in enumerate(lines[:_MAX_LINES]):
+            bold = len(prompt.split("\n")[0]) if number == 0 else 0  # the prompt's first line
+            bar = ("  \N{BOX DRAWINGS LIGHT VERTICAL} ", "magenta")
+            cut = Text.assemble(bar, (line[:bold], "bold"), line[bold:])
+            console(stream).print(cut, no_wrap=True, overflow="ellipsis", crop=True)
     else:
         shown = [line[:_MAX_WIDTH] for line in lines[:_MAX_LINES]]
         say("\n".join([f"{timestamp()} {title}{more}:", *(f"    {line}" for line in shown)]), stream)
-
-
-def _print_cut(lines: list[str], prompt_length: int, stream: StreamName) -> None:
-    """Lines behind a bar, the prompt's first one in bold."""
-    from rich.text import Text
-
-    for number, line in enumerate(lines):
-        bold = prompt_length if number == 0 else 0
-        bar = ("  \N{BOX DRAWINGS LIGHT VERTICAL} ", "magenta")
-        text = Text.assemble(bar, (line[:bold], "bold"), line[bold:])
-        console(stream).print(text, no_wrap=True, overflow="ellipsis", crop=True)

@@ -60,7 +60,7 @@ class Trackers(TrainerCallback):
         self, settings: TrackersSettings | None, run: RunDir, *, config_tree: dict[str, Any] | None = None
     ) -> None:
         self.settings = settings or TrackersSettings()
-        self._names = [_full(name) for name in dict.fromkeys(self.settings.names)]
+        self._names = ["comet_ml" if name == "comet" else name for name in dict.fromkeys(self.settings.names)]
         for name in self._names:
             if name not in TRACKERS:
                 import_path(name, _NAMES)
@@ -70,9 +70,12 @@ class Trackers(TrainerCallback):
         self._ids: dict[str, str] = {}
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            for name in self._names:
-                _check_installed(name)
+        for name in self._names if state.is_world_process_zero else ():
+            # a folder of that name in the working directory, such as wandb leaves, is found too; it has no origin
+            if name in TRACKERS and getattr(importlib.util.find_spec(name), "origin", None) is None:
+                install = f"pip install 'forgather[trackers]' or pip install {name}"
+                install = install if name in _IN_EXTRA else f"pip install {name}"
+                raise SetupError(f"{_NAMES}: the package {name} is missing; {install}, or leave it out")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -162,26 +165,16 @@ class _Tracker:
         return True
 
 
-def _full(name: str) -> str:
-    return "comet_ml" if name == "comet" else name
-
-
-def _check_installed(name: str) -> None:
-    spec = importlib.util.find_spec(name) if name in TRACKERS else None
-    # a folder of that name in the working directory, such as wandb leaves, is found too; it has no origin
-    if name in TRACKERS and (spec is None or spec.origin is None):
-        install = f"pip install 'forgather[trackers]' or pip install {name}"
-        install = install if name in _IN_EXTRA else f"pip install {name}"
-        raise SetupError(f"{_NAMES}: the package {name} is missing; {install}, or leave it out")
-
-
 def _construct(name: str, project: str, directory: str, kwargs: dict[str, Any]) -> Any:
     """A started tracker, as ``Accelerator.init_trackers`` makes them, without an Accelerator."""
-    tracking = _tracking()
+    tracking: Any = importlib.import_module("accelerate.tracking")  # has no type stubs
+    # Its own logger (accelerate 1.15, logging.py) raises at every call until a PartialState exists, and making one does
+    # more than a tracker should: it picks a device, may refuse the GPU, and may set thread counts (state.py).
+    tracking.logger = _PlainLogger(logging.getLogger(tracking.__name__), {})
     found: Any = tracking.LOGGER_TYPE_TO_CLASS[name] if name in TRACKERS else import_path(name, _NAMES)
 
     class Tracker(found):  # type: ignore[misc]
-        main_process_only = False  # it is made on rank 0 only; true would ask PartialState, see _tracking
+        main_process_only = False  # it is made on rank 0 only; true would ask PartialState
 
     if name == "aim":  # takes the run's name where others take the project
         project, kwargs = kwargs.pop("run_name"), {"experiment": project, **kwargs}
@@ -190,17 +183,6 @@ def _construct(name: str, project: str, directory: str, kwargs: dict[str, Any]) 
     if hasattr(tracker, "start"):  # older versions of accelerate start in the constructor
         tracker.start()
     return tracker
-
-
-def _tracking() -> Any:
-    """``accelerate.tracking``, with a logger that asks for no PartialState.
-
-    Its own (accelerate 1.15, logging.py) raises at every call until a PartialState exists, and making one does more
-    than a tracker should: it picks a device, may refuse the GPU, and may set thread counts (state.py).
-    """
-    tracking: Any = importlib.import_module("accelerate.tracking")  # has no type stubs
-    tracking.logger = _PlainLogger(logging.getLogger(tracking.__name__), {})
-    return tracking
 
 
 class _PlainLogger(logging.LoggerAdapter[logging.Logger]):

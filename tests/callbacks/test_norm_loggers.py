@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.norms import FullParameters
-from forgather_cli.callbacks.spectral import SpectralNorms
+from forgather_cli.callbacks.parameter_norms import SpectralNorms
 from forgather_cli.config.schema import ParameterNormSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.norms import FullParameters
-from forgather_cli.callbacks.spectral import SpectralNorms
+from forgather_cli.callbacks.parameter_norms import SpectralNorms
 from forgather_cli.config.schema import MuonSettings
 from forgather_cli.errors import SetupError
 from forgather_cli.models.decoder import Decoder
