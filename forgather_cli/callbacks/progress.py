@@ -52,8 +52,9 @@ class ProgressCallback(TrainerCallback):
         now = time.perf_counter()
         if state.is_world_process_zero and now >= self._next_evaluation:
             display = self._shown()
+            loader: Any = kwargs.get("eval_dataloader")
             try:
-                total = len(kwargs["eval_dataloader"])
+                total = len(loader)
             except TypeError:  # None, or it cannot know
                 total = None
             display.advance_evaluation(self._evaluated, total)
