@@ -15,6 +15,16 @@ _LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+class _In:
+    """A path below a run's root, or below its ``logging_dir``."""
+
+    def __init__(self, name: str, *, logging: bool = False) -> None:
+        self._name, self._logging = name, logging
+
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return (run.logging_dir if self._logging and run.logging_dir else run.root) / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run. Nothing here touches the disk unless its docstring says so."""
@@ -23,10 +33,46 @@ class RunDir:
     logging_dir: Path | None = None
     """Where metrics, samples and TensorBoard go; None: ``root``."""
 
-    @property
-    def config(self) -> Path:
-        """The resolved config the run was started with."""
-        return self.root / "config.yaml"
+    config = _In("config.yaml")
+    """The resolved config the run was started with."""
+    origin = _In("origin.yaml")
+    """Recipe text, overrides and versions."""
+    lock = _In(".lock")
+    """Held (a record lock) by the one job that writes this directory."""
+    secret = _In(".secret")
+    """What the ranks of several nodes sign their messages with."""
+    exit = _In("exit.json")
+    """How the last job in this directory ended."""
+    hang = _In("hang.json")
+    """Where the ranks stood when a job made no progress, the last time."""
+    logs = _In("logs")
+    checkpoints = _In("checkpoints")
+    rollbacks = _In("rollbacks.jsonl")
+    """When the run went back to a checkpoint, and what it does not see again."""
+    control = _In("control")
+    """Commands that jobs in this directory were given, with their answers."""
+    evaluation = _In("evaluation.json")
+    """What is to be evaluated, in a directory made for ranks that do nothing else."""
+    report = _In("report.json")
+    """What these ranks have found."""
+    set_aside = _In(".overwritten")
+    """Where a run that is to be overwritten waits for the first step of the new one."""
+    being_set_aside = _In(".overwriting")
+    """Where it is while it moves there or back: its files are here or in the run directory, never in both."""
+
+    metrics = _In("metrics.jsonl", logging=True)
+    """JsonLogger's file."""
+    gradient_norms = _In("gradient_norms.jsonl", logging=True)
+    """GradNormLogger's file."""
+    parameter_norms = _In("parameter_norms.jsonl", logging=True)
+    """ParameterNormLogger's file."""
+    samples = _In("samples.txt", logging=True)
+    """TextgenCallback's file."""
+    tensorboard = _In("tensorboard", logging=True)
+    profile = _In("profile", logging=True)
+    """ProfilerCallback's traces and tables."""
+    trackers = _In("trackers", logging=True)
+    """Files of trackers that keep some."""
 
     def later_config(self, n: int) -> Path:
         """The resolved config of the n-th later start, n >= 1."""
@@ -44,11 +90,6 @@ class RunDir:
         later = self.later_starts()
         return self.later_config(later[-1]) if later else self.config
 
-    @property
-    def origin(self) -> Path:
-        """Recipe text, overrides and versions."""
-        return self.root / "origin.yaml"
-
     def first_directory(self) -> Path | None:
         """The working directory of the run's first start, from which its relative paths count; None if that is not
         known, or not there. Reads ``origin.yaml``.
@@ -60,83 +101,12 @@ class RunDir:
         told = origin.get("directory") if isinstance(origin, dict) else None
         return Path(told) if isinstance(told, str) and os.path.isabs(told) and os.path.isdir(told) else None
 
-    @property
-    def lock(self) -> Path:
-        """Held (flock) by the one job that writes this directory."""
-        return self.root / ".lock"
-
-    @property
-    def secret(self) -> Path:
-        """What the ranks of several nodes sign their messages with."""
-        return self.root / ".secret"
-
-    @property
-    def exit(self) -> Path:
-        """How the last job in this directory ended."""
-        return self.root / "exit.json"
-
-    @property
-    def hang(self) -> Path:
-        """Where the ranks stood when a job made no progress, the last time."""
-        return self.root / "hang.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
-    @property
-    def metrics(self) -> Path:
-        """JsonLogger's file."""
-        return self._logging / "metrics.jsonl"
-
-    @property
-    def gradient_norms(self) -> Path:
-        """GradNormLogger's file."""
-        return self._logging / "gradient_norms.jsonl"
-
-    @property
-    def parameter_norms(self) -> Path:
-        """ParameterNormLogger's file."""
-        return self._logging / "parameter_norms.jsonl"
-
     def memory_snapshot(self, prefix: str, rank: int) -> Path:
         """PeakMemory's file of one rank."""
-        return self._logging / f"{prefix}-rank-{rank}.pickle"
-
-    @property
-    def samples(self) -> Path:
-        """TextgenCallback's file."""
-        return self._logging / "samples.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self._logging / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """ProfilerCallback's traces and tables."""
-        return self._logging / "profile"
-
-    @property
-    def trackers(self) -> Path:
-        """Files of trackers that keep some."""
-        return self._logging / "trackers"
-
-    @property
-    def _logging(self) -> Path:
-        return self.logging_dir or self.root
-
-    @property
-    def rollbacks(self) -> Path:
-        """When the run went back to a checkpoint, and what it does not see again."""
-        return self.root / "rollbacks.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return (self.logging_dir or self.root) / f"{prefix}-rank-{rank}.pickle"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
@@ -148,35 +118,10 @@ class RunDir:
         found = (step_of(path) for path in self.checkpoints.iterdir() if path.is_dir())
         return sorted(step for step in found if step is not None)
 
-    @property
-    def evaluation(self) -> Path:
-        """What is to be evaluated, in a directory made for ranks that do nothing else."""
-        return self.root / "evaluation.json"
-
-    @property
-    def report(self) -> Path:
-        """What these ranks have found."""
-        return self.root / "report.json"
-
-    @property
-    def control(self) -> Path:
-        """Commands that jobs in this directory were given, with their answers."""
-        return self.root / "control"
-
     def command(self, command_id: str) -> Path:
         """One command's answer."""
         assert is_name(command_id)
         return self.control / f"{command_id}.json"
-
-    @property
-    def set_aside(self) -> Path:
-        """Where a run that is to be overwritten waits for the first step of the new one."""
-        return self.root / ".overwritten"
-
-    @property
-    def being_set_aside(self) -> Path:
-        """Where it is while it moves there or back: its files are here or in the run directory, never in both."""
-        return self.root / ".overwriting"
 
     def note_set_aside(self) -> str | None:
         """What is to be known while a run waits there; None if none does. Reads the directory."""
