@@ -4,7 +4,7 @@
     run_lock.py   one job at a time in a run directory; layout.py  how many ranks, where; place.py  which one this is
     supervise.py  the launcher while its ranks train; agent.py  torchrun's part of it; job.py  their common folder
     rank.py       one rank from start to end; context.py  what its parts share; rank_log.py  what it prints
-    rendezvous.py what ranks tell each other, in a store (store.py); watch.py, hang.py  threads that look after a rank
+    rendezvous.py what ranks tell each other, in a store; watch.py, hang.py  threads that look after a rank
     signals.py    stop signals; failures.py  what becomes of an error; exit_status.py  how it ended, and exit.json
 
 How a fact gets from where it happens to who must know:
@@ -12,7 +12,7 @@ How a fact gets from where it happens to who must know:
     what                  happens in       goes by                                             to
     a signal to stop      the launcher     ``stop`` in the job's folder                        its ranks
                           a rank           the step sync, an all-reduce of the trainer         all ranks
-    a failure             a rank           ``failed`` in the ranks' store                      the other ranks
+    a failure             a rank           ``failed/...`` in the ranks' store                  the other ranks
     how a rank ended      a rank           ``status-<rank>`` in the job's folder               its launcher
     a rank's death        the kernel       waitid                                              its launcher
                                            a broken connection, or torchrun's SIGTERM: then    the other ranks

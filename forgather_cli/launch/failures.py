@@ -6,13 +6,13 @@ import re
 import sys
 import time
 import traceback
-from typing import IO, cast
+from typing import IO, NoReturn, cast
 
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.error_report import report_failure
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind, first_cause, from_error, killed, told
 from forgather_cli.launch.rendezvous import within
-from forgather_cli.launch.signals import end_process
+from forgather_cli.launch.signals import end_process, say
 from forgather_cli.launch.stacks import standing_at
 
 ANSWER = 3.0
@@ -112,9 +112,17 @@ def tell(rank: RankContext, status: ExitStatus) -> None:
         report_failure(status.cause if first else status, stream, rank_named=rank.place.size > 1)
 
 
-def end_at_once(rank: RankContext, status: ExitStatus, *, farewell: float = 0.0) -> None:
+def end_at_once(rank: RankContext, status: ExitStatus, *, farewell: float = 0.0) -> NoReturn:
     """End this process from any thread, after all who must know its status do."""
     end_process(status.code, lambda: last_words(rank, status, farewell=farewell))
+
+
+def end_stuck(rank: RankContext, kind: Kind, reason: str, stack: traceback.StackSummary) -> NoReturn:
+    """End this process, whose main thread stands at ``stack`` and does not go on; the stack is shown."""
+    close_bars()
+    say("".join(traceback.format_list(stack)).rstrip())
+    where = f"rank {rank.place.rank} stands at {standing_at(stack)}"
+    end_at_once(rank, ExitStatus(rank.place.rank, kind, FAILED, f"{reason}: {where}"))
 
 
 def last_words(rank: RankContext, status: ExitStatus, *, farewell: float = 0.0) -> int:

@@ -11,7 +11,6 @@ import logging
 import statistics
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,10 +20,9 @@ from datetime import UTC, datetime
 from forgather_cli.config.schema import Config, PipelineSettings
 from forgather_cli.input_files import write_whole
 from forgather_cli.launch.context import RankContext
-from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
-from forgather_cli.launch.failures import close_bars, end_at_once
+from forgather_cli.launch.exit_status import Kind
+from forgather_cli.launch.failures import end_stuck
 from forgather_cli.launch.processes import process_state
-from forgather_cli.launch.signals import say
 from forgather_cli.launch.stacks import (
     COMPILES,
     DEBUGGED,
@@ -85,11 +83,7 @@ def _count(rank: RankContext, config: Config, over: threading.Event) -> None:
         stack = main_thread_stack()
         if saves(stack) or is_debugged(stack) or (rank.place.size > 1 and waits_for_others(stack)):
             continue
-        close_bars()
-        say("".join(traceback.format_list(stack)).rstrip())
-        where = f"rank {rank.place.rank} stands at {standing_at(stack)}"
-        message = f"hang_timeout: no progress within {timeout:g} s: {where}"
-        end_at_once(rank, ExitStatus(rank.place.rank, Kind.STUCK, FAILED, message))
+        end_stuck(rank, Kind.STUCK, f"hang_timeout: no progress within {timeout:g} s", stack)
 
 
 class HangReport:

@@ -28,12 +28,10 @@ class Place:
     address: str = ""
     port: int = 0
     """Of the store through which the ranks find each other."""
-    hosts_store: bool = False
-    """True if this process is to offer that store; else rank 0, or torchrun's agent does."""
+    agent_store: bool = False
+    """True if torchrun's agent offers that store; else rank 0 does."""
     attempt: int = 0
     """How often the ranks have been restarted."""
-    store_survives: bool = False
-    """True if the store outlives a restart, so that attempts must not see each other's keys."""
     by: str = ""
     """What started the ranks; empty alone."""
 
@@ -68,18 +66,15 @@ def launched(node: int, attempt: int, environ: MutableMapping[str, str] = os.env
 
 def _from_torchrun(environ: Mapping[str, str]) -> Place:
     size = _number(environ, "WORLD_SIZE")
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rank = _number(environ, "RANK")
     return Place(
-        rank=rank,
+        rank=_number(environ, "RANK"),
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", 0),
         local_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
         address=environ.get("MASTER_ADDR") or ("" if size == 1 else _missing("MASTER_ADDR")),
         port=_number(environ, "MASTER_PORT", 0 if size == 1 else None),
-        hosts_store=rank == 0 and not agent,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        store_survives=agent,
         by="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK is set)",
     )
 
@@ -110,16 +105,15 @@ def _from_slurm(size: int, words: Sequence[str], environ: Mapping[str, str]) -> 
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         tasks += [int(count)] * int(times or 1)
-    node, rank = _number(environ, "SLURM_NODEID", 0), _number(environ, "SLURM_PROCID")
+    node = _number(environ, "SLURM_NODEID", 0)
     sees_one_gpu = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")  # --gpus-per-task
     return Place(
-        rank=rank,
+        rank=_number(environ, "SLURM_PROCID"),
         size=size,
         local_rank=0 if sees_one_gpu else _number(environ, "SLURM_LOCALID", 0),
         local_size=tasks[node] if node < len(tasks) else 1,
         address=address,
         port=int(environ.get("MASTER_PORT") or (port if port.isdigit() else made_up)),
-        hosts_store=rank == 0,
         by="Slurm",
     )
 

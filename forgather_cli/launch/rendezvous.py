@@ -2,40 +2,37 @@
 
 Rank 0 shares its config; any rank shares that it failed, and where it stands when it is asked. Ranks that wait in a
 collective hear of it all the same, in their watch threads. Ranks that our launcher has started on one node meet in the
-job's folder, others in the TCPStore by which they find each other.
+job's folder, others in the TCPStore by which they find each other, and in which messages are signed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import json
 import os
+import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from forgather_cli.errors import SetupError
+from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 from forgather_cli.launch.place import Place
 from forgather_cli.launch.processes import is_running
-from forgather_cli.launch.store import (
-    SECRET,
-    FolderStore,
-    SignedStore,
-    Store,
-    find_secret,
-    leave_secret,
-    new_secret,
-    text_of,
-)
 from forgather_cli.run_dir import RunDir
 
+SECRET = "FORGATHER_LAUNCH_SECRET"
+"""Environment variable: what the ranks sign with, where the file of rank 0 does not do."""
+_UNSIGNED = "-" * 64  # as long as a signature
 _T = TypeVar("_T")
 _CONNECT = 600.0  # seconds until all ranks must have been started
 _NOT_SEEN = (
@@ -77,15 +74,18 @@ class Rendezvous:
         if folder is not None:
             self.store = FolderStore(folder)
         else:
-            if place.hosts_store:
+            if place.rank == 0 and not place.agent_store:
                 self._server = _connect(place, offer=True)
             self._raw = _connect(place)
-            secret = new_secret() if place.rank == 0 else b""
+            secret = b""  # until rank 0 has told
+            if place.rank == 0:
+                secret = os.environ.get(SECRET, "").encode() or secrets.token_hex(32).encode()
             self.store = self._signed = SignedStore(self._raw, self._prefix(place.attempt), secret)
         self._say_where()
 
     def _prefix(self, attempt: int) -> str:
-        return f"forgather/{attempt if self._place.store_survives else 0}/"
+        """Of keys: an agent's store outlives a restart, and attempts must not see each other's."""
+        return f"forgather/{attempt if self._place.agent_store else 0}/"
 
     def _say_where(self) -> None:
         self.store.set(f"place/{self._place.rank}", json.dumps([socket.gethostname(), os.getpid()]))
@@ -113,7 +113,8 @@ class Rendezvous:
         """Of rank 0: say what to train. Ranks that meet in a folder have read it themselves."""
         if self._signed is None:
             return
-        leave_secret(run.secret, self._signed.secret)
+        if SECRET not in os.environ:  # ranks of other nodes see the run's directory
+            write_whole(run.secret, self._signed.secret, mode=0o600)
         config = run.newest_config()
         shared = Shared(str(run.root.resolve()), config.name, _sha256(config), going_on)
         self.store.set("shared", json.dumps(asdict(shared)))
@@ -178,6 +179,114 @@ class Rendezvous:
             time.sleep(0.05)
 
 
+# ------------------------------------------------------------------------------------------------------ where words lie
+
+
+class Store(Protocol):
+    """Messages by key."""
+
+    def get(self, key: str) -> str | None:
+        """None where there is no message that counts."""
+
+    def set(self, key: str, text: str) -> None: ...
+
+    def add(self, key: str, text: str) -> bool:
+        """Leave a message where none that counts lies; False if one does."""
+
+    def delete(self, key: str) -> None: ...
+
+
+class FolderStore:
+    """Messages as files of a folder that only this user may read.
+
+    Not torch's FileStore: a process that dies or is stopped while it writes there has all others wait for ever (torch
+    2.13: a record that is cut off, flock without a timeout).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def get(self, key: str) -> str | None:
+        try:
+            return self._path(key).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def set(self, key: str, text: str) -> None:
+        write_whole(self._path(key), text, mode=0o600)
+
+    def add(self, key: str, text: str) -> bool:
+        whole = self._path(f"{key}.{os.getpid()}.{threading.get_ident()}")
+        write_whole(whole, text, mode=0o600)
+        try:
+            os.link(whole, self._path(key))
+        except FileExistsError:
+            return False
+        finally:
+            whole.unlink()
+        return True
+
+    def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.replace("/", "-")
+
+
+class SignedStore:
+    """Messages in a store that others may write to: each begins with an HMAC (SHA-256) of its key and text.
+
+    A message without one counts too until ``strict`` is set: ranks that are about to meet may not know the secret yet.
+    """
+
+    def __init__(self, store: Any, prefix: str, secret: bytes) -> None:
+        """``store``: a torch Store. An empty ``secret`` signs nothing."""
+        self._store, self._prefix, self.secret = store, prefix, secret
+        self.strict = False
+
+    def get(self, key: str) -> str | None:
+        raw = self.raw(key)
+        return None if raw is None else self._counting(key, raw)
+
+    def set(self, key: str, text: str) -> None:
+        self._store.set(self._prefix + key, self._message(key, text))
+
+    def add(self, key: str, text: str) -> bool:
+        raw, message = self.raw(key), self._message(key, text)
+        if raw is None:
+            return bool(self._store.compare_set(self._prefix + key, "", message) == message.encode())
+        if self._counting(key, raw) is None:  # of a stranger
+            self.set(key, text)
+            return True
+        return False
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(self._prefix + key)
+
+    def raw(self, key: str) -> str | None:
+        """A message with its signature, whoever it is from."""
+        where = self._prefix + key
+        return self._store.get(where).decode(errors="replace") if self._store.check([where]) else None
+
+    def is_signed(self, key: str, raw: str, secret: bytes) -> bool:
+        """True if who wrote the message knew the secret."""
+        text = raw[len(_UNSIGNED) :]
+        return bool(secret) and hmac.compare_digest(raw.encode(), (self._signature(key, text, secret) + text).encode())
+
+    def _counting(self, key: str, raw: str) -> str | None:
+        return raw[len(_UNSIGNED) :] if not self.strict or self.is_signed(key, raw, self.secret) else None
+
+    def _message(self, key: str, text: str) -> str:
+        return (self._signature(key, text, self.secret) if self.secret else _UNSIGNED) + text
+
+    def _signature(self, key: str, text: str, secret: bytes) -> str:
+        return hmac.new(secret, f"{self._prefix}{key}\n{text}".encode(), hashlib.sha256).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------- the secret
+
+
 def _shared_in(store: SignedStore) -> tuple[Shared | None, bytes, str]:
     """(what rank 0 has shared there, the secret it is signed with, what is wrong with it).
 
@@ -188,16 +297,32 @@ def _shared_in(store: SignedStore) -> tuple[Shared | None, bytes, str]:
         return None, b"", ""
     root: Any = "?"
     try:
-        root = json.loads(text_of(raw))["root"]
-        secret = find_secret(RunDir(Path(root)).secret)
+        told = json.loads(raw[len(_UNSIGNED) :])
+        root = told["root"]
+        secret = _find_secret(RunDir(Path(root)).secret)
         if store.is_signed("shared", raw, secret):
-            return Shared(**json.loads(text_of(raw))), secret, ""
+            return Shared(**told), secret, ""
     except PermissionError as error:
         problem = f"output_dir: {root}/{error}; set it to a directory that keeps owner and mode of files, or {SECRET} "
         return None, b"", f"{problem}to one secret in the environment of all nodes"
     except (OSError, ValueError, TypeError, LookupError):
         pass
     return None, b"", _NOT_SEEN.format(root=root, host=socket.gethostname())
+
+
+def _find_secret(path: Path) -> bytes:
+    """What rank 0 has left for this user. Raises OSError where that is not there or may be of somebody else."""
+    if SECRET in os.environ:
+        return os.environ[SECRET].encode()
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        facts = os.fstat(file)
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or not stat.S_ISREG(facts.st_mode):
+            mode = stat.S_IMODE(facts.st_mode)
+            raise PermissionError(f"is of user {facts.st_uid} with mode {mode:o} instead of {os.geteuid()} with 600")
+        return os.read(file, 1000)
+    finally:
+        os.close(file)
 
 
 def _sha256(path: Path) -> str:

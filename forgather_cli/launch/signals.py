@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE = 25.0
@@ -104,7 +105,7 @@ def counts_again(signum: int) -> bool:
     return signum != signal.SIGHUP
 
 
-def end_process(code: int, last_words: Callable[[], int]) -> None:
+def end_process(code: int, last_words: Callable[[], int]) -> NoReturn:
     """Exit from any thread, with the code that ``last_words`` returns.
 
     What they say or write may be stuck too, and gets a few seconds; then the code is ``code``.

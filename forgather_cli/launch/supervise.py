@@ -84,10 +84,18 @@ class Supervisor:
             self._gone, self._failed_at, self._told_at, self._silent = {}, None, None, set()
         attempt, now = self._attempt(), time.time()
         pids, statuses = attempt.pids(), attempt.statuses()
+
+        def watch_exit(pid: int) -> None:
+            """Learn the exit code of a rank, in a thread: the agent tells those of the last start only."""
+            with contextlib.suppress(OSError):  # it was quick, or this system has no waitid
+                end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the agent is to see it too
+                if end is not None:
+                    self._exits[pid] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
         for rank, pid in pids.items():
             if pid not in self._watched:
                 self._watched.add(pid)
-                threading.Thread(target=self._watch_exit, args=(pid,), name="forgather-exit", daemon=True).start()
+                threading.Thread(target=watch_exit, args=(pid,), name="forgather-exit", daemon=True).start()
             if rank not in self._gone and not is_running(pid):
                 self._gone[rank] = now
         if self._failed_at is None and any(status.failed for status in statuses):
@@ -99,13 +107,6 @@ class Supervisor:
             silent = pids.keys() - self._gone.keys()
             self._silent |= silent
             _kill(pids[rank] for rank in silent)
-
-    def _watch_exit(self, pid: int) -> None:
-        """Learn the exit code of a rank, in a thread: the agent tells those of the last start only."""
-        with contextlib.suppress(OSError):  # it was quick, or this system has no waitid
-            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the agent is to see it too
-            if end is not None:
-                self._exits[pid] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     # --------------------------------------------------------------------------------------------------------- signals
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -87,17 +86,16 @@ def _await_stop(rank: RankContext) -> None:
         stack = main_thread_stack()
         if saves(stack):  # what was asked for; save_timeout is its limit
             continue
+        reason = f"{rank.stop.name} was not acted on within {signals.GRACE:g} s"
+        if rank.place.size == 1 or not waits_for_others(stack):
+            failures.end_stuck(rank, Kind.UNHEEDED, reason, stack)
+        if rank.stop.honoured.wait(_AFTER_YOU):
+            return
+        standings = within(2 * failures.ANSWER, lambda: standings_of_all(rank)) or []
+        if any(each.doing == SAVES for each in standings):
+            continue
         where = f"rank {me} stands at {standing_at(stack)}"
-        if rank.place.size > 1 and waits_for_others(stack):
-            if rank.stop.honoured.wait(_AFTER_YOU):
-                return
-            standings = within(2 * failures.ANSWER, lambda: standings_of_all(rank)) or []
-            if any(each.doing == SAVES for each in standings):
-                continue
-            odd = next((each for each in standings if each.odd), None)
-            if odd is not None:
-                where = f"rank {odd.rank} {f'{SILENT}:' if odd.doing == SILENT else 'stands at'} {odd.where}"
-        else:
-            signals.say("".join(traceback.format_list(stack)).rstrip())
-        message = f"{rank.stop.name} was not acted on within {signals.GRACE:g} s: {where}"
-        failures.end_at_once(rank, ExitStatus(me, Kind.UNHEEDED, FAILED, message))
+        odd = next((each for each in standings if each.odd), None)
+        if odd is not None:
+            where = f"rank {odd.rank} {f'{SILENT}:' if odd.doing == SILENT else 'stands at'} {odd.where}"
+        failures.end_at_once(rank, ExitStatus(me, Kind.UNHEEDED, FAILED, f"{reason}: {where}"))

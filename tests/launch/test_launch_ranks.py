@@ -63,10 +63,10 @@ def test_a_process_alone_has_joined_nothing() -> None:
 
 def test_torchrun_says_where_a_rank_stands() -> None:
     place = joined([], TORCHRUN)
-    assert place == Place(1, 4, 1, 2, "a", 99, store_survives=True, by="torchrun")
+    assert place == Place(1, 4, 1, 2, "a", 99, agent_store=True, by="torchrun")
     host = joined([], {**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert host is not None
-    assert host.hosts_store
+    assert not host.agent_store
 
 
 def test_ranks_of_ours_are_numbered_by_node_rank_whatever_the_rendezvous_made_of_it() -> None:
@@ -95,7 +95,7 @@ def test_slurm_says_where_a_rank_stands() -> None:
     assert place == Place(3, 4, 1, 2, "gpu03", 20007, by="Slurm")
     assert joined(["x=1", "rdzv_endpoint=head:5000"], SLURM) == Place(3, 4, 1, 2, "head", 5000, by="Slurm")
     named = joined([], {**SLURM, "MASTER_ADDR": "m", "MASTER_PORT": "1", "SLURM_PROCID": "0"})
-    assert named == Place(0, 4, 1, 2, "m", 1, hosts_store=True, by="Slurm")
+    assert named == Place(0, 4, 1, 2, "m", 1, by="Slurm")
     one_gpu = joined([], {**SLURM, "CUDA_VISIBLE_DEVICES": "1"})
     assert one_gpu is not None
     assert one_gpu.local_rank == 0  # --gpus-per-task: each task sees its own as the first
@@ -261,7 +261,7 @@ def test_a_job_folder_carries_words_both_ways(monkeypatch: pytest.MonkeyPatch) -
 @contextmanager
 def connected() -> Iterator[list[Rendezvous]]:
     port = free_port()
-    places = [Place(rank, 2, rank, 2, "localhost", port, hosts_store=rank == 0) for rank in range(2)]
+    places = [Place(rank, 2, rank, 2, "localhost", port) for rank in range(2)]
     yield [Rendezvous(place) for place in places]
 
 
