@@ -153,12 +153,25 @@ def _decode(value: Any, tensors: Callable[[str], Tensor], makers: Makers) -> Any
         return tuple(_decode(value["items"], tensors, makers))
     if kind in makers:
         return makers[kind](_decode(value["items"], tensors, makers))
-    return _DECODERS[kind](value, tensors)
-
-
-def _array(value: dict[str, Any], tensors: Callable[[str], Tensor]) -> Any:
-    content = tensors(value["tensor"]).numpy().tobytes()
-    return np.frombuffer(content, _numpy_dtype(value)).reshape(value["shape"]).copy()
+    match kind:
+        case "int":
+            return int(value["hex"], 16)
+        case "float":
+            return float(value["value"])
+        case "numpy":
+            return np.frombuffer(bytes.fromhex(value["hex"]), _numpy_dtype(value))[0]
+        case "bytes":
+            return tensors(value["tensor"]).numpy().tobytes()
+        case "array":
+            content = tensors(value["tensor"]).numpy().tobytes()
+            return np.frombuffer(content, _numpy_dtype(value)).reshape(value["shape"]).copy()
+        case "tensor" if "dtype" not in value:
+            return tensors(value["tensor"])
+        case "tensor":
+            if not isinstance(dtype := getattr(torch, value["dtype"]), torch.dtype):
+                raise ValueError(f"dtype {value['dtype']!r}")
+            return tensors(value["tensor"]).view(dtype).reshape(value["shape"])
+    raise ValueError(f"kind {kind!r}")
 
 
 def _numpy_dtype(value: dict[str, Any]) -> np.dtype[Any]:
@@ -166,23 +179,3 @@ def _numpy_dtype(value: dict[str, Any]) -> np.dtype[Any]:
     if dtype.kind in "OV":
         raise ValueError(f"numpy dtype {value['dtype']!r}")
     return dtype
-
-
-def _tensor(value: dict[str, Any], tensors: Callable[[str], Tensor]) -> Tensor:
-    tensor = tensors(value["tensor"])
-    if "dtype" not in value:
-        return tensor
-    dtype = getattr(torch, value["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {value['dtype']!r}")
-    return tensor.view(dtype).reshape(value["shape"])
-
-
-_DECODERS: dict[str, Callable[[dict[str, Any], Callable[[str], Tensor]], Any]] = {
-    "int": lambda value, _: int(value["hex"], 16),
-    "float": lambda value, _: float(value["value"]),
-    "bytes": lambda value, tensors: tensors(value["tensor"]).numpy().tobytes(),
-    "numpy": lambda value, _: np.frombuffer(bytes.fromhex(value["hex"]), _numpy_dtype(value))[0],
-    "array": _array,
-    "tensor": _tensor,
-}
