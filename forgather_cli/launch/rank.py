@@ -43,8 +43,8 @@ class Start:
     """What a rank is to train, and where."""
 
     run: RunDir
-    config: Callable[[], Config]
-    """Called when what it prints goes to the rank's log."""
+    config: Config | Path
+    """A file is read when what that prints goes to the rank's log."""
     going_on: bool | None = None
     """True to go on from the newest checkpoint whatever the config says; None: after a restart."""
 
@@ -75,7 +75,13 @@ def train(rank: RankContext, find: Callable[[RankContext], Start], work: Work) -
 
 
 def _work(rank: RankContext, start: Start, work: Work) -> ExitStatus:
-    config, run, rendezvous = start.config(), start.run, rank.connect()
+    run, rendezvous = start.run, rank.connect()
+    if isinstance(start.config, Path):
+        from forgather_cli.config.decode import load_saved
+
+        config = replace(load_saved(start.config), output_dir=str(run.root))
+    else:
+        config = start.config
     going_on = start.going_on
     if going_on is None:  # a restart of a run that began from another's checkpoint begins there again at first
         has_own = bool(run.checkpoint_steps()) or not isinstance(config.resume_from_checkpoint, str)
@@ -127,8 +133,6 @@ def _process_group(config: Config, rank: RankContext) -> Iterator[None]:
 
 def shared(rank: RankContext) -> Start:
     """What rank 0 shares, once it does. Raises SetupError where this node does not see its run directory."""
-    from forgather_cli.config.decode import load_saved
-
     rendezvous = rank.connect()
     assert rendezvous is not None
     begun = time.monotonic()
@@ -144,8 +148,7 @@ def shared(rank: RankContext) -> Start:
     found = answer[0]
     assert found is not None
     run = RunDir(Path(found.root))
-    config = run.root / found.config
-    return Start(run, lambda: replace(load_saved(config), output_dir=str(run.root)), going_on=found.going_on)
+    return Start(run, run.root / found.config, going_on=found.going_on)
 
 
 # ---------------------------------------------------------------------------------------------------------- the process
@@ -154,8 +157,6 @@ def shared(rank: RankContext) -> Start:
 @lasting_output()
 def main(work: Work) -> int:
     """A rank that our launcher started."""
-    from forgather_cli.config.decode import load_saved
-
     job = Job.entered()
     if job is None:
         print("forgather_cli.worker is started by forgather train", file=sys.stderr)
@@ -178,7 +179,7 @@ def main(work: Work) -> int:
         if path is None:
             return shared(rank)
         root = path.parent.resolve() if job.nodes > 1 else path.parent  # nodes' working directories may differ
-        return Start(RunDir(root), lambda: load_saved(path))
+        return Start(RunDir(root), path)
 
     status = train(rank, find, work)
     code = rank.exit_code(status)

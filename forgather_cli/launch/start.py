@@ -72,7 +72,7 @@ def launch(loaded: Loaded, work: Work) -> int:
         def once(config: Config) -> ExitStatus:
             if layout.in_process:
                 rank = RankContext(Place(), leave_directory=leave_directory)
-                return train(rank, lambda _: Start(held.run, lambda: config), work)
+                return train(rank, lambda _: Start(held.run, config), work)
             before = os.environ.get(TOKEN_VARIABLE)
             if control is not None and control.auth_token is not None:  # of which the ranks' config.yaml says nothing
                 os.environ[TOKEN_VARIABLE] = control.auth_token
@@ -106,7 +106,7 @@ def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
         with RunLock(Path(again) if again else output_dir(loaded)) as held:
             config, _ = _begin(held, loaded, layout, again=again is not None)
             rank.leave_directory = partial(_leave_directory, held)
-            status = train(rank, lambda _: Start(held.run, lambda: config), work)
+            status = train(rank, lambda _: Start(held.run, config), work)
             _leave_directory(held, status)
         return _left(rank, status)
     except ForgatherError as error:
