@@ -57,70 +57,56 @@ def wait(entry: Entry, told: Command, *, timeout: float | None = None) -> Comman
     The answer of a job that has ended lies in RUN/control. Raises ControlError for one that ended without an answer,
     and for one of another machine that is silent for long.
     """
-    end = math.inf if timeout is None else time.monotonic() + timeout
+    run, end = RunDir(Path(entry.run_dir)), math.inf if timeout is None else time.monotonic() + timeout
     pauses, heard = iter(_PAUSES), time.monotonic()
     while not told.is_finished and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, next(pauses, _PAUSES[-1])))
-        new = _look(entry, told)
-        if new is not None:
-            told, heard = new, time.monotonic()
-        elif entry.is_running is None and time.monotonic() - heard > _SILENCE:
+        running = entry.is_running  # before looking: what is not written by then never will be
+        if running is not False:
+            with contextlib.suppress(ControlError):
+                told, heard = command(entry, told.id), time.monotonic()
+                continue
+        written = records.read(run, told.id)
+        if written is not None and written.is_finished:
+            return written
+        if running is False:
+            outcome = read_exit_record(run)  # the job's launcher writes it, also for ranks that were killed
+            why = f"; see {run.logs}" if outcome is None else f": {outcome.reason}"
+            raise ControlError(f"{entry.job_id}: ended before it answered{why}")
+        if running is None and time.monotonic() - heard > _SILENCE:
             raise Unreachable(f"{entry.job_id}: has not been reached for {_SILENCE:g} s{_where(entry)}")
     return told
-
-
-def _look(entry: Entry, told: Command) -> Command | None:
-    """The command now; None if nobody says."""
-    ended = entry.is_running is False  # before looking: what is not written by then never will be
-    if not ended:
-        with contextlib.suppress(ControlError):
-            return command(entry, told.id)
-    written = records.read(RunDir(Path(entry.run_dir)), told.id)
-    if written is not None and written.is_finished:
-        return written
-    if ended:
-        run = RunDir(Path(entry.run_dir))
-        outcome = read_exit_record(run)  # the job's launcher writes it, also for ranks that were killed
-        why = f"; see {run.logs}" if outcome is None else f": {outcome.reason}"
-        raise ControlError(f"{entry.job_id}: ended before it answered{why}")
-    return None
 
 
 def request(
     entry: Entry, method: str, path: str, body: dict[str, Any] | None = None, *, patience: float = PATIENCE
 ) -> dict[str, Any]:
     """The document that the job answers with. Raises ControlError, Unreachable where nobody answers."""
-    end = time.monotonic() + patience
+    token, end = entry.token(), time.monotonic() + patience
+    headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
     while True:
-        code, document = _exchange(entry, method, path, body, patience)
-        if code != 503 or time.monotonic() > end:  # all its threads are busy with others
+        # it asks no proxy, which knows nothing of this machine's addresses
+        connection = http.client.HTTPConnection(address(entry), entry.port, timeout=patience)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            content = answer.read(_MAX_BYTES)
+        except TimeoutError as error:
+            raise Unreachable(f"{entry.job_id}: does not answer within {patience:g} s{_where(entry)}") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Unreachable(f"{entry.job_id}: cannot be reached{_where(entry)}: {error}") from error
+        finally:
+            connection.close()
+        if answer.status != 503 or time.monotonic() > end:  # all its threads are busy with others
             break
         time.sleep(_BUSY_PAUSE)
-    if 200 <= code < 300 and isinstance(document, dict):
+    document = None
+    with contextlib.suppress(ValueError):
+        document = parse_json(content)
+    if 200 <= answer.status < 300 and isinstance(document, dict):
         return document
     why = document.get("error") if isinstance(document, dict) else None
-    raise ControlError(f"{entry.job_id}: {why or f'answered with HTTP status {code}'}")
-
-
-def _exchange(entry: Entry, method: str, path: str, body: Any, patience: float) -> tuple[int, Any]:
-    """(HTTP status, document). ``http.client`` asks no proxy, which knows nothing of this machine's addresses."""
-    connection = http.client.HTTPConnection(address(entry), entry.port, timeout=patience)
-    token = entry.token()
-    headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        answer = connection.getresponse()
-        content = answer.read(_MAX_BYTES)
-    except TimeoutError as error:
-        raise Unreachable(f"{entry.job_id}: does not answer within {patience:g} s{_where(entry)}") from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Unreachable(f"{entry.job_id}: cannot be reached{_where(entry)}: {error}") from error
-    finally:
-        connection.close()
-    try:
-        return answer.status, parse_json(content)
-    except ValueError:
-        return answer.status, None
+    raise ControlError(f"{entry.job_id}: {why or f'answered with HTTP status {answer.status}'}")
 
 
 def _where(entry: Entry) -> str:

@@ -213,15 +213,15 @@ def _recorded() -> list[dict[str, Any]]:
 
 
 def _newest(entries: Sequence[dict[str, Any]]) -> Collective | None:
-    for entry in [*[e for e in entries if not _is_completed(e)][-1:], *entries[-1:]]:
-        try:
-            state = "completed" if _is_completed(entry) else str(entry["state"])
-            name = str(entry["profiling_name"]).rpartition(":")[2]
-            return Collective(str(entry["process_group"][0]), int(entry["collective_seq_id"]), name,
-                              entry["input_sizes"], state)  # fmt: skip
-        except (KeyError, IndexError, ValueError, TypeError):
-            return None
-    return None
+    under_way = [entry for entry in entries if not _is_completed(entry)]
+    try:
+        entry = (under_way or entries)[-1]
+        state = "completed" if _is_completed(entry) else str(entry["state"])
+        name = str(entry["profiling_name"]).rpartition(":")[2]
+        group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+        return Collective(group, number, name, entry["input_sizes"], state)
+    except (KeyError, IndexError, ValueError, TypeError):
+        return None
 
 
 def _is_completed(entry: dict[str, Any]) -> bool:
