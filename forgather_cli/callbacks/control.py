@@ -106,9 +106,9 @@ class TrainerControlCallback(TrainerCallback):
             target = self._targets.get(command.id)
             path = None if target is None else self._trainer.run_dir.checkpoint(target)
             if path is not None and path.is_dir():  # published while the job failed
-                self._commands.done(command, path)
+                self._commands.finish(command.done(path))
             else:
-                self._commands.fail(command, f"the job failed: {_told(kwargs.get('exception'))}")
+                self._commands.finish(command.failed(f"the job failed: {_told(kwargs.get('exception'))}"))
         self._leave()
 
     # -------------------------------------------------------------------------------------------------------- answers
@@ -132,24 +132,24 @@ class TrainerControlCallback(TrainerCallback):
                 self._targets[command.id] = state.global_step
             step = self._targets[command.id]
             if step in self._published:
-                self._commands.done(command, self._published[step])
+                self._commands.finish(command.done(self._published[step]))
             elif (why := self._failure(step)) is not None:
-                self._commands.fail(command, f"the checkpoint of step {step} was not saved: {why}")
+                self._commands.finish(command.failed(f"the checkpoint of step {step} was not saved: {why}"))
 
     def _answer_at_end(self, command: Command, last: int) -> None:
         """Training is over after ``last`` steps, and nothing is being written any more."""
         step = self._targets.get(command.id, last)
         path, why = self._published.get(last) or self._published.get(step), self._failure(step)
         if command.command == ABORT:
-            self._commands.done(command)
+            self._commands.finish(command.done())
         elif path is not None or (command.command == STOP and why is None):
-            self._commands.done(command, path)
+            self._commands.finish(command.done(path))
         elif why is not None:
-            self._commands.fail(command, f"the checkpoint of step {step} was not saved: {why}")
+            self._commands.finish(command.failed(f"the checkpoint of step {step} was not saved: {why}"))
         elif self._trainer.control.should_abort_without_save:
-            self._commands.fail(command, f"the job was aborted at step {last} before it saved")
+            self._commands.finish(command.failed(f"the job was aborted at step {last} before it saved"))
         else:
-            self._commands.fail(command, f"the job ended at step {last} before it saved")
+            self._commands.finish(command.failed(f"the job ended at step {last} before it saved"))
 
     def _failure(self, step: int) -> str | None:
         """Why the checkpoint of a step was not published; None if it was, or may still be."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from forgather_cli.callbacks.base import Asked
 from forgather_cli.control import records
@@ -84,15 +83,8 @@ class CommandQueue:
         """Those of them that all ranks act on."""
         return [command for command in self.open() if command.state == APPLIED]
 
-    def done(self, command: Command, checkpoint: Path | None = None) -> None:
-        """Answer a command."""
-        self._finish(command.done(checkpoint))
-
-    def fail(self, command: Command, reason: str) -> None:
-        """Answer a command that did not come to what it asked for."""
-        self._finish(command.failed(reason))
-
-    def _finish(self, command: Command) -> None:
+    def finish(self, command: Command) -> None:
+        """Answer a command, which is done or has failed. The first answer counts."""
         with self._lock:
             if self._open.pop(command.id, None) is not None:
                 self._set(command)

@@ -50,7 +50,7 @@ class Command:
     def applied(self, step: int) -> Command:
         return replace(self, state=APPLIED, applied_at_step=step)
 
-    def done(self, checkpoint: Path | None) -> Command:
+    def done(self, checkpoint: Path | None = None) -> Command:
         path = None if checkpoint is None else str(checkpoint.absolute())
         return replace(self, state=DONE, finished_at=now(), checkpoint=path)
 

@@ -71,7 +71,7 @@ def test_commands_are_taken_and_their_answers_read(job: ControlServer, queue: Co
     assert queue.asked() == Asked(saves=1)
     queue.agreed(Asked(saves=1))
     assert ask(job.port, "GET", f"/jobs/job/commands/{told['id']}")[1]["state"] == "applied"
-    queue.done(queue.open()[0], Path("somewhere"))
+    queue.finish(queue.open()[0].done(Path("somewhere")))
     _, now, _ = ask(job.port, "GET", f"/jobs/job/commands/{told['id']}")
     assert (now["state"], now["checkpoint"]) == ("done", str(Path("somewhere").absolute()))
     assert json.loads(written.read_text()) == now
@@ -307,8 +307,8 @@ def test_commands_are_applied_in_their_order_and_once(queue: CommandQueue) -> No
     assert [c.id for c in queue.applied()] == [first.id]
     queue.agreed(Asked(saves=1, stops=1))
     assert [c.id for c in queue.applied()] == [first.id, second.id]
-    queue.done(queue.applied()[0], Path("one"))
-    queue.fail(first, "too late")  # has its answer
+    queue.finish(queue.applied()[0].done(Path("one")))
+    queue.finish(first.failed("too late"))  # has its answer
     found = queue.get(first.id)
     assert found is not None
     assert (found.state, found.reason) == ("done", None)
@@ -319,7 +319,7 @@ def test_commands_are_applied_in_their_order_and_once(queue: CommandQueue) -> No
 def test_answers_that_cannot_be_written_stop_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "control").write_text("a file where the directory should be")
     queue = CommandQueue(RunDir(tmp_path), "job")
-    queue.done(queue.submit("save"), Path("somewhere"))
+    queue.finish(queue.submit("save").done(Path("somewhere")))
     assert not queue.has_open
     assert "the answer to control's save cannot be written" in caplog.text
 
