@@ -49,12 +49,15 @@ def _call(environment: dict[str, str], function: Callable[..., Any], *args: Any)
 class Program:
     """``python COMMAND`` in a forked process, and its ranks too if it starts ranks by torch's elastic agent.
 
-    What tests use of ``subprocess.Popen``. ``command``: [flags] -m module or -c code, then its words.
+    What tests use of ``subprocess.Popen``. ``command``: [flags] -m module or -c code, then its words. ``terminal``: the
+    device of a terminal to run on, which then has the output; without ranks.
     """
 
-    def __init__(self, command: tuple[str, ...], directory: str, environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: tuple[str, ...], directory: str, environment: dict[str, str], terminal: str = ""
+    ) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        self._process = fork(_program, theirs, command, directory, environment, daemon=False)
+        self._process = fork(_program, theirs, command, directory, environment, terminal, daemon=False)
         theirs.close()
         self.stdout = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
         ours.close()
@@ -83,14 +86,23 @@ class Program:
         self.send_signal(signal.SIGTERM)
 
 
-def _program(output: Connection, command: tuple[str, ...], directory: str, environment: dict[str, str]) -> NoReturn:
+def _program(
+    output: Connection, command: tuple[str, ...], directory: str, environment: dict[str, str], terminal: str
+) -> NoReturn:
     os.chdir(directory)
-    for number in (1, 2):
-        os.dup2(output.fileno(), number)
+    if terminal:
+        os.setsid()  # the terminal that its leader opens is the session's
+        for number in (0, 1, 2):
+            os.dup2(os.open(terminal, os.O_RDWR), number)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    else:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
     output.close()
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding="utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), encoding="utf-8", errors="backslashreplace", write_through=True)
-    _start_ranks_by_forks()
+    if not terminal:
+        _start_ranks_by_forks()
     _become(command, environment)
 
 

@@ -12,22 +12,29 @@ import subprocess
 import sys
 import termios
 
+from forks import Program
+
 
 class Terminal:
     """A process whose controlling terminal is a new pseudo terminal of 80 columns."""
 
     def __init__(self, *words: str, shell: str = "") -> None:
         """``shell``: a command line for bash, in which FORGATHER stands for the program."""
-        program = [sys.executable, "-m", "forgather_cli"]
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "TERMINAL_WIDTH")}
-        self.process = subprocess.Popen(
-            ["bash", "-c", shell.replace("FORGATHER", shlex.join(program))] if shell else [*program, *words],
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            env={**environment, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        environment |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
+        self.process: subprocess.Popen[bytes] | Program
+        if shell:
+            self.process = subprocess.Popen(
+                ["bash", "-c", shell.replace("FORGATHER", shlex.join([sys.executable, "-m", "forgather_cli"]))],
+                stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=environment,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            )  # fmt: skip
+        else:
+            self.process = Program(("-m", "forgather_cli", *words), os.getcwd(), environment, os.ttyname(slave))
+            with self.process.stdout as pipe:
+                assert pipe.read() == ""  # it has opened the terminal
         os.close(slave)
         self.output = ""
 

@@ -15,15 +15,17 @@ printed with its seed, and its run is kept.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,11 +58,25 @@ class Trial:
         return f"seed {self.plan.seed}: {self.plan}: {'FAILED: ' if self.problems else ''}{verdict}"
 
 
-class Campaign:
-    """Trials under ``work``, which share the uninterrupted runs that they are compared with."""
+def uninterrupted(words: Sequence[str], environment: dict[str, str], output: Path) -> int:
+    """``forgather WORDS`` as a process that writes to ``output``; returns its exit code."""
+    command, everything = [sys.executable, "-m", "forgather_cli", *words], {**os.environ, **environment}
+    with output.open("ab") as stream:
+        everything["OMP_NUM_THREADS"] = "1"
+        return subprocess.run(command, stdout=stream, stderr=stream, env=everything, timeout=_LIMIT).returncode
 
-    def __init__(self, work: Path, overrides: Sequence[str] = (), layouts: Sequence[str] = ()) -> None:
-        self._work, self._layouts = work, layouts
+
+class Campaign:
+    """Trials under ``work``, which share the runs that they are compared with: ``reference`` makes each of those."""
+
+    def __init__(
+        self,
+        work: Path,
+        overrides: Sequence[str] = (),
+        layouts: Sequence[str] = (),
+        reference: Callable[[Sequence[str], dict[str, str], Path], int] = uninterrupted,
+    ) -> None:
+        self._work, self._layouts, self._make_reference = work, layouts, reference
         self._corpus = work / "corpus"
         write_corpus(self._corpus)
         self._overrides = [f"data.files=[{self._corpus}/*.txt]", *overrides]
@@ -145,9 +161,9 @@ class Campaign:
                 shutil.rmtree(run, ignore_errors=True)
                 words = ["train", *reference_words(plan.layout, plan.recipe), *self._overrides, "save_steps=1000"]
                 words += [f"data.cache_dir={self._work}/cache", f"output_dir={run}"]
-                with Job(run, words, self._environment, self._work / f"{name}.txt") as job:
-                    if job.wait(_LIMIT) or job.process.returncode != 0:
-                        raise RuntimeError(f"the uninterrupted run fails; see {self._work}/{name}.txt")
+                output = self._work / f"{name}.txt"
+                if self._make_reference(words, self._environment, output) != 0:
+                    raise RuntimeError(f"the uninterrupted run fails; see {output}")
         return run
 
 
@@ -230,11 +246,9 @@ def _table(title: str, cells: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def campaign(
-    seeds: Sequence[int], work: Path, overrides: Sequence[str] = (), *, layouts: Sequence[str] = (), jobs: int = 1
-) -> Report:
+def campaign(seeds: Sequence[int], runs: Campaign, jobs: int = 1) -> Report:
     """Run the trials of ``seeds``, ``jobs`` at a time."""
-    runs, report, start = Campaign(work, overrides, layouts), Report(), time.monotonic()
+    report, start = Report(), time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(runs.trial, seed) for seed in seeds]
         for future in as_completed(futures):
@@ -262,7 +276,7 @@ def main() -> int:
     work = arguments.work or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
     seeds = range(arguments.seed, arguments.seed + arguments.trials)
     layouts = [name for name in arguments.layouts.split(",") if name]
-    report = campaign(seeds, work.resolve(), overrides, layouts=layouts, jobs=arguments.jobs)
+    report = campaign(seeds, Campaign(work.resolve(), overrides, layouts), arguments.jobs)
     print(f"\n{report}")
     if report.failures:
         print(f"\nkept in {work}")

@@ -11,16 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from crash_campaign import Report, campaign
+from crash_campaign import Campaign, Report, campaign
 from crash_check import Before, after_end, after_kill, checkpoint, compare, records
 from crash_draw import LAYOUTS, MAX_STEPS, STOPS, Instant, Kill, Plan, draw
 from crash_job import MARK, Job, Watch
+from program import Process
 
 from forgather_cli.data.loaders.workers import Workers, worker_loader
 from forgather_cli.errors import SetupError
@@ -37,13 +38,22 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("crash")
 
 
+def forked(words: Sequence[str], environment: dict[str, str], output: Path) -> int:
+    """A run that nothing interrupts need not start interpreters, as those do that are killed."""
+    with Process(*words, env=environment) as job:
+        code = job.finish()
+    output.write_text(job.output)
+    return code
+
+
 @pytest.fixture(scope="module")
 def report(work: Path) -> Report:
     """One trial in one process and one of two ranks, at the same time."""
     seed, breadth = int(time.time()), [["single"], TWO_RANKS]
+    campaigns = [Campaign(work / layouts[0], layouts=layouts, reference=forked) for layouts in breadth]
     with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(campaign, [seed], work / layouts[0], layouts=layouts) for layouts in breadth]
-        return Report([trial for run in runs for trial in run.result().trials])
+        reports = pool.map(lambda runs: campaign([seed], runs), campaigns)
+        return Report([trial for each in reports for trial in each.trials])
 
 
 def test_killed_runs_resume_to_the_last_bit_and_nothing_is_left(report: Report) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import forgather
+from program import Process, forgather
 from safetensors.torch import load_file, save_file
 
 SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
@@ -616,18 +615,41 @@ def test_batches_without_targets_are_warned_of_once(program: Program) -> None:
 # -------------------------------------------------------------------------------------------------------- a full disk
 
 
-MAIN = [sys.executable, "-m", "forgather_cli"]
+SMALL_DISK = """
+import ctypes, os, shutil, subprocess, sys
+from pathlib import Path
+from program import forgather
+
+user, group = os.getuid(), os.getgid()
+namespaces_of_users_and_mounts = 0x10000000 | 0x00020000
+assert ctypes.CDLL(None).unshare(namespaces_of_users_and_mounts) == 0
+Path("/proc/self/setgroups").write_text("deny")
+Path("/proc/self/uid_map").write_text(f"0 {{user}} 1")
+Path("/proc/self/gid_map").write_text(f"0 {{group}} 1")
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size={size}", "tmpfs", "disk"], check=True)
+for number, name in enumerate(("out", "err"), 1):
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+shutil.copy("mine.py", "disk")
+os.chdir("disk")
+sys.path[0] = os.getcwd()
+codes = [forgather(*words) for words in {runs}]
+for path in sorted(Path("run").rglob("*")):
+    print(path)
+    if path.name == "metrics.jsonl" or path.parent.name == "logs":
+        print(path.read_text())
+sys.exit(max(codes))
+"""
 
 
-def on_small_disk(size: str, *words: str, shell: bool = False) -> subprocess.CompletedProcess[str]:
-    """The program with the directory ``disk`` on a file system of that size, looked at before it is gone."""
-    Path("disk").mkdir(exist_ok=True)
-    shutil.copy("mine.py", "disk")
-    look = "code=$?; find . -path './run/*' | sort; cat run/metrics.jsonl run/logs/*; exit $code"
-    script = f'mount -t tmpfs -o size={size} tmpfs disk && cd disk && cp ../mine.py . && "$@"; {look}'
-    command = ["unshare", "-Urm", "sh", "-c", script, "sh", *(["sh"] if shell else MAIN), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+def on_small_disk(size: str, *runs: list[str]) -> Result:
+    """The program, run with such words one after another in a directory on a file system of that size.
+
+    Its standard output ends with what it has left there: the names of files, records and logs.
+    """
+    Path("disk").mkdir()
+    with Process(code=SMALL_DISK.format(size=size, runs=runs)) as job:
+        code = job.finish()
+    return Result(code, Path("out").read_text(), job.output + Path("err").read_text())
 
 
 def can_mount() -> bool:
@@ -642,53 +664,50 @@ needs_mount = pytest.mark.skipif(not can_mount(), reason="mounts a small disk, w
 
 @needs_mount
 def test_a_disk_too_small_for_one_checkpoint_is_found_before_the_first_step(program: Program) -> None:
-    done = on_small_disk("1200k", "train", *SYNTHETIC)
-    assert done.returncode == 2
+    done = on_small_disk("1200k", ["train", *SYNTHETIC])
+    assert done.code == 2
     assert re.search(
         r"(?m)^error: output_dir: one checkpoint needs 1\.68 MB, run/checkpoints has 1\.2\d MB free; free some space, "
         r"or set output_dir to another disk$",
-        done.stderr,
+        done.err,
     )
-    assert done.stdout == ""
+    assert done.out == ""
 
 
 @needs_mount
 def test_a_save_makes_room_by_what_retention_would_delete_and_so_does_a_resume(program: Program) -> None:
     """Room for three checkpoints of 1.7 MB."""
     words = ["max_steps=5", "save_steps=1", "save_total_limit=3", "preserve_n_best=0", "eval_strategy=no"]
-    script = (
-        f"{shlex.join([*MAIN, 'train', *SYNTHETIC, *words])} && {shlex.join([*MAIN, 'resume', 'run', 'max_steps=7'])}"
-    )
-    done = on_small_disk("6200k", "-c", script, shell=True)
-    assert done.returncode == 0, done.stderr
-    assert "was not saved" not in done.stderr
-    assert re.findall(r"\./run/checkpoints/step-(\d+)\n", done.stdout) == ["00000005", "00000006", "00000007"]
+    done = on_small_disk("6200k", ["train", *SYNTHETIC, *words], ["resume", "run", "max_steps=7"])
+    assert done.code == 0, done.err
+    assert "was not saved" not in done.err
+    assert re.findall(r"(?m)^run/checkpoints/step-(\d+)$", done.out) == ["00000005", "00000006", "00000007"]
 
 
 @needs_mount
 def test_a_disk_that_is_full_from_the_start_is_one_message_and_leaves_nothing(program: Program) -> None:
-    done = on_small_disk("16k", "train", *SYNTHETIC)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert any(line.startswith("error: output_dir: ") for line in done.stderr.splitlines())
-    assert done.stdout == ""
+    done = on_small_disk("16k", ["train", *SYNTHETIC])
+    assert done.code == 2, done.err
+    assert "Traceback" not in done.err
+    assert any(line.startswith("error: output_dir: ") for line in done.err.splitlines())
+    assert done.out == ""
 
 
 @needs_mount
 def test_a_disk_that_is_full_later_ends_no_run_early_and_a_lost_final_checkpoint_is_a_failure(program: Program) -> None:
     words = ["max_steps=30", "save_steps=2", "+callbacks.fill._target_=mine.FillsTheDisk", "async_save=false"]
-    done = on_small_disk("6m", "train", *SYNTHETIC, *words)
-    assert done.returncode == 1, done.stderr
-    assert "error: done at step 30, but that step could not be saved (see above); " in done.stderr
-    assert done.stderr.splitlines()[-1] == "forgather resume run"
-    assert "Traceback" not in done.stderr
-    assert re.search(r"records were lost: \d+ of callback json in on_log", done.stderr)
+    done = on_small_disk("6m", ["train", *SYNTHETIC, *words])
+    assert done.code == 1, done.err
+    assert "error: done at step 30, but that step could not be saved (see above); " in done.err
+    assert done.err.splitlines()[-1] == "forgather resume run"
+    assert "Traceback" not in done.err
+    assert re.search(r"records were lost: \d+ of callback json in on_log", done.err)
     lost = r"ERROR the checkpoint of step {} was not saved: No space left on device; the newest one is "
     for step in (4, 30):
-        assert re.search(lost.format(step) + "run/checkpoints/step-00000002", done.stderr), done.stderr
-    assert done.stderr.count("callback json in on_log: No space left on device; training goes on") == 1
-    assert "step 30/30" in done.stdout
-    assert "./run/checkpoints/step-00000002/manifest.json\n" in done.stdout
-    assert "step-00000004/" not in done.stdout
-    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert re.search(lost.format(step) + "run/checkpoints/step-00000002", done.err), done.err
+    assert done.err.count("callback json in on_log: No space left on device; training goes on") == 1
+    assert "step 30/30" in done.out
+    assert "run/checkpoints/step-00000002/manifest.json\n" in done.out
+    assert "step-00000004/" not in done.out
+    records = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert [record["step"] for record in records if "loss" in record][:3] == [1, 2, 3]
