@@ -6,6 +6,7 @@ lies in ``tests/`` itself, as the tests do.
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -31,16 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _LONGEST = (
-    "strategies/test_parity",
-    "checkpoint/test_crash",
-    "launch",
-    "strategies",
-    "trainer",
-    "cli",
-    "finalize",
-    "plan",
-)
-"""Files and folders whose tests take long: they come first, lest one process of xdist ends long after the others."""
+    "strategies/test_parity", "checkpoint/test_crash", "launch/test_faults", "strategies/test_fsdp2",
+    "launch/test_launch_ranks", "strategies/test_pipeline", "trainer/test_trainer_ranks", "launch/test_launch_signals",
+    "cli/test_end_to_end", "cli/test_cli", "launch/test_hang", "callbacks/test_callbacks_strategies", "launch",
+    "finalize", "cli", "strategies", "control", "trainer", "precision", "plan", "checkpoint", "test_gpu_check",
+    "test_wheel", "callbacks",
+)  # fmt: skip
+"""Files and folders whose tests take long: they come first, lest one process of xdist ends long after the others. Those
+that wait, for signals and timeouts, stand between others that compute."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,6 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _turn(item: pytest.Item) -> int:
     file = item.location[0]
     return next((turn for turn, name in enumerate(_LONGEST) if f"tests/{name}" in file), len(_LONGEST))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage_is_looked_for_among_new_objects() -> None:
+    """A million objects of libraries and of other tests would take each collection 0.5 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

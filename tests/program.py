@@ -24,6 +24,14 @@ def forgather(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
+def modules_after(code: str, *words: str, cwd: Path | None = None) -> set[str]:
+    """What a new interpreter has imported once it has run ``code`` with ``words`` as its arguments."""
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)", *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
 class Process:
     """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module, or code.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
-from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.load import Reader, newest_valid
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.distributed import cpu_group, world
@@ -124,6 +124,22 @@ def assert_equal(a: Tensor, b: Tensor) -> None:
 def debris(run: RunDir) -> list[str]:
     """What lies in the checkpoint directory and is not a checkpoint."""
     return sorted(path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-"))
+
+
+def after_a_kill(run: RunDir, reached: int, size: int) -> int:
+    """What a killed process has left: checkpoints are whole, the rest is cleared away. Returns the newest step.
+
+    ``reached``: the newest step after the kill before. Says whether this one was in a save.
+    """
+    print("killed in a save" if run.checkpoints.exists() and debris(run) else "killed between")
+    for step in run.checkpoint_steps():
+        assert_content(Reader(run.checkpoint(step)), step, size)
+    checkpointer(run.root).clean()
+    assert not run.checkpoints.exists() or not debris(run), debris(run)
+    reader = newest_valid(run)
+    step = reader.step if reader else 0
+    assert step == (run.checkpoint_steps() or [0])[-1] >= reached, (step, reached)
+    return step
 
 
 def damage(path: Path, change: Callable[[bytearray], Any]) -> None:

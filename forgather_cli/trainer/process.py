@@ -87,11 +87,14 @@ class garbage_collection:
     def __enter__(self) -> garbage_collection:
         self._was_enabled = gc.isenabled()
         gc.disable()
-        gc.freeze()  # the libraries' two million objects are not looked through again
+        self._freezes = gc.get_freeze_count() == 0  # else the program has done so, and wants them to stay frozen
+        if self._freezes:
+            gc.freeze()  # the libraries' two million objects are not looked through again
         return self
 
     def __exit__(self, *_: object) -> None:
-        gc.unfreeze()
+        if self._freezes:
+            gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 

@@ -713,16 +713,7 @@ for round in range(10):
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert time.monotonic() - killed < 5, "the others hang"
     assert codes == [-9 if child in doomed else 7 for child in children], codes
-    dirty = bool(saving.debris(run))
-    for step in run.checkpoint_steps():
-        saving.assert_content(saving.Reader(run.checkpoint(step)), step, size=128)
-    saving.checkpointer(run.root).clean()
-    assert not saving.debris(run), saving.debris(run)
-    reader = newest_valid(run)
-    step = reader.step if reader else 0
-    assert step == (run.checkpoint_steps() or [0])[-1] and step >= reached, (step, reached)
-    reached = step
-    print("killed in a save" if dirty else "killed between")
+    reached = saving.after_a_kill(run, reached, size=128)
 print("reached", reached)
 """
 

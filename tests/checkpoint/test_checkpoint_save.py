@@ -466,16 +466,7 @@ for round in range(16):
     time.sleep(seconds.uniform(0.0, 0.25))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    dirty = bool(saving.debris(run)) if run.checkpoints.exists() else False
-    saving.checkpointer(run.root).clean()
-    assert not run.checkpoints.exists() or not saving.debris(run), saving.debris(run)
-    for step in run.checkpoint_steps():
-        saving.assert_content(saving.Reader(run.checkpoint(step)), step, size=128)
-    reader = newest_valid(run)
-    step = reader.step if reader else 0
-    assert step == (run.checkpoint_steps() or [0])[-1] and step >= reached, (step, reached)
-    reached = step
-    print("killed in a save" if dirty else "killed between")
+    reached = saving.after_a_kill(run, reached, size=128)
 print("reached", reached)
 """
 

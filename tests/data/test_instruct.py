@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 import transformers
 from chats import conversation, write_chats, write_lines
 from parity import LAYOUTS, assert_parity, train
+from program import modules_after
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.build import load_data
@@ -291,16 +290,16 @@ def test_counts_are_known_without_torch_and_without_reading(corpus: Path, direct
     chosen = option(corpus, directory, eval_fraction=0.3)
     assert cached_token_counts(chosen) is None
     data = load_data(chosen, seed=0)
-    code = (
-        "import sys\nfrom forgather_cli.data.counts import cached_token_counts\n"
-        f"from forgather_cli.config.schema import InstructSettings\nprint(cached_token_counts({chosen!r}))\n"
-        "assert 'torch' not in sys.modules"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert data.eval is not None
     counts = {f"{split}_tokens": data.description[f"{split}_tokens"] for split in ("train", "eval")}
     rows = {"train_samples": len(data.train), "eval_samples": len(data.eval)}
-    assert eval(printed) == {"vocab_size": data.tokenizer.vocab_size, **counts, **rows}
+    expected = {"vocab_size": data.tokenizer.vocab_size, **counts, **rows}
+    code = (
+        "from forgather_cli.data.counts import cached_token_counts\n"
+        "from forgather_cli.config.schema import InstructSettings\n"
+        f"assert cached_token_counts({chosen!r}) == {expected}"
+    )
+    assert "torch" not in modules_after(code)
 
 
 def test_held_out_conversations(corpus: Path, directory: Path, tmp_path: Path) -> None:

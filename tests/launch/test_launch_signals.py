@@ -24,7 +24,7 @@ PHASES = {
     "evaluation": [*fault("evaluation-stop"), "eval_steps=3", "per_device_eval_batch_size=1", "num_eval_samples=400"],
     "generation": [*fault("generation-stop"), "eval_steps=3", "+callbacks.textgen.prompts=[ab]"],
     "save": [*fault("save-stop"), "save_steps=3"],
-    "compilation": [*fault("forward-stop", after=0), "torch_compile=true", "torch_compile_backend=aot_eager"],
+    "compilation": [*fault("forward-stop", after=0), "torch_compile=true", "torch_compile_backend=eager"],
     "last step": [*fault("step-stop", after=7), "max_steps=8"],
 }
 """Words of a run that gets SIGTERM at each."""

@@ -44,7 +44,7 @@ class Litter(TrainerCallback):
 
 
 def test_garbage_is_collected_every_gc_steps_and_at_no_other_moment(tmp_path: Path) -> None:
-    frozen, litter = gc.get_freeze_count(), Litter()
+    litter = Litter()
     args = TrainingArguments(str(tmp_path), max_steps=7, gc_steps=3, save_strategy="no", report_to="none", use_cpu=True)
     trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[litter])
     gc.callbacks.append(litter.heard)
@@ -54,7 +54,20 @@ def test_garbage_is_collected_every_gc_steps_and_at_no_other_moment(tmp_path: Pa
         gc.callbacks.remove(litter.heard)
     assert litter.collected == [3, 6]
     assert litter.enabled == {False}
-    assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen)
+    assert gc.isenabled()
+
+
+def test_what_the_program_has_frozen_stays_frozen_and_what_it_has_not_is_thawed() -> None:
+    was_frozen = gc.get_freeze_count() > 0
+    try:
+        for frozen in (True, False):
+            gc.freeze() if frozen else gc.unfreeze()
+            with garbage_collection(RunSettings()):
+                assert gc.get_freeze_count() > 0
+            assert (gc.get_freeze_count() > 0) == frozen
+    finally:
+        if was_frozen:
+            gc.freeze()
 
 
 def test_a_collector_that_was_off_stays_off_and_one_that_was_on_is_on_after_an_error() -> None:

@@ -77,20 +77,18 @@ def arguments(path: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(path), **settings)
 
 
+def fake(args: TrainingArguments, *callbacks: Any, samples: int = 64, evaluated: Any = None) -> Trainer:
+    """A Trainer whose strategy has no model."""
+    data = tiny.RandomTokens(samples)
+    return Trainer(nn.Linear(1, 1), args, None, data, evaluated, callbacks=[*callbacks], strategy=FakeStrategy())
+
+
 def test_events_of_a_step_come_in_the_order_of_the_contract(tmp_path: Path) -> None:
     recorder = Recorder()
     args = arguments(
         tmp_path, max_steps=1, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1, save_steps=1
     )
-    Trainer(
-        nn.Linear(1, 1),
-        args,
-        None,
-        tiny.RandomTokens(),
-        tiny.RandomTokens(4),
-        callbacks=[recorder],
-        strategy=FakeStrategy(),
-    ).train()
+    fake(args, recorder, evaluated=tiny.RandomTokens(4)).train()
     micro = ["on_forward_backward_begin", "on_forward_backward_end", "on_substep_end"]
     assert [name for name, _ in recorder.events] == [
         "on_train_begin", "on_epoch_begin", "on_step_begin", *micro, *micro, "on_pre_optimizer_step",
@@ -111,15 +109,7 @@ def test_cadence_counts_absolute_steps(tmp_path: Path) -> None:
         eval_steps=2,
         save_steps=5,
     )
-    Trainer(
-        nn.Linear(1, 1),
-        args,
-        None,
-        tiny.RandomTokens(),
-        tiny.RandomTokens(4),
-        callbacks=[recorder],
-        strategy=FakeStrategy(),
-    ).train()
+    fake(args, recorder, evaluated=tiny.RandomTokens(4)).train()
     steps = lambda event: [step for name, step in recorder.events if name == event]  # noqa: E731
     assert steps("on_log_step") == [1, 3, 6, 7, 7]  # 7: what was left, and the run's metrics
     assert steps("on_evaluate") == [2, 4, 6]
@@ -261,14 +251,7 @@ def test_a_stop_saves_and_an_abort_does_not(tmp_path: Path) -> None:
                 setattr(control, self.flag, True)
 
     for flag, saved in (("should_training_stop", [2]), ("should_abort_without_save", [])):
-        trainer = Trainer(
-            nn.Linear(1, 1),
-            arguments(tmp_path / flag),
-            None,
-            tiny.RandomTokens(),
-            callbacks=[Asks(flag)],
-            strategy=FakeStrategy(),
-        )
+        trainer = fake(arguments(tmp_path / flag), Asks(flag))
         assert trainer.train().global_step == 2
         assert trainer.run_dir.checkpoint_steps() == saved
 
@@ -314,15 +297,7 @@ def test_epochs(tmp_path: Path) -> None:
         eval_strategy="epoch",
         save_strategy="epoch",
     )
-    trainer = Trainer(
-        nn.Linear(1, 1),
-        args,
-        None,
-        tiny.RandomTokens(10),
-        tiny.RandomTokens(4),
-        callbacks=[recorder],
-        strategy=FakeStrategy(),
-    )
+    trainer = fake(args, recorder, samples=10, evaluated=tiny.RandomTokens(4))
     assert trainer.train().global_step == 6  # 10 samples in batches of 4, the last one smaller
     for event in ("on_epoch_end", "on_evaluate", "on_save"):
         assert [step for name, step in recorder.events if name == event] == [3, 6]
@@ -332,7 +307,7 @@ def test_epochs(tmp_path: Path) -> None:
 def test_epoch_train_steps_is_the_length_of_an_epoch(tmp_path: Path) -> None:
     recorder = Recorder()
     args = arguments(tmp_path, max_steps=5, epoch_train_steps=2, save_strategy="no")
-    Trainer(nn.Linear(1, 1), args, None, tiny.RandomTokens(), callbacks=[recorder], strategy=FakeStrategy()).train()
+    fake(args, recorder).train()
     assert [step for name, step in recorder.events if name == "on_epoch_end"] == [2, 4, 5]
 
 
@@ -441,14 +416,7 @@ def test_a_callback_that_raises_is_named_with_its_event(tmp_path: Path) -> None:
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             raise ValueError("no such column")
 
-    trainer = Trainer(
-        nn.Linear(1, 1),
-        arguments(tmp_path, save_steps=1),
-        None,
-        tiny.RandomTokens(),
-        callbacks=[Broken],
-        strategy=FakeStrategy(),
-    )
+    trainer = fake(arguments(tmp_path, save_steps=1), Broken)
     with pytest.raises(CallbackError, match="callback Broken failed in on_log: ValueError: no such column"):
         trainer.train()
     assert trainer.run_dir.checkpoint_steps() == [1]
