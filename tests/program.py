@@ -33,7 +33,7 @@ def modules_after(code: str, *words: str, cwd: Path | None = None) -> set[str]:
 
 
 class Process:
-    """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module, or code.
+    """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module or code with WORDS.
 
     It and ranks that it starts are forked from a process that has imported torch; ``cold`` starts interpreters instead,
     where the start itself is what a test is about.
@@ -50,7 +50,7 @@ class Process:
     ) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process: subprocess.Popen[str] | Program
-        command = ("-c", code) if code else ("-m", module, *words)
+        command = ("-c", code, *words) if code else ("-m", module, *words)
         if cold:
             self.process = subprocess.Popen(
                 [sys.executable, *command],

@@ -7,8 +7,6 @@ import logging
 import os
 import random
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ import pytest
 import saving
 import torch
 import torch.distributed as dist
+from program import Process
 from ranks import run_ranks
 from safetensors.torch import load_file
 from saving import Box
@@ -719,9 +718,7 @@ print("reached", reached)
 
 
 def test_ranks_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(os.getpid())]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("killed in a save") >= 1
-    assert int(result.stdout.split()[-1]) >= 4
+    with Process(str(tmp_path / "run"), str(os.getpid()), code=KILLED) as job:
+        assert job.finish() == 0, job.output
+    assert job.lines.count("killed in a save") >= 1
+    assert int(job.lines[-1].split()[-1]) >= 4

@@ -8,8 +8,6 @@ import logging
 import os
 import re
 import resource
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import saving
 import torch
+from program import Process
 from safetensors.torch import load_file
 from saving import Box
 
@@ -199,16 +198,9 @@ def test_a_save_in_flight_survives_the_end_of_the_interpreter(tmp_path: Path) ->
         "saving.save(saver, 7, write_model_files=slow)\n"
         "raise SystemExit(3)\n"
     )
-    result = run_python(code, str(tmp_path))
-    assert (result.returncode, result.stderr) == (3, "")
+    with Process(str(tmp_path), code=code, cold=True) as job:
+        assert (job.finish(), job.output) == (3, "")
     saving.assert_content(Reader(RunDir(tmp_path).checkpoint(7)), 7)
-
-
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=120
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
@@ -472,7 +464,8 @@ print("reached", reached)
 
 
 def test_writers_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
-    result = run_python(KILLED, str(tmp_path), str(os.getpid()))
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.count("killed in a save") >= 1
-    assert int(result.stdout.split()[-1]) >= 8
+    with Process(str(tmp_path), str(os.getpid()), code=KILLED) as job:
+        assert job.finish() == 0, job.output
+    assert {line.split()[0] for line in job.lines} == {"killed", "reached"}
+    assert job.lines.count("killed in a save") >= 1
+    assert int(job.lines[-1].split()[-1]) >= 8
