@@ -33,7 +33,7 @@ def modules_after(code: str, *words: str, cwd: Path | None = None) -> set[str]:
 
 
 class Process:
-    """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module or code with WORDS.
+    """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module, or code.
 
     It and ranks that it starts are forked from a process that has imported torch; ``cold`` starts interpreters instead,
     where the start itself is what a test is about.
