@@ -26,9 +26,10 @@ from typing import Any
 from forks import fork
 
 _SETTLE = 2.0  # seconds that the other ranks get to fail too, once one has
-_THREADS = 20
-"""Of a rank, above which the ranks are made anew: threads of gloo groups stay where something still holds a group, and
-each wakes up a hundred times a second (gloo's tcp loop, torch 2.13), which came to a fifth of a rank's time."""
+_THREADS = 40
+"""Of a rank, above which the ranks are made anew: threads of gloo groups stay where something still holds a group, as
+DTensor's caches do. Each wakes up a hundred times a second (gloo's tcp loop, torch 2.13), 0.2 % of a core; a new rank
+costs 0.5 to 1 s, most of it for what torch had cached."""
 
 
 class RankError(AssertionError):
