@@ -450,7 +450,8 @@ def test_a_setting_that_a_later_one_makes_void_is_no_mistake(problems: Problems,
     ],
 )
 def test_sound_combinations_pass(tmp_path: Path, overrides: list[str]) -> None:
-    load_config(None, overrides, cwd=tmp_path)
+    typed = {word.partition("=")[0].removeprefix("+").rpartition(".")[2] for word in overrides}
+    assert typed <= {name.rpartition(".")[2] for name in load_config(None, overrides, cwd=tmp_path).given}
 
 
 class TestBatchPlan:
