@@ -1,8 +1,10 @@
-"""``forgather checkpoint``: look at checkpoints, check and mend them. No torch here."""
+"""``forgather checkpoint``: look at checkpoints, check, average and edit them. No torch at module level."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,16 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.average import average
-from forgather_cli.cli.edit import edit
-from forgather_cli.cli.output import AsJson, Col, human_bytes, print_facts, print_json, print_table
+from forgather_cli.cli.output import AsJson, Col, console, human_bytes, only_json, print_facts, print_json, print_table
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.errors import CheckpointError
-from forgather_cli.run_dir import RunDir
+from forgather_cli.cli.words import Overrides, TrustConfig, check_overrides, quoted
+from forgather_cli.errors import CheckpointError, ConfigError
+from forgather_cli.run_dir import RunDir, run_of
 
 if TYPE_CHECKING:
+    from forgather_cli.checkpoint.load import Reader
     from forgather_cli.checkpoint.manifest import Manifest
     from forgather_cli.checkpoint.retention import CheckpointInfo
+    from forgather_cli.config.load import Loaded
 
 app = typer.Typer(cls=Group, help="Look at checkpoints and mend them.", no_args_is_help=True)
 
@@ -39,7 +42,9 @@ def list_(
     """List a run's checkpoints with the best and the final one marked."""
     found = _of_run(run_dir)
     if as_json:
-        print_json([_document(info) for info in found])
+        hidden = ("best_by", "foreign")
+        shown = [{key: value for key, value in asdict(info).items() if key not in hidden} for info in found]
+        print_json([{**each, "path": str(info.path)} for each, info in zip(shown, found, strict=True)])
     else:
         _print_list(found)
 
@@ -59,11 +64,6 @@ def _of_run(run_dir: Path) -> list[CheckpointInfo]:
     return found
 
 
-def _document(info: CheckpointInfo) -> dict[str, Any]:
-    document = {key: value for key, value in asdict(info).items() if key not in ("best_by", "foreign")}
-    return {**document, "path": str(info.path)}
-
-
 def _print_list(found: list[CheckpointInfo]) -> None:
     columns = (
         Col("step", right=True),
@@ -78,20 +78,18 @@ def _print_list(found: list[CheckpointInfo]) -> None:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
         saved = info.created.replace("T", " ")[:19]
-        rows.append((str(info.step), *shown, human_bytes(info.size_bytes), saved, _marks(info)))
+        marks = {
+            "damaged": info.problem,
+            "best": info.best and not info.problem,
+            "final": info.final and not info.problem,
+            "not healthy": not info.healthy and not info.problem,
+            "abandoned": info.abandoned and not info.problem,
+        }
+        told = ", ".join(mark for mark, holds in marks.items() if holds)
+        rows.append((str(info.step), *shown, human_bytes(info.size_bytes), saved, told))
         styles.append("red" if info.problem else "bold" if info.best else "")
     print_table(columns, rows, styles)
     typer.echo(f"newest: {found[-1].path}")
-
-
-def _marks(info: CheckpointInfo) -> str:
-    marks = {
-        "best": info.best,
-        "final": info.final,
-        "not healthy": not info.healthy and not info.problem,
-        "abandoned": info.abandoned,
-    }
-    return ", ".join(["damaged"] if info.problem else [mark for mark, holds in marks.items() if holds])
 
 
 @app.command(cls=Command)
@@ -107,7 +105,8 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
     else:
         _print_manifest(path, manifest)
         model = [t for t in tensors if t["file"].startswith("model/")]  # of others how many; --json lists all
-        rows = [(t["name"], t["dtype"], _shape(t), human_bytes(t["bytes"])) for t in model]
+        shapes = [" x ".join(map(str, t["shape"])) or "scalar" for t in model]
+        rows = [(t["name"], t["dtype"], s, human_bytes(t["bytes"])) for t, s in zip(model, shapes, strict=True)]
         print_table((Col("tensor"), Col("dtype", droppable=1), Col("shape"), Col("size", right=True)), rows)
         files = dict.fromkeys(t["file"] for t in tensors)
         sizes = {file: [t["bytes"] for t in tensors if t["file"] == file] for file in files}
@@ -142,10 +141,6 @@ def _print_manifest(path: Path, manifest: Manifest) -> None:
             "config": manifest.config_fingerprint or "-",
         }
     )
-
-
-def _shape(tensor: dict[str, Any]) -> str:
-    return " x ".join(map(str, tensor["shape"])) or "scalar"
 
 
 @app.command(cls=Command)
@@ -183,5 +178,138 @@ def _problems(path: Path) -> list[str]:
         return [str(error)]
 
 
-app.command("average", cls=Command)(average)
-app.command("edit", cls=Command)(edit)
+@app.command(cls=Command)
+def average(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SOURCE...", help="Checkpoints or model directories; with --last one run.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="OUT", help="A directory that does not exist.", show_default=False)
+    ],
+    last: Annotated[
+        int | None,
+        typer.Option("--last", metavar="K", min=2, help="The last K checkpoints of a run.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the mean of several checkpoints' weights as a model directory.
+
+    The sum is made in fp32, tensor by tensor; the result has the checkpoints' dtype. OUT has config and tokenizer, and
+    [cyan]provenance.json[/] says what it is the mean of.
+    """
+    from forgather_cli.checkpoint.files import check_absent
+    from forgather_cli.checkpoint.sources import check_sources
+
+    with only_json(as_json):
+        check_absent(out)
+        members = sources if last is None else _last_of(sources, last)
+        check_sources(members)
+        from forgather_cli.checkpoint.average import average_models
+
+        average_models(members, out, verified=last is not None)
+    if as_json:
+        print_json({"path": str(out), "sources": [str(member) for member in members]})
+    else:
+        typer.echo(f"mean of {', '.join(member.name for member in members)}")
+        typer.echo(str(out))
+
+
+def _last_of(sources: list[Path], count: int) -> list[Path]:
+    """The run's last ``count`` healthy checkpoints, oldest first."""
+    if len(sources) != 1:
+        raise ConfigError(f"--last: takes the checkpoints of one run, got {len(sources)} sources; name one run")
+    run = RunDir(sources[0])
+    if not run.checkpoints.is_dir():
+        raise CheckpointError(
+            f"{run.root}: has no checkpoints; --last takes the directory of a run that has saved some"
+        )
+    from forgather_cli.checkpoint.average import enough_of, last_checkpoints
+
+    members = last_checkpoints(run, count)
+    enough_of(run, members, count, "--last", console(stderr=True).print)
+    return members
+
+
+@app.command(cls=Command)
+def edit(
+    source: Source,
+    overrides: Overrides = None,
+    trust_config: TrustConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Change the learning rate, weight decay, optimizer settings (betas, eps, ...) or schedule of a saved state.
+
+    [cyan]forgather checkpoint edit RUN learning_rate=1e-4 lr_scheduler=linear[/]
+
+    The next [cyan]forgather resume[/] goes on with the edited values, unless its command line has others; [cyan]train
+    resume_from_checkpoint=...[/] takes those of its own config and says which differ. The checkpoint as it was stays
+    beside it as [cyan]step-....backup-1[/]: to undo the edit, remove the edited one and move the backup back.
+    """
+    words = check_overrides(overrides)
+    if not words:
+        raise ConfigError("checkpoint edit: nothing to change; give settings as key=value, such as learning_rate=1e-4")
+    with only_json(as_json):
+        from forgather_cli.optim.edit import edit_checkpoint
+
+        reader = _reader(source)
+        loaded = _composed(reader, words, trust_config)
+        made = edit_checkpoint(reader, loaded.config, loaded.tree)
+    if as_json:
+        changes = {name: {"before": before, "after": after} for name, (before, after) in made.changes.items()}
+        print_json({"path": str(reader.path), "backup": str(made.backup), "changes": changes})
+        return
+    for name, values in made.changes.items():
+        typer.echo(f"{name}: " + " -> ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
+    typer.echo(f"as it was: {made.backup}")
+    if how := _how_to_resume(reader.path, words):
+        typer.echo(how)
+    typer.echo(str(reader.path))
+
+
+def _how_to_resume(path: Path, words: list[str]) -> str | None:
+    """What to do where a resume of the run would go on from another checkpoint than the edited one, at ``path``."""
+    from forgather_cli.checkpoint.retention import resumed
+
+    run = run_of(path)
+    newest = None if run is None else resumed(run)
+    if run is None or newest is None or newest.resolve() == path.resolve():
+        return None
+    command = ["forgather", "resume", str(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
+    return f"a plain forgather resume goes on from {newest.name}; to go on from the edited one: {shlex.join(command)}"
+
+
+def _reader(source: Path) -> Reader:
+    """The checkpoint, verified."""
+    from forgather_cli.checkpoint.load import newest_valid, open_whole
+
+    if not (source / "checkpoints").is_dir():
+        return open_whole(source)
+    newest = newest_valid(RunDir(source))
+    if newest is None:
+        raise CheckpointError(f"{source}: has no checkpoints; give the directory of a run that has saved one")
+    return newest
+
+
+def _composed(reader: Reader, words: list[str], trust_config: bool) -> Loaded:
+    """The checkpoint's own config with the changes. Raises ConfigError, also for a setting that no state holds."""
+    from forgather_cli.config.decode import dump_tree
+    from forgather_cli.config.load import load_resumed
+    from forgather_cli.optim.edit import EDITABLE, saved_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "config.yaml"
+        saved.write_text(dump_tree(saved_config(reader)), encoding="utf-8")
+        loaded = load_resumed(saved, words, reads=None if trust_config else EDITABLE)
+    outside = sorted(path for path in loaded.given if path.split(".")[0] not in EDITABLE)
+    if outside:
+        here = "learning_rate, weight_decay, optimizer.* and lr_scheduler"
+        raise ConfigError(
+            [f"{path}: is not in a saved state; give it to forgather resume. Here: {here}" for path in outside]
+        )
+    return loaded
+
+
+_EDITABLE = "learning_rate, weight_decay, optimizer.* and lr_scheduler"

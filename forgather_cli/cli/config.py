@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,10 +10,9 @@ import typer
 from forgather_cli.cli.output import AsJson, console, print_json
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import ConfigDir, Words, load
+from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.table import Table
 
     from forgather_cli.config.load import Loaded
@@ -54,7 +54,6 @@ def options(
 ) -> None:
     """List the config groups with their options: [cyan]group=option[/] chooses one."""
     from forgather_cli.config import options as known
-    from forgather_cli.errors import ConfigError
 
     found = known.groups(config_dir)
     wrong = [group for group in groups or [] if group not in found]
@@ -62,7 +61,7 @@ def options(
         raise ConfigError([f"{group}: no such group; groups: {', '.join(found)}" for group in wrong])
     wanted = {group: infos for group, infos in found.items() if not groups or group in groups}
     if as_json:
-        print_json({group: [_info(i.name, i.description, i.source) for i in infos] for group, infos in wanted.items()})
+        print_json({group: [asdict(info) for info in infos] for group, infos in wanted.items()})
         return
     table = _table("group", "option", "")
     for group, infos in wanted.items():
@@ -78,16 +77,12 @@ def recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
 
     found = known.recipes(config_dir)
     if as_json:
-        print_json([_info(i.name, i.description, i.path) for i in found])
+        print_json([asdict(info) for info in found])
         return
     table = _table("recipe", "")
     for info in found:
         table.add_row(info.name, info.description)
     console().print(table)
-
-
-def _info(name: str, description: str, file: Path) -> dict[str, str]:
-    return {"name": name, "description": description, "file": str(file)}
 
 
 def _table(*titles: str) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,11 +21,10 @@ from forgather_cli.cli.output import (
     writable,
     write_json,
 )
-from forgather_cli.cli.source import SourcePath, TrustConfig, check_source, config_to_evaluate
-from forgather_cli.cli.words import Overrides, check_overrides
+from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_overrides, check_source, quoted
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.place import joined
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, run_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -77,7 +77,98 @@ def evaluate(
     if as_json:
         print_json(document)
     else:
-        _print({**document, "split": _split(loaded.config.data)})
+        shown = {**document, "split": _split(loaded.config.data)}
+        facts = {label: _shown(key, value) for key, label in _SHOWN.items() if (value := shown.get(key)) is not None}
+        in_all = document["data"].get("eval_samples")
+        if in_all and document["eval_samples"] < in_all:
+            facts["samples"] += f" of {in_all:,} (max_eval_samples, max_eval_steps)"
+        print_facts(facts)
+
+
+_READ = {
+    "per_device_eval_batch_size", "max_eval_samples", "max_eval_steps", "dataloader_num_workers",
+    "dataloader_prefetch_factor", "dataloader_pin_memory", "dataloader_persistent_workers", "seed", "device",
+    "nproc_per_node", "nnodes", "rdzv_endpoint", "hang_timeout", "data", "trainer", "loss", "precision",
+}  # fmt: skip
+"""Settings and groups that an evaluation reads."""
+_GROUPS_READ = ("data", "trainer", "loss", "precision")  # the model is that of the checkpoint
+_RANKS = {"trainer", "nproc_per_node", "nnodes", "rdzv_endpoint"}
+_SAME_TEXT = {"data.seq_len", "data.packing", "data.isolate_documents", "data.cache_dir", "data.tokenize_processes"}
+"""Settings of data that leave the corpus as it was, and with it a tokenizer that was trained on it."""
+_OF_TRAINING = (
+    "global_batch_size=null",
+    "gradient_accumulation_steps=null",
+    "per_device_train_batch_size=720720",  # divisible by any n_microbatches up to 16
+    "fuse_optim_with_backward=false",
+    "gradient_checkpointing=false",
+    "auto_find_batch_size=false",
+    "eval_strategy=steps",
+    "load_best_model_at_end=false",
+)
+"""What a run was trained with must not keep its model from being evaluated in another layout."""
+
+
+def config_to_evaluate(source: Path, overrides: list[str], *, trust_config: bool = False) -> tuple[Loaded, bool]:
+    """The config of an evaluation, and whether to use the model's own tokenizer in place of the config's.
+
+    In this process unless the overrides say otherwise, however the run was trained. Raises ConfigError.
+    """
+    neutral = [*_OF_TRAINING, *([] if run_of(source) else ["max_eval_samples=null"])]  # no run: the whole split
+    reads = None if trust_config else _GROUPS_READ
+    loaded = _config_for(source, [*neutral, *overrides], reads)
+    base = _config_for(source, neutral, reads and ())
+    typed = {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides}
+    if whole := _whole(loaded, typed):
+        overrides = [*whole, *overrides]
+        loaded = _config_for(source, [*neutral, *overrides], reads)
+    given = (loaded.given - base.given) | typed
+    unread = [path for path in sorted(given & loaded.given) if path.partition(".")[0] not in _READ]
+    if unread:
+        of_model = "eval takes the model of SOURCE as it is"
+        other = "nothing reads it in eval, which trains nothing"
+        raise ConfigError(
+            [f"{path}: {of_model if path.split('.')[0] == 'model' else other}; leave it out" for path in unread]
+        )
+    is_single = getattr(base.config.trainer, "type", None) == "single"
+    if not is_single and not any(path.partition(".")[0] in _RANKS for path in given):
+        loaded = _config_for(source, [*neutral, *overrides, "trainer=single"], reads)
+    # where the text is not the run's, a tokenizer chosen or trained for that would make other tokens of it
+    other_text = {path for path in given if path.partition(".")[0] == "data"} - _SAME_TEXT
+    names = {getattr(each.config.data, "tokenizer", None) for each in (base, loaded)}
+    return loaded, bool(other_text) and "data.tokenizer" not in given and names != {"bytes"}
+
+
+def _whole(loaded: Loaded, typed: set[str]) -> list[str]:
+    """What makes an evaluation on files of the user's take all of them, unless the words say what is to be held out.
+
+    Of data to train on a share is held out, and only that would be evaluated on.
+    """
+    names = {name.removeprefix("data.") for name in typed}
+    if names & {"eval_files", "eval_split", "eval_fraction"}:
+        return []
+    given = next((name for name in ("files", "data_files") if name in names), None)
+    patterns = getattr(loaded.config.data, given or "", [])
+    if not patterns:
+        return []
+    return [f"data.eval_files=[{','.join(map(quoted, patterns))}]", "max_eval_samples=null", "max_eval_steps=-1"]
+
+
+def _config_for(source: Path, overrides: list[str], reads: Collection[str] | None) -> Loaded:
+    """The run's config with overrides; for a model directory the default recipe with that model and its tokenizer.
+
+    ``reads``: None trusts the run's config; else the groups that the command reads.
+    """
+    run = run_of(source)
+    if run is not None:
+        from forgather_cli.config.load import load_resumed
+
+        # without callbacks, which nobody who does not train reads
+        return load_resumed(run.newest_config(), overrides, reads=reads, edited={"callbacks": {}})
+    from forgather_cli.config.load import load_config
+
+    where = quoted(source.resolve())
+    model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}"]
+    return load_config("default", [*model, *overrides])
 
 
 def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -122,15 +213,6 @@ _SHOWN = {
     "eval_runtime": "runtime",
     "eval_samples_per_second": "samples per second",
 }
-
-
-def _print(document: dict[str, Any]) -> None:
-    shown = {label: (key, document[key]) for key, label in _SHOWN.items() if document.get(key) is not None}
-    facts = {label: _shown(key, value) for label, (key, value) in shown.items()}
-    in_all = document["data"].get("eval_samples")
-    if in_all and document["eval_samples"] < in_all:
-        facts["samples"] += f" of {in_all:,} (max_eval_samples, max_eval_steps)"
-    print_facts(facts)
 
 
 def _split(data: Any) -> str | None:

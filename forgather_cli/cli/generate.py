@@ -23,7 +23,7 @@ from forgather_cli.cli.output import (
     write_json,
 )
 from forgather_cli.cli.prompts import Prompt, read_prompts, write_all
-from forgather_cli.cli.source import SourcePath, TrustConfig, check_source
+from forgather_cli.cli.words import SourcePath, TrustConfig, check_source
 from forgather_cli.config.schema import wrong_device
 from forgather_cli.errors import ConfigError
 
@@ -175,7 +175,12 @@ def _one(
     """One prompt: the text as it comes, or a document; several texts to it one after another."""
     ids = model.encode(prompt, "--prompt")
     if samples == 1 and not as_json:
-        texts = [_streamed(model, prompt, ids, sampling)]
+        typer.echo(on_screen(prompt), nl=False)
+        sys.stdout.flush()
+        try:
+            texts = model.write([ids], sampling, show=lambda row, new: show(new))
+        finally:
+            typer.echo()  # an error begins a line of its own
     else:
         with only_json(as_json):
             texts = model.write([ids] * samples, sampling)
@@ -194,13 +199,3 @@ def _document(source: Path, model: Generator, prompt: str, texts: list[Text]) ->
     said = [{"text": t.text, "num_tokens": t.num_tokens, "finish_reason": t.finish_reason} for t in texts]
     head: dict[str, Any] = {"source": str(source), "step": model.source.step, "prompt": prompt}
     return {**head, **said[0]} if len(said) == 1 else {**head, "samples": said}
-
-
-def _streamed(model: Generator, prompt: str, ids: list[int], sampling: Sampling) -> Text:
-    typer.echo(on_screen(prompt), nl=False)
-    sys.stdout.flush()
-    try:
-        [text] = model.write([ids], sampling, show=lambda row, new: show(new))
-    finally:
-        typer.echo()  # an error begins a line of its own
-    return text

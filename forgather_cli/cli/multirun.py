@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -28,9 +27,6 @@ from forgather_cli.launch.processes import end_with_parent
 from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.report.summary import state_of, summarize
 from forgather_cli.run_dir import RunDir
-
-if TYPE_CHECKING:
-    pass
 
 _SIGNALLED = (STOPPED, *(128 + signum for signum in STOP_SIGNALS))
 
@@ -124,13 +120,14 @@ class _Forward:
     def __init__(self) -> None:
         self.signum: int | None = None
         self._job: subprocess.Popen[bytes] | None = None
-        for signum in STOP_SIGNALS:
-            signal.signal(signum, self._received)
 
-    def _received(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = self.signum or signum
-        if self._job is not None and self._job.poll() is None:
-            self._job.send_signal(signum)
+        def received(signum: int, frame: FrameType | None) -> None:
+            self.signum = self.signum or signum
+            if self._job is not None and self._job.poll() is None:
+                self._job.send_signal(signum)
+
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, received)
 
     def run(self, command: list[str]) -> int:
         """Run one job to its end; returns its exit code, 128 + signal if one killed it."""

@@ -21,8 +21,7 @@ from forgather_cli.cli.output import (
     print_json,
     print_table,
 )
-from forgather_cli.cli.source import TrustConfig, load_run_or_recipe
-from forgather_cli.cli.words import ConfigDir, Words
+from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load_run_or_recipe
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -47,24 +47,22 @@ class Prompt:
 
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file, by the ending of its name. Raises ConfigError with every line that is none."""
-    readers = {".txt": _of_lines, ".jsonl": _of_json_lines, ".yaml": _of_yaml, ".yml": _of_yaml}
-    if path.suffix.lower() not in readers:
+    kind = path.suffix.lower()
+    if kind not in (".txt", ".jsonl", ".yaml", ".yml"):
         raise ConfigError(f"--prompts: must be a {_KINDS} file, got {path}")
     content = read_text(path, lambda why: ConfigError(f"--prompts: {why}; give a {_KINDS} file in UTF-8"))
     content = content.removeprefix("\ufeff")
     problems: list[str] = []
-    found = list(readers[path.suffix.lower()](path, content, problems))
+    if kind == ".txt":
+        lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+        found = [Prompt(f"{path}:{number}", line.removesuffix("\r")) for number, line in lines]
+    else:
+        found = list((_of_json_lines if kind == ".jsonl" else _of_yaml)(path, content, problems))
     if problems:
         raise ConfigError(problems[:5] + ([f"--prompts: {path}: and {len(problems) - 5} more"] * (len(problems) > 5)))
     if not found:
         raise ConfigError(f"--prompts: {path} has no prompts; write one on each line")
     return found
-
-
-def _of_lines(path: Path, content: str, problems: list[str]) -> Iterator[Prompt]:
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
-            yield Prompt(f"{path}:{number}", line.removesuffix("\r"))
 
 
 def _of_json_lines(path: Path, content: str, problems: list[str]) -> Iterator[Prompt]:
@@ -77,21 +75,14 @@ def _of_json_lines(path: Path, content: str, problems: list[str]) -> Iterator[Pr
         except ValueError as error:
             problems.append(f"--prompts: {where}: is not JSON ({error})")
             continue
-        prompt = _of_value(where, value)
-        if prompt is None:
-            problems.append(f'--prompts: {where}: needs a text as "prompt" or a list as "messages", got {line:.60}')
+        text, messages = (value.get("prompt"), value.get("messages")) if isinstance(value, dict) else (None, None)
+        is_list = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
+        if isinstance(text, str) and messages is None:
+            yield Prompt(where, text)
+        elif is_list and text is None:
+            yield Prompt(where, messages=messages)
         else:
-            yield prompt
-
-
-def _of_value(where: str, value: Any) -> Prompt | None:
-    if not isinstance(value, dict):
-        return None
-    text, messages = value.get("prompt"), value.get("messages")
-    if isinstance(text, str) and messages is None:
-        return Prompt(where, text)
-    is_list = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
-    return Prompt(where, messages=messages) if is_list and text is None else None
+            problems.append(f'--prompts: {where}: needs a text as "prompt" or a list as "messages", got {line:.60}')
 
 
 def _of_yaml(path: Path, content: str, problems: list[str]) -> Iterator[Prompt]:

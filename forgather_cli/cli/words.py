@@ -1,8 +1,9 @@
-"""The words of a command line: RECIPE and OVERRIDEs, read, checked and completed in the shell."""
+"""The words of a command line: RECIPE, OVERRIDEs and SOURCE, read, checked and completed in the shell."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forgather_cli.errors import ConfigError
+from forgather_cli.config.options import GROUPS
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.run_dir import RunDir, run_of, step_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -83,6 +86,23 @@ ConfigDir = Annotated[
 ]
 
 
+SourcePath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A run (its newest checkpoint), a checkpoint, or a model directory.",
+        show_default=False,
+    ),
+]
+TrustConfig = Annotated[
+    bool,
+    typer.Option(
+        "--trust-config",
+        help="Run what the run's saved config names by [cyan]_target_[/], and let it read your environment.",
+    ),
+]
+
+
 def is_override(word: str) -> bool:
     """True for ``key=value`` in any of Hydra's forms and ``~key``; else the word can only be a recipe."""
     return "=" in word or word.startswith("~")
@@ -117,3 +137,30 @@ def load(words: Sequence[str] | None, config_dir: Path | None) -> Loaded:
 
     recipe, overrides = split_words(words)
     return load_config(recipe, overrides, config_dir=config_dir)
+
+
+def load_run_or_recipe(words: Sequence[str] | None, config_dir: Path | None, *, trust_config: bool) -> Loaded:
+    """The config of a recipe, or of a run given by its directory or a ``config.yaml`` of it. Raises ConfigError."""
+    recipe, overrides = split_words(words)
+    path = Path(recipe)
+    run = run_of(path) if path.is_dir() and step_of(path) is None else None
+    is_saved = re.fullmatch(r"config(\.\d+)?\.yaml", path.name)
+    saved = run.newest_config() if run is not None else path if is_saved else None
+    if saved is None:
+        return load(words, config_dir)
+    from forgather_cli.config.load import load_resumed
+
+    reads = None if trust_config else GROUPS
+    return load_resumed(saved, overrides, config_dir=config_dir, reads=reads)
+
+
+def check_source(source: Path) -> None:
+    """Raise SetupError unless ``source`` can be a run, a checkpoint or a model directory."""
+    if not source.is_dir():
+        raise SetupError(f"{source}: no such directory; give a run, a checkpoint or a model directory")
+    marks = ("config.yaml", "manifest.json", "config.json")
+    if not any((source / mark).exists() for mark in marks):
+        raise SetupError(
+            RunDir(source).note_set_aside()
+            or f"{source}: is no run (config.yaml), no checkpoint (manifest.json) and no model directory (config.json)"
+        )

@@ -35,8 +35,16 @@ def batch_plan(run: Sizes, world: int, *, multiple_of: int = 1) -> BatchPlan:
     divides a rank's share and is divisible by ``multiple_of`` (n_microbatches of a pipeline). Raises ConfigError where
     there is none or gradient_accumulation_steps disagrees.
     """
+    bound, accumulation = run.per_device_train_batch_size, run.gradient_accumulation_steps
     if run.global_batch_size is None:
-        return _from_micro_batch(run, world, multiple_of)
+        if bound % multiple_of:
+            near = _multiples_near(bound, multiple_of)
+            raise ConfigError(
+                f"per_device_train_batch_size: {bound} cannot be cut into n_microbatches={multiple_of} equal parts; "
+                f"set per_device_train_batch_size={near}, or another n_microbatches"
+            )
+        accumulation = accumulation or 1
+        return BatchPlan(bound * accumulation * world, bound, accumulation)
     share, rest = divmod(run.global_batch_size, world)
     if rest:
         near = _multiples_near(run.global_batch_size, world)
@@ -44,34 +52,14 @@ def batch_plan(run: Sizes, world: int, *, multiple_of: int = 1) -> BatchPlan:
             f"global_batch_size: {run.global_batch_size} sequences cannot be shared evenly by {world} ranks; "
             f"set global_batch_size={near}, or another number of ranks"
         )
-    if run.gradient_accumulation_steps is None:
-        micro = _largest(share, run.per_device_train_batch_size, multiple_of)
-        if micro is None:
+    if accumulation is None:
+        largest = _largest(share, bound, multiple_of)
+        if largest is None:
             raise ConfigError(
                 f"global_batch_size: {share} sequences per rank have no micro-batch up to per_device_train_batch_size="
-                f"{run.per_device_train_batch_size} divisible by n_microbatches={multiple_of}; change one of the three"
+                f"{bound} divisible by n_microbatches={multiple_of}; change one of the three"
             )
-        return BatchPlan(run.global_batch_size, micro, share // micro)
-    return _from_both(run, share, world, multiple_of)
-
-
-def smaller_micro_batch(plan: BatchPlan, multiple_of: int = 1) -> int | None:
-    """The largest micro-batch of at most half the sequences with which a rank takes as many per step; None below 1."""
-    return _largest(plan.micro_batch * plan.accumulation, plan.micro_batch // 2, multiple_of)
-
-
-def _from_micro_batch(run: Sizes, world: int, multiple_of: int) -> BatchPlan:
-    micro, accumulation = run.per_device_train_batch_size, run.gradient_accumulation_steps or 1
-    if micro % multiple_of:
-        raise ConfigError(
-            f"per_device_train_batch_size: {micro} cannot be cut into n_microbatches={multiple_of} equal parts; "
-            f"set per_device_train_batch_size={_multiples_near(micro, multiple_of)}, or another n_microbatches"
-        )
-    return BatchPlan(micro * accumulation * world, micro, accumulation)
-
-
-def _from_both(run: Sizes, share: int, world: int, multiple_of: int) -> BatchPlan:
-    accumulation, bound = run.gradient_accumulation_steps or 1, run.per_device_train_batch_size
+        return BatchPlan(run.global_batch_size, largest, share // largest)
     micro, rest = divmod(share, accumulation)
     if rest or micro > bound or micro % multiple_of:
         raise ConfigError(
@@ -79,8 +67,12 @@ def _from_both(run: Sizes, share: int, world: int, multiple_of: int) -> BatchPla
             f"over {world} rank{'s' if world > 1 else ''} with at most per_device_train_batch_size={bound} sequences "
             "at a time; leave gradient_accumulation_steps out, it follows from the other two"
         )
-    assert run.global_batch_size is not None
     return BatchPlan(run.global_batch_size, micro, accumulation)
+
+
+def smaller_micro_batch(plan: BatchPlan, multiple_of: int = 1) -> int | None:
+    """The largest micro-batch of at most half the sequences with which a rank takes as many per step; None below 1."""
+    return _largest(plan.micro_batch * plan.accumulation, plan.micro_batch // 2, multiple_of)
 
 
 def _largest(share: int, bound: int, multiple_of: int) -> int | None:

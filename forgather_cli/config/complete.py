@@ -38,36 +38,23 @@ def _keys(start: str, words: list[str], search: SearchPath) -> list[Candidate]:
     """Groups, run-level settings and bare keys; full paths once a group's name and a dot are typed."""
     from forgather_cli.config.paths import root_keys, settings
 
+    known = settings()
     if "." in start:
-        return [(path, _about(path, search)) for path in settings() if path.startswith(start)]
+        return [(path, _about(path, search)) for path in known if path.startswith(start)]
     groups = [(group, f"{group} option") for group in GROUPS if group.startswith(start)]
     roots = [(key, _about(key, search)) for key in sorted(root_keys()) if key.startswith(start)]
-    chosen = _chosen(words, search)
-    bare = [
-        (setting.leaf, _about(path, search))
-        for path, setting in settings().items()
-        if setting.types and setting.leaf.startswith(start) and _fits(path, setting.types, chosen)
-    ]
-    return groups + roots + bare
-
-
-def _chosen(words: list[str], search: SearchPath) -> dict[str, str]:
-    """Options that the words before choose, by group."""
+    # what the options that the words before choose do not have is left out: of options called as their type, which
+    # sizes of a model are not
     pairs = (word.partition("=") for word in words if "=" in word)
-    return {group: name for group, _, name in pairs if group in GROUPS and search.option(group, name)}
-
-
-def _fits(path: str, types: tuple[str, ...], chosen: dict[str, str]) -> bool:
-    """False where the command line chose an option that does not have the setting."""
-    from forgather_cli.config.paths import settings
-
-    group = path.split(".")[0]
-    option = chosen.get(group)
-    # an option that is called as its type; sizes of a model are not
-    types_there = {
-        kind for each, setting in settings().items() if each.startswith(f"{group}.") for kind in setting.types
-    }
-    return option is None or option in types or option not in types_there
+    chosen = {group: name for group, _, name in pairs if group in GROUPS and search.option(group, name)}
+    has = {(path.split(".")[0], kind) for path, setting in known.items() for kind in setting.types}
+    bare = []
+    for path, setting in known.items():
+        option = chosen.get(group := path.split(".")[0])
+        fits = option is None or option in setting.types or (group, option) not in has
+        if setting.types and setting.leaf.startswith(start) and fits:
+            bare.append((setting.leaf, _about(path, search)))
+    return groups + roots + bare
 
 
 def _values(key: str, search: SearchPath) -> list[Candidate]:

@@ -10,7 +10,8 @@ from typing import Any, get_type_hints
 
 from forgather_cli.config import schema
 from forgather_cli.config.options import GROUPS, SearchPath
-from forgather_cli.config.paths import Setting, is_list, lookup, members, root_keys, settings
+from forgather_cli.config.paths import is_list, lookup, members, root_keys, settings
+from forgather_cli.config.schema import typed
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_text
 
@@ -107,13 +108,11 @@ class Speech:
 
 def missing(path: str, say: Speech) -> str:
     """A mandatory value that nobody gave."""
-    group = path.split(".")[0]
-    setting = lookup(path)
-    value = "[...]" if setting and is_list(setting.annotation) else "..."
+    group, setting = path.split(".")[0], lookup(path)
     if path in GROUPS:
         return f"{path}: required; choose an option: {path}={'|'.join(_options(path, say))}"
-    by = f" by {group}={say.options[group]}" if group in say.options and group != path else ""
-    return f"{path}: required{by}; set {path}={value}"
+    by = f" by {group}={say.options[group]}" if group in say.options else ""
+    return f"{path}: required{by}; set {path}={'[...]' if setting and is_list(setting.annotation) else '...'}"
 
 
 def from_pydantic(errors: Sequence[Any], tree: dict[str, Any], say: Speech, known: set[str]) -> list[str]:
@@ -121,12 +120,12 @@ def from_pydantic(errors: Sequence[Any], tree: dict[str, Any], say: Speech, know
     by_path: dict[str, list[Any]] = {}
     for error in errors:
         by_path.setdefault(_path(error, tree), []).append(error)
-    specific = [path for path in by_path if not any(other.startswith(f"{path}.") for other in by_path)]
-    return [_words(path, by_path[path], say) for path in specific if not _covered(path, known)]
-
-
-def _covered(path: str, known: set[str]) -> bool:
-    return any(path == above or path.startswith(f"{above}.") for above in known)
+    return [
+        _words(path, by_path[path], say)
+        for path in by_path
+        if not any(other.startswith(f"{path}.") for other in by_path)  # what is wrong below it says it all
+        and not any(f"{path}.".startswith(f"{each}.") for each in known)
+    ]
 
 
 def _path(error: Any, tree: Any) -> str:
@@ -147,54 +146,68 @@ def _path(error: Any, tree: Any) -> str:
 
 def _words(path: str, errors: list[Any], say: Speech) -> str:
     first = errors[0]
-    kind, name, where = first["type"], say.name(path), say.where(path)
+    kind, value, name = first["type"], first["input"], say.name(path)
+    got = f"got {_shown(value)}{say.where(path)}"
     if kind == "missing" and isinstance(first["loc"][-1], int):
-        return (
-            f"{name}: must have more values, got {_shown(first['input'])}{where}; give {first['loc'][-1] + 1} or more"
-        )
+        return f"{name}: must have more values, {got}; give {first['loc'][-1] + 1} or more"
     if kind == "missing":
         return missing(path, say)
     if kind == "too_long":
-        return f"{name}: must have {first['ctx']['max_length']} values, got {_shown(first['input'])}{where}; give fewer"
+        return f"{name}: must have {first['ctx']['max_length']} values, {got}; give fewer"
     if kind == "unexpected_keyword_argument":
         return unknown(path, say)
     if kind.startswith("union_tag"):
-        got = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
+        got = f"got {_shown(value.get('type') if isinstance(value, dict) else value)}{say.where(path)}"
         types = ", ".join(_types(path.rpartition(".")[2]))
-        return f"{name}: an option names a _target_ or its type, got {_shown(got)}{where}; types: {types}"
-    wanted = list(dict.fromkeys(_must_be(error) for error in errors))
-    return f"{name}: must be {' or '.join(wanted)}, got {_shown(first['input'])}{where}{_remedy(errors, name)}"
+        return f"{name}: an option names a _target_ or its type, {got}; types: {types}"
+    wanted, literals = [], []
+    for error in errors:
+        if error["type"] == "literal_error":
+            wanted.append(str(error["ctx"]["expected"]).replace("'", ""))
+            literals += re.findall(r"'([^']+)'", str(error["ctx"]["expected"]))
+        else:  # pydantic's "Input should be greater than 0", "Input should have ..."
+            text = re.sub(r"^\w+ should (be|have) ", lambda m: "" if m[1] == "be" else "with ", error["msg"])
+            wanted.append(_MUST_BE.get(error["type"], text))
+    kinds, remedy = {error["type"] for error in errors}, ""
+    if literals and isinstance(value, str):
+        remedy = did_you_mean(value, literals)
+    elif "int_type" in kinds and isinstance(value, float) and value.is_integer():
+        remedy = f" write {name}={int(value)}"
+    elif "list_type" in kinds and isinstance(value, str):
+        remedy = f" write {name}=[{value}]"
+    elif kinds <= {"dataclass_type", "dataclass_exact_type"} and name.startswith("callbacks.") and value is False:
+        remedy = f" remove it with ~{name}"
+    elif "tuple_type" in kinds:  # betas alone are of this type
+        remedy = f" write {name}=[0.9,0.95]"
+    elif kinds == {"string_type"} and isinstance(value, int | float):
+        remedy = f""" write {name}="'{value}'\""""
+    return f"{name}: must be {' or '.join(dict.fromkeys(wanted))}, {got}{remedy and f';{remedy}'}"
+
+
+def _shown(value: Any) -> str:
+    text = typed(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def unknown(path: str, say: Speech) -> str:
     """A setting that the selected options do not have, or nobody has."""
     name, where, setting = say.name(path), say.where(path), lookup(path)
-    group = path.split(".")[0]
-    if setting is not None and setting.types and group in say.options:
-        return _elsewhere(name, group, setting, where, say)
-    if path.startswith("callbacks.") and path.count(".") == 1:
-        known = [p.split(".")[1] for p in settings() if p.startswith("callbacks.")]
-        word = path.split(".")[1]
-        near = did_you_mean(word, known)
+    group, _, word = path.partition(".")
+    if setting is not None and setting.types and group in say.options:  # another option has it
+        kinds = {option: _type_of(group, option, say) for option in _options(group, say)}
+        having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
+        having = having or list(setting.types)
+        remedy = f"choose {group}={having[0]} or {f'remove it with ~{name}' if where else f'leave {name} out'}"
+        chosen = f"{group}={say.options[group]} is selected"
+        return f"{name}: only {group}={'|'.join(having)} has this setting, but {chosen}{where}; {remedy}"
+    if group == "callbacks" and word and "." not in word:
+        near = did_you_mean(word, [each.split(".")[1] for each in settings() if each.startswith("callbacks.")])
         if not near and word in (*schema.TRACKERS, "comet"):
             near = f" did you mean callbacks.trackers.names=[{word}]?"
         return f"{name}: unknown callback{where};{near} One of your own needs {path}._target_=module.Class"
     if say.fields and "." not in path:
         return f"{name}: unknown setting;{did_you_mean(name, list(say.fields)) or ' leave it out'}"
-    near = _nearest(name)
-    return f"{name}: unknown setting{where};{near or ' forgather config show lists all'}"
-
-
-def _elsewhere(name: str, group: str, setting: Setting, where: str, say: Speech) -> str:
-    kinds = {option: _type_of(group, option, say) for option in _options(group, say)}
-    having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
-    which = "|".join(having or setting.types)
-    chosen = f"{group}={say.options[group]}"
-    remedy = f"remove it with ~{name}" if where else f"leave {name} out"
-    return (
-        f"{name}: only {group}={which} has this setting, but {chosen} is selected{where}; "
-        f"choose {group}={(having or list(setting.types))[0]} or {remedy}"
-    )
+    return f"{name}: unknown setting{where};{_nearest(name) or ' forgather config show lists all'}"
 
 
 def _nearest(name: str) -> str:
@@ -203,21 +216,16 @@ def _nearest(name: str) -> str:
     siblings = {setting.leaf: path for path, setting in settings().items() if path == f"{parent}.{setting.leaf}"}
     if last in ELSEWHERE:  # model.n_layer too
         setting = siblings.get(ELSEWHERE[last], ELSEWHERE[last])
-        return f" did you mean {setting}{_option_like(last, setting)}?"
+        is_option = setting in GROUPS and last in _types(setting)  # bf16=true means precision=bf16
+        return f" did you mean {setting}{f'={last}' if is_option else ''}?"
     if dot and (near := did_you_mean(last, list(siblings), shown=siblings)):
         return near
-    in_full = [path for path in settings() if path.startswith("callbacks.") and path.endswith(f".{name}")]
-    if in_full:
+    if in_full := [path for path in settings() if path.startswith("callbacks.") and path.endswith(f".{name}")]:
         return f" did you mean {' or '.join(in_full)}?"
     if dot:
         return f" did you mean {last}?" if last in root_keys() else ""
     leaves = [setting.leaf for path, setting in settings().items() if "." in path and not path.startswith("callbacks.")]
     return did_you_mean(name, [*root_keys(), *GROUPS, *dict.fromkeys(leaves)])
-
-
-def _option_like(name: str, group: str) -> str:
-    """``=name`` where a group has an option of that name: bf16=true means precision=bf16."""
-    return f"={name}" if group in GROUPS and name in _types(group) else ""
 
 
 def _options(group: str, say: Speech) -> list[str]:
@@ -237,40 +245,6 @@ def _type_of(group: str, option: str, say: Speech) -> str:
         return option
     text = read_text(file, ConfigError)
     if match := re.search(r"^type: *(\w+)", text, re.MULTILINE):
-        return match.group(1)
+        return match[1]
     parent = re.search(r"^ *- (\w+)$", text, re.MULTILINE)
-    return _type_of(group, parent.group(1), say) if parent and parent.group(1) not in ("_self_", option) else ""
-
-
-def _must_be(error: Any) -> str:
-    if error["type"] == "literal_error":
-        return str(error["ctx"]["expected"]).replace("'", "")
-    text: str = _MUST_BE.get(error["type"], "")
-    return text or re.sub(r"^\w+ should (be|have) ", lambda m: "" if m.group(1) == "be" else "with ", error["msg"])
-
-
-def _shown(value: Any) -> str:
-    text = {True: "true", False: "false", None: "null"}.get(value) if value is None or isinstance(value, bool) else None
-    return text or (repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}...")
-
-
-def _remedy(errors: list[Any], name: str) -> str:
-    """What to do, where the wanted type alone does not say it."""
-    value, kinds = errors[0]["input"], {error["type"] for error in errors}
-    if "literal_error" in kinds and isinstance(value, str):
-        expected = [
-            word for error in errors for word in re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected", "")))
-        ]
-        near = did_you_mean(value, expected)
-        return f";{near}" if near else ""
-    if "int_type" in kinds and isinstance(value, float) and value.is_integer():
-        return f"; write {name}={int(value)}"
-    if "list_type" in kinds and isinstance(value, str):
-        return f"; write {name}=[{value}]"
-    if kinds <= {"dataclass_type", "dataclass_exact_type"} and name.startswith("callbacks.") and value is False:
-        return f"; remove it with ~{name}"
-    if "tuple_type" in kinds:  # betas alone are of this type
-        return f"; write {name}=[0.9,0.95]"
-    if kinds == {"string_type"} and isinstance(value, int | float):
-        return f"""; write {name}="'{value}'\""""
-    return ""
+    return _type_of(group, parent[1], say) if parent and parent[1] not in ("_self_", option) else ""

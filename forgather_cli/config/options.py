@@ -24,21 +24,12 @@ BARE_GROUPS = GROUPS[:-1]
 
 
 @dataclass(frozen=True)
-class OptionInfo:
-    """One option of a config group."""
+class Info:
+    """An option of a config group, or a recipe that can be called by name."""
 
     name: str
     description: str
-    source: Path
-
-
-@dataclass(frozen=True)
-class RecipeInfo:
-    """One recipe that can be called by name."""
-
-    name: str
-    description: str
-    path: Path
+    file: Path
 
 
 @dataclass(frozen=True)
@@ -82,32 +73,40 @@ def search_path(config_dir: Path | None = None, cwd: Path | None = None) -> Sear
     conf = _distinct([shipped("conf"), here / "conf", *own])
     recipes = _distinct([shipped("recipes"), here / "recipes", *(root / "recipes" for root in own), *own])
     path = SearchPath(tuple(conf), tuple(recipes))
-    problems = [*_shadowed_options(path), *_shadowed_recipes(path)]
+    problems = []
+    for first, file in _collisions(path.conf, ["*/*.yaml", "train.yaml"]):
+        name = f"{file.parent.name}={file.stem}" if file.stem != "train" else "train"
+        which = "a shipped option" if first.is_relative_to(shipped("conf").resolve()) else "another option"
+        problems.append(f"{name}: {file} has the name of {which}, {first}; rename yours")
+    for first, file in _collisions(path.recipes, ["*.yaml"]):
+        which = "a shipped recipe" if first.is_relative_to(shipped("recipes").resolve()) else "another recipe"
+        problems.append(f"recipe {file.stem}: {file} has the name of {which}, {first}; rename yours")
     if problems:
         raise ConfigError(problems)
     return path
 
 
-def groups(config_dir: Path | None = None, cwd: Path | None = None) -> dict[str, list[OptionInfo]]:
+def groups(config_dir: Path | None = None, cwd: Path | None = None) -> dict[str, list[Info]]:
     """Every group with its options: one-line description (first comment) and file."""
     path = search_path(config_dir, cwd)
     # directories of options that are no group of Config; a --config-dir may hold its recipes there too
     further = {file.parent.name for root in path.conf for file in root.glob("*/*.yaml")} - {*GROUPS, "recipes"}
-    files = {
-        group: [(n, path.option(group, n)) for n in path.option_names(group)] for group in (*GROUPS, *sorted(further))
-    }
     return {
-        group: [OptionInfo(name, description(file), file) for name, file in found if file is not None]
-        for group, found in files.items()
+        group: [
+            Info(name, description(file), file)
+            for name in path.option_names(group)
+            if (file := path.option(group, name)) is not None
+        ]
+        for group in (*GROUPS, *sorted(further))
     }
 
 
-def recipes(config_dir: Path | None = None, cwd: Path | None = None) -> list[RecipeInfo]:
+def recipes(config_dir: Path | None = None, cwd: Path | None = None) -> list[Info]:
     """Every recipe that can be called by name, ``default`` first."""
     path = search_path(config_dir, cwd)
     found = {file.stem: file for root in reversed(path.recipes) for file in _recipe_files(root)}
     return [
-        RecipeInfo(name, description(file), file)
+        Info(name, description(file), file)
         for name, file in sorted(found.items(), key=lambda item: (item[0] != "default", *_natural(item[0])))
     ]
 
@@ -154,21 +153,6 @@ def _distinct(directories: list[Path]) -> list[Path]:
 def _recipe_files(root: Path) -> list[Path]:
     """Recipes directly in a directory; ``train`` is the config they start from."""
     return [file for file in root.glob("*.yaml") if file.stem != "train"]
-
-
-def _shadowed_options(path: SearchPath) -> Iterator[str]:
-    ship = shipped("conf").resolve()
-    for first, file in _collisions(path.conf, ["*/*.yaml", "train.yaml"]):
-        name = f"{file.parent.name}={file.stem}" if file.stem != "train" else "train"
-        which = "a shipped option" if first.is_relative_to(ship) else "another option"
-        yield f"{name}: {file} has the name of {which}, {first}; rename yours"
-
-
-def _shadowed_recipes(path: SearchPath) -> Iterator[str]:
-    ship = shipped("recipes").resolve()
-    for first, file in _collisions(path.recipes, ["*.yaml"]):
-        which = "a shipped recipe" if first.is_relative_to(ship) else "another recipe"
-        yield f"recipe {file.stem}: {file} has the name of {which}, {first}; rename yours"
 
 
 def _collisions(roots: tuple[Path, ...], patterns: list[str]) -> Iterator[tuple[Path, Path]]:

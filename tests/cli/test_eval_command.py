@@ -16,7 +16,7 @@ from program import Process, forgather
 from ranks import run_ranks
 from tiny import decoder
 
-from forgather_cli.cli.source import config_to_evaluate
+from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.evaluation import evaluate_source
 from forgather_cli.launch.processes import is_running

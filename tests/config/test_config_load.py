@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from program import modules_after
 
-from forgather_cli.cli.source import config_to_evaluate
+from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.config.decode import decode, dump_tree, load_saved, to_tree
 from forgather_cli.config.load import load_config, load_resumed, reload_config
 from forgather_cli.config.schema import (

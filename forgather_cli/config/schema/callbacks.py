@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -73,29 +73,21 @@ class ProgressSettings(Settings):
         ):
             for name, change in changes.items():
                 where = f"callbacks.progress.{setting}.{name}"
-                if change is not None:
-                    yield from (f"{where}.{problem}" for problem in _column_problems(change))
-                elif name not in defaults:
+                if change is None and name not in defaults:
                     yield f"{where}: there is no such column to remove; defaults are {', '.join(defaults)}"
-
-
-def _column_problems(change: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in change.items():
-        if key not in ("label", "width", "fmt", "suffix"):
-            yield f"{key}: unknown, got {value!r}; a column has label, width, fmt, suffix"
-        elif key == "width" and not (isinstance(value, int) and value > 0):
-            yield f"width: must be a number of characters, got {value!r}"
-        elif key != "width" and not isinstance(value, str):
-            yield f"{key}: must be text, got {value!r}"
-        elif key == "fmt" and not _is_format(value):
-            yield f"fmt: not a format, got {value!r}; give a Python format such as .4f, or {', '.join(FORMATS)}"
-
-
-def _is_format(fmt: str) -> bool:
-    try:
-        return fmt in FORMATS or bool(format(1 if fmt.endswith("d") else 1.0, fmt))
-    except ValueError:
-        return False
+                for key, value in (change or {}).items():
+                    if key not in ("label", "width", "fmt", "suffix"):
+                        yield f"{where}.{key}: unknown, got {value!r}; a column has label, width, fmt, suffix"
+                    elif key == "width" and not (isinstance(value, int) and value > 0):
+                        yield f"{where}.width: must be a number of characters, got {value!r}"
+                    elif key != "width" and not isinstance(value, str):
+                        yield f"{where}.{key}: must be text, got {value!r}"
+                    elif key == "fmt" and value not in FORMATS:
+                        try:
+                            format(1 if value.endswith("d") else 1.0, value)
+                        except ValueError:
+                            remedy = f"give a Python format such as .4f, or {', '.join(FORMATS)}"
+                            yield f"{where}.fmt: not a format, got {value!r}; {remedy}"
 
 
 @settings

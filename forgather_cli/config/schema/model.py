@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from forgather_cli.config.schema.base import (
-    OnlyIf,
     PositiveInt,
     Settings,
     Target,
-    Void,
     by_type,
     only_if,
+    only_where,
     settings,
 )
 from forgather_cli.config.schema.decoder import DecoderSettings
@@ -27,15 +26,8 @@ class PretrainedSettings(Settings):
     type: Literal["pretrained"] = "pretrained"
     path: str
     resize_vocabulary: bool = False
-    pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = (
-        None  # rows; null: as many as the tokenizer has tokens
-    )
-
-
-def _of_the_tokenizers_size(config: Any) -> Void | None:
-    return (
-        None if config.model.path else Void("model.path", "fresh weights have the tokenizer's size; set model.path=DIR")
-    )
+    # rows; null: as many as the tokenizer has tokens
+    pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = None
 
 
 @settings
@@ -47,7 +39,8 @@ class TransformersSettings(Settings):
     config: dict[str, Any] | str | None = None  # a mapping, or the path of a config.json or of a directory with one
     attn_implementation: str | None = None  # null: transformers' choice
     trust_remote_code: bool = False
-    resize_vocabulary: Annotated[bool, OnlyIf(_of_the_tokenizers_size)] = False
+    # fresh weights have the tokenizer's size
+    resize_vocabulary: Annotated[bool, only_where("model.path", bool, "set model.path=DIR")] = False
     pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = None
 
     def problems(self, config: Any) -> Iterator[str]:

@@ -54,9 +54,7 @@ class GroupSettings:
             yield from _nesterov_problems(f"{where}.settings.nesterov", nesterov, momentum)
 
 
-def _no_decay() -> dict[str, GroupSettings]:
-    pattern = r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$"
-    return {"no_decay": GroupSettings(regex=pattern, settings={"weight_decay": 0.0})}
+_NO_DECAY = r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$"
 
 
 @settings
@@ -67,7 +65,9 @@ class _Optimizer(Settings):
     """Some parameters are trained by an optimizer of another kind."""
 
     type: str = ""
-    groups: dict[str, GroupSettings] = field(default_factory=_no_decay)
+    groups: dict[str, GroupSettings] = field(
+        default_factory=lambda: {"no_decay": GroupSettings(regex=_NO_DECAY, settings={"weight_decay": 0.0})}
+    )
 
     def group_problems(self) -> Iterator[str]:
         """What can be seen of the groups without parameters."""

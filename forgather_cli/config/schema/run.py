@@ -46,16 +46,16 @@ _SAVES = only_if("save_strategy", "steps", "epoch", remedy="set save_strategy=st
 _ON_RESUME = only_where("resume_from_checkpoint", lambda resume: resume is not False, "set resume_from_checkpoint=true")
 
 
-def _without_control(config: Any) -> Void | None:
-    """The server of commands names the job by it."""
-    add = "add that callback with '+callbacks.control={}'"
-    return Void("callbacks.control", add) if config.callbacks.control is None else None
-
-
-def _goes_on(config: Any) -> Void | None:
-    """A run that is gone on with is not overwritten; ``overwrite_output_dir=false`` says just that."""
-    contradicts = config.overwrite_output_dir and config.resume_from_checkpoint is True
-    return Void("resume_from_checkpoint", "set resume_from_checkpoint=false") if contradicts else None
+_SERVED = OnlyIf(  # the server of commands names the job by it
+    lambda config: None if config.callbacks.control else Void("callbacks.control", "add '+callbacks.control={}'")
+)
+_NEW_RUN = OnlyIf(  # one that is gone on with is not overwritten; overwrite_output_dir=false says just that
+    lambda config: (
+        Void("resume_from_checkpoint", "set resume_from_checkpoint=false")
+        if config.overwrite_output_dir and config.resume_from_checkpoint is True
+        else None
+    )
+)
 
 
 @settings
@@ -64,8 +64,8 @@ class RunSettings(Settings):
 
     output_dir: str | None = None  # null: outputs/<recipe>/<date>_<time>
     logging_dir: str | None = None  # null: output_dir
-    overwrite_output_dir: Annotated[bool, OnlyIf(_goes_on)] = False
-    job_id: Annotated[str | None, OnlyIf(_without_control)] = None  # null: job_<time>_<host>_<pid>
+    overwrite_output_dir: Annotated[bool, _NEW_RUN] = False
+    job_id: Annotated[str | None, _SERVED] = None  # null: job_<time>_<host>_<pid>
 
     max_steps: Annotated[int, Ge(-1)] = -1
     num_train_epochs: Annotated[float, only_if("max_steps", -1)] = 1.0  # -1: data that ends by itself
@@ -205,12 +205,6 @@ class Config(RunSettings):
                 "activation_memory_budget: gradient_checkpointing=true recomputes all of a block already; set one of "
                 "the two"
             )
-        yield from self._length_problems()
-        yield from self._batch_problems()
-        yield from self._best_model_problems()
-        yield from self._launch_problems()
-
-    def _length_problems(self) -> Iterator[str]:
         epochs = self.num_train_epochs
         if self.max_steps == 0:
             yield "max_steps: 0 trains nothing; set max_steps=-1 to train by num_train_epochs, or a number of steps"
@@ -219,6 +213,9 @@ class Config(RunSettings):
             yield f"max_steps: -1 with num_train_epochs=-1 never ends on data={data}; set one of them"
         elif self.max_steps == -1 and epochs <= 0 and epochs != -1:
             yield f"num_train_epochs: must be above 0 with max_steps=-1, got {epochs:g}; set one of them"
+        yield from self._batch_problems()
+        yield from self._best_model_problems()
+        yield from self._launch_problems()
 
     def _batch_problems(self) -> Iterator[str]:
         plan = None
