@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from program import Process
 
 from forgather_cli.cli import app
 from forgather_cli.cli.multirun import Job, _cells
@@ -27,7 +27,6 @@ from forgather_cli.worker import work
 
 SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
-PROGRAM = Path(sys.executable).with_name("forgather")
 
 
 class Result:
@@ -465,31 +464,32 @@ def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
         "        mark.touch()\n"
     )
 
-    def sweep() -> subprocess.CompletedProcess[str]:
-        words = ["train", *SMALL, "max_steps=2", "model.vocab_size=8,300", "+callbacks.quits._target_=quitting.Quits"]
-        words.append("-m")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [PROGRAM, *words], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
-        )
+    def sweep(sizes: str) -> tuple[int, str]:
+        words = [
+            "train",
+            *SMALL,
+            "max_steps=2",
+            f"model.vocab_size={sizes}",
+            "+callbacks.quits._target_=quitting.Quits",
+        ]
+        with Process(*words, "-m", cwd=tmp_path) as process:
+            return process.finish(), process.output
 
-    first = sweep()
-    assert first.returncode == 1
-    assert "model.vocab_size: the tokenizer has 257 tokens, got 8" in first.stderr
+    code, told = sweep("8,300,301")
+    assert code == 1
+    assert "model.vocab_size: the tokenizer has 257 tokens, got 8" in told
+    assert re.search(r"vocab_size=8-\w+ +refused", told)
+    assert re.search(r"vocab_size=300-\w+ +aborted +1 ", told)
+    assert re.search(r"vocab_size=301-\w+ +done +2 +\d\.\d{4}", told)
+    assert re.search(r"^not all jobs are done.*\n.*train.*8,300,301", told, re.MULTILINE)
     [root] = (tmp_path / "outputs/default").glob("sweep-*")
-    [done] = root.iterdir()
-    assert done.name.startswith("model.vocab_size=300-")
-    assert re.search(r"vocab_size=300-\w+ +aborted +1 ", first.stdout)
-    assert first.stdout.splitlines()[-1].startswith("forgather train")
-    second = sweep()
-    assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", second.stdout), "an aborted job is started again"
+    [done] = root.glob("*vocab_size=301-*")
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
-    again = sweep()
-    assert again.returncode == 1
-    assert f"{done.name} is done" in again.stdout
+    code, told = sweep("300,301")
+    assert code == 0
+    assert f"{done.name} is done" in told
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
-    assert re.search(r"vocab_size=8-\w+ +refused", again.stdout)
-    assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", again.stdout)
+    assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", told), "an aborted job is started again"
 
 
 def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from program import modules_after
 
 from forgather_cli.cli.evaluate import config_to_evaluate
-from forgather_cli.config.decode import decode, dump_tree, load_saved, to_tree
+from forgather_cli.config.decode import decode, dump_tree, load_saved, load_tree, to_tree
 from forgather_cli.config.load import load_config, load_resumed, reload_config
 from forgather_cli.config.schema import (
     CosineSettings,
@@ -162,6 +162,45 @@ def test_loading_needs_no_torch(tmp_path: Path) -> None:
     assert not {"hydra", "omegaconf"} & modules_after(importing), "imported at module level"
     loading = f"{importing}; assert l.load_config(None, ['trainer=pipeline']).config.trainer.type == 'pipeline'"
     assert "torch" not in modules_after(loading, cwd=tmp_path)
+
+
+def test_what_is_composed_again_is_what_the_files_say_now(tmp_path: Path) -> None:
+    option = tmp_path / "conf/model/mine.yaml"
+    option.parent.mkdir(parents=True)
+    sizes = []
+    for size in (64, 96, 96):
+        option.write_text(f"type: decoder\nhidden_size: {size}\n")
+        loaded = load_config(
+            None, ["model=mine", "num_hidden_layers=3"] if size == 64 else ["model=mine"], cwd=tmp_path
+        )
+        sizes.append((loaded.tree["model"]["hidden_size"], loaded.tree["model"]["num_hidden_layers"]))
+    assert sizes == [(64, 3), (96, 4), (96, 4)]
+
+
+def test_relative_paths_count_from_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, run = tmp_path / "start", tmp_path / "run"
+    for folder in (start / "texts", start / "train", run, tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+    (start / "texts/a.txt").write_text("some text")
+    (run / "origin.yaml").write_text(f"directory: {start}\n")
+    own = {
+        "_target_": "own.Data", "folder": "./texts", "files": ["texts/a.txt", "texts/none.txt"], "split": "train",
+        "more": {"file": "texts/a.txt", "rows": 3}, "key": "${oc.env:HOME}", "long": "a/" * 5000,
+    }  # fmt: skip
+    trees = [{"data": own}, {"data": {"files": ["a.txt", "~/b"], "tokenizer": "texts"}, "loss": {"type": "train"}}]
+    found = []
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for tree in trees:
+        (run / "config.yaml").write_text(dump_tree(tree))
+        found.append(load_tree(run / "config.yaml"))
+    there = {"folder": f"{start}/texts", "files": [f"{start}/texts/a.txt", "texts/none.txt"]}
+    assert found[0] == {"data": {**own, **there, "more": {"file": f"{start}/texts/a.txt", "rows": 3}}}
+    assert found[1] == {
+        "data": {"files": [f"{start}/a.txt", "~/b"], "tokenizer": f"{start}/texts"},
+        "loss": {"type": "train"},
+    }
+    monkeypatch.chdir(start)
+    assert load_tree(run / "config.yaml") == trees[1], "there they are as typed"
 
 
 class TestResumed:
