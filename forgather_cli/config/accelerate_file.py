@@ -21,6 +21,7 @@ ALWAYS_SO = (
 )  # fmt: skip
 """Keys about what is always so here: parameters keep their names, ranks start with the same weights, each reads its
 rows of a checkpoint, and the next weights are gathered ahead."""
+_SILENT = (*ALWAYS_SO, "main_training_function", "rdzv_backend", "same_network")
 
 _RESHARDS = {
     "FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False,
@@ -31,7 +32,6 @@ _BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 _STRATEGIES = {number: name for n, name in enumerate(_BY_NUMBER, 1) for number in (n, str(n))}
 _OWN_LAYERS = ("DecoderLayer", *(f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")))
 _PORT = 29500  # accelerate's and torch's default
-_SILENT = ("main_training_function", "rdzv_backend", "same_network")
 _UNSUPPORTED = {
     "debug": "set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment",
     "downcast_bf16": "it is for TPUs",
@@ -45,14 +45,12 @@ _UNSUPPORTED = {
     "dynamo_backend": "set torch_compile=true and torch_compile_backend instead",
     **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), "no TPUs here"),
     **dict.fromkeys(("command_file", "commands"), "they are for TPUs"),
-}
-"""Keys that must be unset -> why, or what to do instead."""
-_FSDP_UNSUPPORTED = {
     "fsdp_ignored_modules": "all parameters are sharded",
     "fsdp_activation_checkpointing_offload": "activations stay on the device, or are recomputed",
     "fsdp_min_num_params": "the model is sharded block by block",
     **dict.fromkeys(("fsdp_xla", "fsdp_xla_fsdp_v2", "fsdp_xla_fsdp_grad_ckpt"), "no TPUs here"),
 }
+"""Keys that must be unset -> why, or what to do instead."""
 
 LAUNCHED = "the environment of accelerate launch"
 _VARIABLES = {
@@ -71,7 +69,8 @@ _FSDP_VARIABLES = {
         key.upper(): key
         for key in (
             "fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params",
-            "fsdp_auto_wrap_policy", "fsdp_activation_checkpointing", *ALWAYS_SO, *_FSDP_UNSUPPORTED,
+            "fsdp_auto_wrap_policy", "fsdp_activation_checkpointing", *ALWAYS_SO,
+            *(key for key in _UNSUPPORTED if key.startswith("fsdp_")),
         )
     },
 }  # fmt: skip
@@ -113,14 +112,13 @@ class _File:
             return None
         return value
 
-    def finish(self, unsupported: dict[str, str], known: tuple[str, ...]) -> None:
+    def finish(self) -> None:
         """What is left must have no effect, or is wrong."""
         for key, value in self.left.items():
-            if key in unsupported and _is_set(value):
-                self.wrong(key, f"nothing reads it, got {value!r}; {unsupported[key]}, and leave it out")
-            elif key not in unsupported and key not in known:
-                near = did_you_mean(key, [*self.asked, *known])
-                self.wrong(key, f"no such key;{near} leave it out")
+            if key in _UNSUPPORTED and _is_set(value):
+                self.wrong(key, f"nothing reads it, got {value!r}; {_UNSUPPORTED[key]}, and leave it out")
+            elif key not in _UNSUPPORTED and key not in _SILENT:
+                self.wrong(key, f"no such key;{did_you_mean(key, [*self.asked, *_SILENT])} leave it out")
 
 
 def _is_set(value: Any) -> bool:
@@ -137,19 +135,22 @@ def accelerate_settings(path: Path, *, own_decoder: bool) -> dict[str, Any]:
     named for another model become ``trainer.block_classes``, which are looked for in the model once it is built.
     Raises ConfigError with every problem, naming file and key.
     """
-    file = _File(lambda key: f"accelerate_config: {key} in {path}", _read(path))
-    _check_kind(file)
-    machines = file.number("num_machines", 1)
-    settings: dict[str, Any] = {} if machines is None else {"nnodes": machines}
-    settings |= _precision(file) | _launch(file, machines or 1) | _device(file)
+    tree = read_yaml(
+        path.expanduser(), lambda why: ConfigError(f"accelerate_config: {why}; give an Accelerate YAML file")
+    )
+    if not isinstance(tree, dict):
+        raise ConfigError(f"accelerate_config: {path} must hold a mapping, got {type(tree).__name__}")
+    file = _File(lambda key: f"accelerate_config: {key} in {path}", {str(key): value for key, value in tree.items()})
+    settings = _launch(file)
+    settings |= _precision_and_device(file)
     inner = file.take("fsdp_config")
     if isinstance(inner, dict):
         section = _File(lambda key: file.name(f"fsdp_config.{key}"), dict(inner), file.problems)
-        settings |= _sharding(section, machines or 1) | _wrapping(section, own_decoder)
-        section.finish(_FSDP_UNSUPPORTED, ALWAYS_SO)
+        settings |= _sharding(section, settings.get("nnodes", 1), own_decoder)
+        section.finish()
     else:
         file.wrong("fsdp_config", f"must be a mapping with fsdp_version: 2, got {inner!r}")
-    file.finish(_UNSUPPORTED, _SILENT)
+    file.finish()
     if file.problems:
         raise ConfigError(file.problems)
     return settings
@@ -161,8 +162,9 @@ def fsdp_settings(keys: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError with every problem.
     """
     section = _File(lambda key: f"fsdp_config.{key}", {"fsdp_version": 2, **keys})
-    settings = _sharding(section, 1) | _wrapping(section, own_decoder=False)
-    section.finish(_FSDP_UNSUPPORTED, (*ALWAYS_SO, "fsdp_limit_all_gathers"))
+    section.take("fsdp_limit_all_gathers")  # always so too
+    settings = _sharding(section, 1, own_decoder=False)
+    section.finish()
     if section.problems:
         raise ConfigError(section.problems)
     return settings
@@ -190,7 +192,7 @@ def launched_settings(*, sharded: bool, own_decoder: bool, environ: Mapping[str,
         return _File(lambda key: f"{by_key[key]} in the environment", values)
 
     file, section = named(_VARIABLES), named(_FSDP_VARIABLES)
-    settings = _precision(file) | _device(file)
+    settings = _precision_and_device(file)
     steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if not steps.isdecimal() or steps == "0":
         file.problems.append(
@@ -200,70 +202,51 @@ def launched_settings(*, sharded: bool, own_decoder: bool, environ: Mapping[str,
         settings["gradient_accumulation_steps"] = int(steps)
     if sharded and is_launched_for_fsdp(environ):
         nodes = int(environ.get("WORLD_SIZE", 1)) // max(1, int(environ.get("LOCAL_WORLD_SIZE", 1)))
-        settings |= _sharding(section, nodes) | _wrapping(section, own_decoder)
-        section.finish(_FSDP_UNSUPPORTED, ALWAYS_SO)
-    file.finish(_UNSUPPORTED, _SILENT)
+        settings |= _sharding(section, nodes, own_decoder)
+        section.finish()
+    file.finish()
     if problems := file.problems + section.problems:
         raise ConfigError(problems)
     return settings
 
 
-def _read(path: Path) -> dict[str, Any]:
-    tree = read_yaml(
-        path.expanduser(), lambda why: ConfigError(f"accelerate_config: {why}; give an Accelerate YAML file")
-    )
-    if not isinstance(tree, dict):
-        raise ConfigError(f"accelerate_config: {path} must hold a mapping, got {type(tree).__name__}")
-    return {str(key): value for key, value in tree.items()}
-
-
-def _check_kind(file: _File) -> None:
+def _launch(file: _File) -> dict[str, Any]:
+    """What is to be started. num_processes counts the ranks of all machines, nproc_per_node those of one."""
     where, kind = file.take("compute_environment", "LOCAL_MACHINE"), file.take("distributed_type")
     if where != "LOCAL_MACHINE":
         file.wrong("compute_environment", f"must be LOCAL_MACHINE, got {where!r}; start the ranks on their machines")
     if kind == "DEEPSPEED":
         file.wrong("distributed_type", "DEEPSPEED is not supported; run accelerate config again and choose FSDP 2")
-    elif str(kind).startswith("MULTI_"):
-        file.wrong("distributed_type", f"must be FSDP, got {kind!r}; set trainer=ddp, without accelerate_config")
     elif kind != "FSDP":
-        file.wrong("distributed_type", f"must be FSDP, got {kind!r}")
-
-
-def _precision(file: _File) -> dict[str, Any]:
-    value = file.take("mixed_precision")
-    if value is None:
-        return {}
-    text = "no" if value is False else str(value)  # YAML 1.1 reads a bare no as false
-    if text in ("no", "bf16", "fp16"):
-        return {"precision": "fp32" if text == "no" else text}
-    file.wrong("mixed_precision", f"must be 'no', bf16 or fp16 with trainer=fsdp2, got {text!r}; set bf16")
-    return {}
-
-
-def _launch(file: _File, machines: int) -> dict[str, Any]:
-    """num_processes counts the ranks of all machines, nproc_per_node those of one."""
-    settings: dict[str, Any] = {}
-    processes, node = file.number("num_processes", -1), file.number("machine_rank", 0)
-    address, port = file.take("main_process_ip"), file.number("main_process_port", 0)
+        remedy = "; set trainer=ddp, without accelerate_config" if str(kind).startswith("MULTI_") else ""
+        file.wrong("distributed_type", f"must be FSDP, got {kind!r}{remedy}")
+    machines, processes = file.number("num_machines", 1), file.number("num_processes", -1)
+    node, address = file.number("machine_rank", 0), file.take("main_process_ip")
+    port = file.number("main_process_port", 0)
+    settings: dict[str, Any] = {"nnodes": machines, "node_rank": node}
     if processes is not None and processes != -1:  # -1: as the launcher says
-        if processes < 1 or processes % machines:
-            file.wrong("num_processes", f"must be a multiple of num_machines={machines}, got {processes}")
-        settings["nproc_per_node"] = processes // machines
-    if node is not None:
-        settings["node_rank"] = node
+        if processes < 1 or processes % (machines or 1):
+            file.wrong("num_processes", f"must be a multiple of num_machines={machines or 1}, got {processes}")
+        settings["nproc_per_node"] = processes // (machines or 1)
     if address is not None or port:
         settings["rdzv_endpoint"] = f"{address or 'localhost'}:{port or _PORT}"
-    return settings
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def _device(file: _File) -> dict[str, Any]:
-    gpus = file.take("gpu_ids")
+def _precision_and_device(file: _File) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    precision, gpus = file.take("mixed_precision"), file.take("gpu_ids")
+    if precision is not None:
+        text = "no" if precision is False else str(precision)  # YAML 1.1 reads a bare no as false
+        settings["precision"] = "fp32" if text == "no" else text
+        if text not in ("no", "bf16", "fp16"):
+            file.wrong("mixed_precision", f"must be 'no', bf16 or fp16 with trainer=fsdp2, got {text!r}; set bf16")
     if gpus not in (None, "all"):
         file.wrong("gpu_ids", f"nothing reads it, got {gpus!r}; set CUDA_VISIBLE_DEVICES in the environment")
-    return {"device": "cpu"} if file.boolean("use_cpu") else {}
+    return {**settings, "device": "cpu"} if file.boolean("use_cpu") else settings
 
 
-def _sharding(file: _File, machines: int) -> dict[str, Any]:
+def _sharding(file: _File, machines: int, own_decoder: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "trainer.cpu_offload": file.boolean("fsdp_offload_params"),
         "gradient_checkpointing": file.boolean("fsdp_activation_checkpointing"),
@@ -278,6 +261,16 @@ def _sharding(file: _File, machines: int) -> dict[str, Any]:
         settings["trainer.reshard_after_forward"] = _RESHARDS[strategy]
         if strategy not in ("True", "False"):
             settings["trainer.replicate"] = machines if strategy.startswith("HYBRID") else 1
+    key = "fsdp_transformer_layer_cls_to_wrap"
+    policy, classes = file.take("fsdp_auto_wrap_policy"), file.take(key)
+    if policy not in (None, "TRANSFORMER_BASED_WRAP"):
+        file.wrong("fsdp_auto_wrap_policy", f"must be TRANSFORMER_BASED_WRAP, got {policy!r}")
+    names = [name.strip() for name in (classes.split(",") if isinstance(classes, str) else classes or [])]
+    if not own_decoder:
+        settings["trainer.block_classes"] = names or None
+    elif foreign := [name for name in names if name not in _OWN_LAYERS]:
+        stands = f"the layers of this model stand for {', '.join(_OWN_LAYERS[1:])}"
+        file.wrong(key, f"{stands}, got {', '.join(foreign)}; leave it out")
     return {path: value for path, value in settings.items() if value is not None}
 
 
@@ -293,17 +286,3 @@ def _strategy(file: _File, key: str) -> str | None:
     remedy = "set trainer=ddp, without accelerate_config" if text == "NO_SHARD" else "set FULL_SHARD"
     file.wrong(key, f"must be one of {', '.join(list(_RESHARDS)[:4])}, got {value!r}; {remedy}")
     return None
-
-
-def _wrapping(file: _File, own_decoder: bool) -> dict[str, Any]:
-    key = "fsdp_transformer_layer_cls_to_wrap"
-    policy, classes = file.take("fsdp_auto_wrap_policy"), file.take(key)
-    if policy not in (None, "TRANSFORMER_BASED_WRAP"):
-        file.wrong("fsdp_auto_wrap_policy", f"must be TRANSFORMER_BASED_WRAP, got {policy!r}")
-    names = [name.strip() for name in (classes.split(",") if isinstance(classes, str) else classes or [])]
-    if not own_decoder:
-        return {"trainer.block_classes": names} if names else {}
-    if foreign := [name for name in names if name not in _OWN_LAYERS]:
-        stands = f"the layers of this model stand for {', '.join(_OWN_LAYERS[1:])}"
-        file.wrong(key, f"{stands}, got {', '.join(foreign)}; leave it out")
-    return {}

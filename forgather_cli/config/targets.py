@@ -5,14 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import EVENTS, Config, Target
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import import_target
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,7 @@ def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
 
 
 def _problem(where: str, target: Target, call: _Call) -> str | None:
+    """Why it cannot be called: the first argument that does not fit, with the names there are."""
     try:
         factory = import_target(target.path, where)
     except ConfigError as error:
@@ -77,27 +74,17 @@ def _problem(where: str, target: Target, call: _Call) -> str | None:
     positional = call.positional
     if where == "loss" and not isinstance(factory, type):
         positional = ("logits", "labels")  # a loss function is called as it stands, its arguments bound beforehand
-    return _mismatch(where, target, signature, positional, call.offered)
-
-
-def _mismatch(
-    where: str, target: Target, signature: inspect.Signature, positional: tuple[str, ...], offered: tuple[str, ...]
-) -> str | None:
-    """The first argument that does not fit, with the names there are."""
     parameters = signature.parameters
     names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     taken = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     free = [name for name in names if name not in taken[: len(positional)]]
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        for key in target.kwargs:
-            if key not in free:
-                return (
-                    f"{where}.{key}: {target.path} takes no such argument;{did_you_mean(key, free)} "
-                    f"Arguments: {', '.join(free) or 'none'}"
-                )
-    given: Mapping[str, Any] = {**{name: None for name in offered if name in free}, **target.kwargs}
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    for key in () if takes_all else target.kwargs:
+        if key not in free:
+            known = f"{did_you_mean(key, free)} Arguments: {', '.join(free) or 'none'}"
+            return f"{where}.{key}: {target.path} takes no such argument;{known}"
+    given = {*target.kwargs, *call.offered}
     for name in free:
-        parameter = parameters[name]
-        if parameter.default is parameter.empty and name not in given:
+        if parameters[name].default is inspect.Parameter.empty and name not in given:
             return f"{where}.{name}: {target.path} requires it; set {where}.{name}=..."
     return None

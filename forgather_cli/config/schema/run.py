@@ -214,8 +214,27 @@ class Config(RunSettings):
         elif self.max_steps == -1 and epochs <= 0 and epochs != -1:
             yield f"num_train_epochs: must be above 0 with max_steps=-1, got {epochs:g}; set one of them"
         yield from self._batch_problems()
-        yield from self._best_model_problems()
-        yield from self._launch_problems()
+        best, metric = "load_best_model_at_end", self.metric_for_best_model
+        if self.load_best_model_at_end and self.eval_strategy == "no" and not self.eval_on_save:
+            yield f"{best}: needs evaluations, got eval_strategy=no; set eval_strategy=steps or eval_on_save=true"
+        elif self.load_best_model_at_end and (nothing := self.data.nothing_held_out):
+            got = f"{nothing.because.rpartition('.')[2]}={typed(value_at(self, nothing.because))}"
+            yield f"{best}: needs evaluations, got {got}, which leaves nothing to evaluate on; {nothing.remedy}"
+        if self.load_best_model_at_end and self.save_strategy == "no":
+            yield f"{best}: needs checkpoints, got save_strategy=no; set save_strategy=steps"
+        if self.greater_is_better and metric.endswith(("loss", "perplexity")):
+            yield f"greater_is_better: true keeps the worst metric_for_best_model={metric}; set greater_is_better=false"
+        endpoint, nodes, world = self.rdzv_endpoint, self.nnodes, self.known_world
+        if self.node_rank >= nodes:
+            yield f"node_rank: counts from 0 to nnodes-1, got {self.node_rank} with nnodes={nodes}; set one below"
+        if nodes > 1 and endpoint is None:
+            yield f"rdzv_endpoint: nnodes={nodes} have to meet somewhere; set rdzv_endpoint=HOST:PORT, of node 0"
+        if endpoint is not None and not re.fullmatch(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", endpoint):
+            yield f"rdzv_endpoint: must be HOST:PORT, got {endpoint!r}; set rdzv_endpoint=localhost:29500 or the like"
+        if problem := wrong_device(self.device):
+            yield f"device: {problem}"
+        elif re.fullmatch(r"cuda:\d+", self.device) and world is not None and world > 1:
+            yield f"device: {self.device} is one device for {world} ranks; set device=cuda, and each takes its own"
 
     def _batch_problems(self) -> Iterator[str]:
         plan = None
@@ -259,31 +278,6 @@ class Config(RunSettings):
             yield f"{fused}: takes one optimizer, and {kind}; choose optimizer=adamw"
         elif own := [name for name, group in optimizer.groups.items() if group.optimizer is not None]:
             yield f"{fused}: takes one optimizer, optimizer.groups.{own[0]}.optimizer is another; set it to null"
-
-    def _best_model_problems(self) -> Iterator[str]:
-        best, metric = "load_best_model_at_end", self.metric_for_best_model
-        if self.load_best_model_at_end and self.eval_strategy == "no" and not self.eval_on_save:
-            yield f"{best}: needs evaluations, got eval_strategy=no; set eval_strategy=steps or eval_on_save=true"
-        elif self.load_best_model_at_end and (nothing := self.data.nothing_held_out):
-            got = f"{nothing.because.rpartition('.')[2]}={typed(value_at(self, nothing.because))}"
-            yield f"{best}: needs evaluations, got {got}, which leaves nothing to evaluate on; {nothing.remedy}"
-        if self.load_best_model_at_end and self.save_strategy == "no":
-            yield f"{best}: needs checkpoints, got save_strategy=no; set save_strategy=steps"
-        if self.greater_is_better and metric.endswith(("loss", "perplexity")):
-            yield f"greater_is_better: true keeps the worst metric_for_best_model={metric}; set greater_is_better=false"
-
-    def _launch_problems(self) -> Iterator[str]:
-        endpoint, nodes, world = self.rdzv_endpoint, self.nnodes, self.known_world
-        if self.node_rank >= nodes:
-            yield f"node_rank: counts from 0 to nnodes-1, got {self.node_rank} with nnodes={nodes}; set one below"
-        if nodes > 1 and endpoint is None:
-            yield f"rdzv_endpoint: nnodes={nodes} have to meet somewhere; set rdzv_endpoint=HOST:PORT, of node 0"
-        if endpoint is not None and not re.fullmatch(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", endpoint):
-            yield f"rdzv_endpoint: must be HOST:PORT, got {endpoint!r}; set rdzv_endpoint=localhost:29500 or the like"
-        if problem := wrong_device(self.device):
-            yield f"device: {problem}"
-        elif re.fullmatch(r"cuda:\d+", self.device) and world is not None and world > 1:
-            yield f"device: {self.device} is one device for {world} ranks; set device=cuda, and each takes its own"
 
 
 def wrong_device(name: str) -> str | None:
