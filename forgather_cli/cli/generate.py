@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,45 +112,36 @@ def generate(
 
 def _check(ctx: typer.Context, greedy: bool) -> None:
     """Raise ConfigError for options that contradict each other, that nothing would read, or that are no numbers."""
-    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    typed = {name for name, origin in sources.items() if origin is not None and origin.name == "COMMANDLINE"}
-    unread = [each for each in _unread(ctx.params, greedy) if each[0] in typed]
-    problems = [f"--{name.replace('_', '-')}: nothing reads it {why}; {remedy}" for name, why, remedy in unread]
-    problems += _wrong(ctx.params, greedy)
-    if problems:
-        raise ConfigError(problems)
-
-
-def _unread(values: dict[str, Any], greedy: bool) -> Iterator[tuple[str, str, str]]:
-    """(option, why nothing reads it, what to do)."""
+    values, leave_out, problems = ctx.params, "leave it out", []
+    unread: dict[str, tuple[str, str]] = {}  # option -> why nothing reads it, what to do
     if greedy:
-        if values["greedy"]:
-            yield "temperature", "with --greedy", "give one of the two"
-        yield from ((name, "where nothing is drawn (greedy)", "leave it out") for name in ("top_k", "top_p"))
-    if values["chat"]:
-        unused = ("prompts", "num_samples", "output", "batch_size")
-        yield from ((name, "with --chat", "leave it out") for name in unused)
-    else:
-        yield "system", "without --chat", "add --chat"
+        unread |= dict.fromkeys(("top_k", "top_p"), ("where nothing is drawn (greedy)", leave_out))
+        unread |= {"temperature": ("with --greedy", "give one of the two")} if values["greedy"] else {}
     if values["prompts"] is not None:
-        yield "prompt", "with --prompts", "give one of the two"
-    elif not values["chat"]:
-        yield "batch_size", "without --prompts", "leave it out"
-
-
-def _wrong(values: dict[str, Any], greedy: bool) -> Iterator[str]:
-    """Values that cannot be."""
+        unread["prompt"] = ("with --prompts", "give one of the two")
+    else:
+        unread["batch_size"] = ("without --prompts", leave_out)
+    if values["chat"]:
+        unread |= dict.fromkeys(("prompts", "num_samples", "output", "batch_size"), ("with --chat", leave_out))
+    else:
+        unread["system"] = ("without --chat", "add --chat")
+    for name, (why, remedy) in unread.items():
+        origin = ctx.get_parameter_source(name)
+        if origin is not None and origin.name == "COMMANDLINE":
+            problems.append(f"--{name.replace('_', '-')}: nothing reads it {why}; {remedy}")
     for name in ("temperature", "repetition_penalty"):
         if not math.isfinite(values[name]):
-            yield f"--{name.replace('_', '-')}: must be a finite number, got {values[name]}"
-    if values["repetition_penalty"] <= 0:
-        yield f"--repetition-penalty: must be above 0, got {values['repetition_penalty']:g}; 1 changes nothing"
+            problems.append(f"--{name.replace('_', '-')}: must be a finite number, got {values[name]}")
+    if (penalty := values["repetition_penalty"]) <= 0:
+        problems.append(f"--repetition-penalty: must be above 0, got {penalty:g}; 1 changes nothing")
     if greedy and values["num_samples"] > 1:
-        yield "--num-samples: all texts would be equal where nothing is drawn (greedy); leave it out"
+        problems.append("--num-samples: all texts would be equal where nothing is drawn (greedy); leave it out")
     if any(not text for text in values["stop"] or ()):
-        yield "--stop: is empty; give the text to stop before"
+        problems.append("--stop: is empty; give the text to stop before")
     if problem := wrong_device(values["device"]):
-        yield f"--device: {problem}"
+        problems.append(f"--device: {problem}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _given(prompt: str | None, prompts: Path | None, chat: bool) -> list[Prompt]:

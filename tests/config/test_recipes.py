@@ -134,7 +134,7 @@ def test_no_leaf_name_stands_for_two_settings() -> None:
 def test_listings_describe_everything(tmp_path: Path) -> None:
     listed = options.groups(cwd=tmp_path)
     assert sorted(f"{group}={info.name}" for group, infos in listed.items() for info in infos) == OPTIONS
-    assert all(info.description and info.source.is_file() for infos in listed.values() for info in infos)
+    assert all(info.description and info.file.is_file() for infos in listed.values() for info in infos)
     recipes = options.recipes(cwd=tmp_path)
     assert recipes[0].name == "default"
     assert {info.name for info in recipes} == {file.stem for file in RECIPES.glob("*.yaml")}
