@@ -219,7 +219,10 @@ def test_a_random_seed_is_that_of_rank_0_everywhere(tmp_path: Path) -> None:
 def agreed() -> list[Any]:
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.zeros(2, 4, dtype=torch.int64)}
-    from forgather_cli.data.loaders.collate import step_of
+    from forgather_cli.data.loaders.collate import Step, count_targets
+
+    def step_of(batches: list[Any]) -> Step:
+        return Step(batches, *count_targets(batches))
 
     def started(step: Any, stop: int | None, saved: bool, copies: int) -> StepSync:
         sync = StepSync(TrainerControl(), lambda: stop, lambda signum: None, group=group, world_size=2, copies=copies)

@@ -1,4 +1,4 @@
-"""Iterable data: steps of what can only be read in order, and rounds of its evaluation.
+"""Iterable data: what can only be read in order, in rounds, from a position on.
 
 A *round* is what all ranks take together: a global batch for training, a batch for each rank in evaluation. On several
 ranks rank 0 reads and sends (*dispatched*), or each rank reads by itself (*sharded*): its own shard, if the ranks turn
@@ -7,32 +7,32 @@ out to see different data, else everything, of which it keeps its part of each r
 
 from __future__ import annotations
 
-import logging
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from forgather_cli.data.loaders.collate import (
     Batch,
     CollateFn,
     Position,
     Share,
-    Step,
     as_batch,
     default_collate,
     is_batch,
     microbatches,
     num_samples,
-    rank_slice,
-    step_of,
+    rank_part,
 )
-from forgather_cli.data.loaders.data_ranks import DataRanks, Failure, own_shard, reads_own_shard, samples_by_rank
+from forgather_cli.data.loaders.data_ranks import DataRanks, own_shard, reads_own_shard, samples_by_rank
 from forgather_cli.data.loaders.map_style import has_batches, set_epoch
-from forgather_cli.data.loaders.stream import Stream
-from forgather_cli.data.loaders.workers import Workers
+from forgather_cli.data.loaders.workers import Workers, start_workers, worker_loader
 from forgather_cli.errors import DataError
 
-_log = logging.getLogger(__name__)
+State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,6 @@ class FirstRound:
     def lacking(self) -> list[int]:
         """Data ranks without any."""
         return [rank for rank, count in enumerate(self.have) if not count]
-
-
-@dataclass(frozen=True)
-class Portion:
-    """What one data rank gets of a round."""
-
-    batches: list[Batch]
-    position: Position
-    """After the round."""
-    is_last: bool
-    """Nothing follows: the data ended within this round. A round that came out even may be the last one too."""
-
-
-@dataclass(frozen=True)
-class _Round:
-    items: list[Any]
-    own: bool
-    """They all belong to this rank."""
-    position: Position
-    is_last: bool
 
 
 class IterableRounds:
@@ -138,6 +118,10 @@ class IterableRounds:
         known = [each for each in counts if each is not None]
         return min(known) if (share.size == 1 or by_rank) and len(known) == len(counts) else None
 
+    def num_microbatches(self) -> int:
+        """This rank's, of a whole pass."""
+        return len(self) * (self._share.batches_per_step() // self._share.size)
+
     def check(self, state: Position) -> None:
         """Raise DataError for a position that this data cannot go on from."""
         if state["sample"] and "stream" not in state:
@@ -155,44 +139,41 @@ class IterableRounds:
 
     # --------------------------------------------------------------------------------------------------------- reading
 
-    def read(self, position: Position) -> Iterator[Portion]:
-        """Collective where there are several ranks. This rank's portions from a position to the end of the pass."""
+    def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
+        """Collective where there are several ranks. This rank's batches of each round, from a position to the end of
+        the pass, each with the position behind it."""
         if self._ranks is None or not self._dispatched:
-            return (self._portion(each, self._share.rank) for each in self._rounds(position))
-        return self._send(self._ranks, position) if self._ranks.rank == 0 else self._receive(self._ranks)
+            for items, after, _ in self._rounds(position):
+                yield self._batches(items), after
+        elif self._ranks.rank == 0:
+            yield from self._send(self._ranks, position)
+        else:
+            more = True
+            while more:
+                (after, more), batches = self._ranks.receive()
+                if after is not None:
+                    yield batches, after
 
-    def _send(self, ranks: DataRanks, position: Position) -> Iterator[Portion]:
-        """On rank 0: read every round and send each data rank its portion; an error is sent to all."""
-        rounds = self._rounds(position)
-        while True:
+    def _send(self, ranks: DataRanks, position: Position) -> Iterator[tuple[list[Batch], Position]]:
+        """On rank 0: read every round and send each data rank its part; an error is sent to all."""
+        rounds, size = self._rounds(position), self._share.size
+        more = True
+        while more:
             try:
-                found = next(rounds, None)
-                portions = [] if found is None else [self._portion(found, rank) for rank in range(self._share.size)]
+                items, after, more = next(rounds, ([], None, False))
+                shares = [rank_part(len(items), rank, size) for rank in range(size)]
+                parts = [self._batches(items[share.start : share.stop]) for share in shares]
             except Exception as error:
-                ranks.send({"failure": asdict(Failure.of(error, self._name))})
+                ranks.send_failure(error, self._name)
                 raise
-            if found is None:
-                ranks.send(None)
-                return
-            there = {**found.position, "stream": None}
-            ranks.send({"position": there, "is_last": found.is_last}, [portion.batches for portion in portions])
-            yield portions[self._share.rank]
-            if found.is_last:
-                return
+            ranks.send([after and {**after, "stream": None}, more], parts)
+            if after is not None:
+                yield parts[self._share.rank], after
 
-    def _receive(self, ranks: DataRanks) -> Iterator[Portion]:
-        while True:
-            note, batches = ranks.receive()
-            if note is None:
-                return
-            if "failure" in note:
-                raise Failure(**note["failure"]).error()
-            yield Portion(batches, note["position"], note["is_last"])
-            if note["is_last"]:
-                return
-
-    def _rounds(self, position: Position) -> Iterator[_Round]:
-        """What this process reads: of all ranks, or where ``own`` of this one."""
+    def _rounds(self, position: Position) -> Iterator[tuple[list[Any], Position, bool]]:
+        """The items of each round that this process is to make batches of: of all ranks where rank 0 reads for them,
+        else this rank's; the position behind it, and False where nothing follows, since the data ended within it (after
+        one that came out even there may be nothing too)."""
         share, epoch, sample, left = self._share, position["epoch"], position["sample"], self._limit
         if self._tell_epoch:  # the dataset, and what a dataloader reads from
             parts = [getattr(self._dataset, name, None) for name in ("dataset", "sampler", "batch_sampler")]
@@ -202,7 +183,7 @@ class IterableRounds:
         ready = is_batch(next(iter(stream.peek(1)), None))
         whole = share.batches_per_step() if ready else share.global_batch
         own = self._begin(stream, whole, position, ready=ready)
-        per_round = _length(share.of(whole)) if own else whole
+        per_round = len(share.of(whole)) if own else whole
         while left is None or left > 0:
             if ready:
                 items = _first_samples(stream.take(per_round), left)
@@ -216,7 +197,12 @@ class IterableRounds:
             left = None if left is None else left - taken
             sample += share.global_batch if own else taken  # the same number on all ranks
             after = {"epoch": epoch, "sample": sample, "stream": stream.state()}
-            yield _Round(items, own, {**after, "shards": share.size} if own else after, is_last)
+            if own:
+                after["shards"] = share.size
+            elif not self._dispatched:
+                part = share.of(len(items))
+                items = items[part.start : part.stop]
+            yield items, after, not is_last
 
     def _begin(self, stream: Stream, whole: int, position: Position, *, ready: bool) -> bool:
         """Collective where sharded. True if this rank reads a shard of its own. Checks the first round of a pass."""
@@ -237,84 +223,26 @@ class IterableRounds:
             own = own if fresh else "shards" in position
         if not fresh:
             return own
-        wanted = [_length(rank_slice(whole, rank, share.size)) for rank in range(share.size)]
+        wanted = [len(rank_part(whole, rank, share.size)) for rank in range(share.size)]
         if own and self._ranks is not None:
             counts = dict(zip(self._ranks.of_rank, self._ranks.gather(len(items)), strict=True))
             have = [min(counts[rank], count) for rank, count in enumerate(wanted)]
         else:
             found = len(_first_samples(items, self._limit) if ready else items[: self._limit])
-            have = [_length(rank_slice(found, rank, share.size)) for rank in range(share.size)]
+            have = [len(rank_part(found, rank, share.size)) for rank in range(share.size)]
         self._check(FirstRound(have, wanted, "batches" if ready else "samples", own))
         return own
 
-    def _portion(self, found: _Round, rank: int) -> Portion:
-        share, items = self._share, found.items
-        if not found.own:
-            first, last = rank_slice(len(items), rank, share.size)
-            items = items[first:last]
+    def _batches(self, items: list[Any]) -> list[Batch]:
         if items and is_batch(items[0]):
-            batches = [as_batch(item) for item in items]
-        else:
-            batches = [as_batch(self._collate(part)) for part in microbatches(items, share.micro_batch)]
-        return Portion(batches, found.position, found.is_last)
+            return [as_batch(item) for item in items]
+        return [as_batch(self._collate(part)) for part in microbatches(items, self._share.micro_batch)]
 
-
-class IterableSteps:
-    """Training steps of iterable data: a round is a step. The arguments are those of ``IterableRounds``."""
-
-    def __init__(
-        self, dataset: Any, share: Share, collate_fn: CollateFn | None, workers: Workers, seed: int, **kwargs: Any
-    ) -> None:
-        self._share = share
-        self.rounds = IterableRounds(
-            "train_dataset",
-            dataset,
-            share,
-            collate_fn,
-            workers,
-            seed,
-            chunk=share.global_batch,
-            check=self._check_first,
-            **kwargs,
-        )
-
-    def _check_first(self, first: FirstRound) -> None:
-        """Raise DataError for data that has not one step."""
-        if first.own_shards:
-            _log.info("train_dataset: each rank reads a shard of its own")
-        if self._share.drop_last:
-            pairs = enumerate(zip(first.have, first.wanted, strict=True))
-            lacking = [rank for rank, (have, wanted) in pairs if have < wanted]
-        else:
-            lacking = first.lacking() if first.own_shards or not any(first.have) else []
-        if lacking:
-            where = f" on ranks {lacking}" if first.own_shards else ""
-            raise DataError(
-                f"train_dataset: ended before the first step of {sum(first.wanted)} {first.unit}{where}; "
-                "lower global_batch_size or set dataloader_drop_last=false"
-            )
-
-    def __len__(self) -> int:
-        return len(self.rounds)
-
-    def num_microbatches(self) -> int:
-        """This rank's, of a whole epoch."""
-        return len(self.rounds) * (self._share.batches_per_step() // self._share.size)
-
-    def check(self, state: Position) -> None:
-        """Raise DataError for a position that this data cannot go on from."""
-        self.rounds.check(state)
-
-    def read(self, position: Position) -> Iterator[tuple[Step, Position]]:
-        """This rank's steps from a position to the end of the epoch, each with the position behind it."""
-        return ((step_of(portion.batches), portion.position) for portion in self.rounds.read(position))
+    def between(self, start: Position, stop: Position) -> None:
+        """Samples have no numbers here."""
 
     def close(self) -> None:
-        """Workers of a stream end with its pass."""
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
+        """Workers end with their pass."""
 
 
 def _first_samples(items: list[Any], count: int | None) -> list[Any]:
@@ -327,3 +255,95 @@ def _first_samples(items: list[Any], count: int | None) -> list[Any]:
             kept.append({key: value[:count] for key, value in batch.items()})
             count -= num_samples(batch)
     return kept
+
+
+# --------------------------------------------------------------------------------------------------- one dataset's pass
+
+
+class Stream:
+    """One pass over the items of a dataset, from a state on.
+
+    Where the dataset, its iterator or the dataloader has ``state_dict`` and ``load_state_dict``, a pass goes on exactly
+    from a state; else the items before it are read again. Raises DataError if that cannot be done.
+
+    ``chunk`` samples are read at once; their order depends on it where there are workers, who take turns by chunks.
+    """
+
+    def __init__(self, dataset: Any, workers: Workers, seed: int, chunk: int, state: State | None) -> None:
+        iterable = isinstance(dataset, IterableDataset)  # only these can tell in which worker they run
+        self._workers = Workers(workers.num, workers.prefetch_factor) if iterable else Workers()
+        self._stateful = _is_stateful(dataset) or (iterable and _is_stateful(iter(dataset)))
+        in_lists = iterable and (self._stateful or self._workers.num > 0)
+        self._chunk = chunk if state is None else int(state.get("chunk", chunk))
+        self._holder = worker_loader(dataset, self._workers, seed, batch_size=self._chunk) if in_lists else dataset
+        self._chunks: deque[_Chunk] = deque()  # read and not used up, or the last one read
+        self._used = 0  # items handed out of the first chunk
+        self._num_items = 0
+        self._ended = False
+        skip = self._restore(state)
+        items = start_workers(self._holder)
+        self._lists = items if in_lists else ([item] for item in items)
+        while skip > 0 and (dropped := len(self.take(min(skip, 1024)))):
+            skip -= dropped
+        self._num_items = state["items"] if state else 0
+
+    def _restore(self, state: State | None) -> int:
+        """Bring the source to a state; the number of items to read and drop after that."""
+        if state is None:
+            return 0
+        if self._stateful != (state["source"] is not None):
+            raise DataError(
+                "train_dataset: the checkpoint's data position is of another kind of dataset; set ignore_data_skip=true"
+            )
+        if not self._stateful:
+            return int(state["items"])
+        if state["num_workers"] != self._workers.num:
+            raise DataError(
+                f"dataloader_num_workers: the data position was saved with {state['num_workers']} workers, got "
+                f"{self._workers.num}; a stream goes on only with the same number (or ignore_data_skip=true)"
+            )
+        self._holder.load_state_dict(copy.deepcopy(state["source"]))
+        return int(state["used"])
+
+    def peek(self, count: int) -> list[Any]:
+        """The next items without taking them, fewer at the end."""
+        items = [item for chunk in self._chunks for item in chunk.items][self._used :]
+        while len(items) < count and not self._ended:
+            before = copy.deepcopy(self._holder.state_dict()) if self._stateful else None
+            chunk = _Chunk(before, next(self._lists, []))
+            self._ended = not chunk.items
+            if chunk.items:
+                self._chunks.append(chunk)
+                items += chunk.items
+        return items[:count]
+
+    def take(self, count: int) -> list[Any]:
+        """The next items, fewer at the end."""
+        items = self.peek(count)
+        self._used += len(items)
+        self._num_items += len(items)
+        while len(self._chunks) > 1 and self._used >= len(self._chunks[0].items):
+            self._used -= len(self._chunks.popleft().items)
+        return items
+
+    def state(self) -> State:
+        """Where ``take`` stands. Workers may have read further."""
+        return {
+            "items": self._num_items,
+            "num_workers": self._workers.num,
+            "chunk": self._chunk,
+            "used": self._used,
+            "source": self._chunks[0].before if self._chunks else None,
+        }
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Items that were read at once, and the source's state before."""
+
+    before: State | None
+    items: list[Any]
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -7,8 +7,10 @@ size continues with exactly the next samples.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,17 +21,20 @@ from forgather_cli.data.loaders.collate import (
     Position,
     Share,
     Step,
-    rank_slice,
+    count_targets,
+    microbatches,
+    rank_part,
     start_of,
 )
 from forgather_cli.data.loaders.data_ranks import DataRanks
-from forgather_cli.data.loaders.iterable import FirstRound, IterableRounds, IterableSteps
+from forgather_cli.data.loaders.iterable import FirstRound, IterableRounds
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, is_map_style, lengths_of
 from forgather_cli.data.loaders.prefetch import to_device
 from forgather_cli.data.loaders.workers import Workers
 from forgather_cli.errors import DataError
 
 _CHECKED_STEPS = 2
+_log = logging.getLogger(__name__)
 
 
 class TrainLoader:
@@ -73,19 +78,30 @@ class TrainLoader:
         self._device, self._pin_memory = torch.device(device), pin_memory
         workers = Workers(num_workers, prefetch_factor, persistent_workers and num_workers > 0)
         share = Share(global_batch_size, micro_batch_size, rank, size, drop_last)
-        self._steps: MapStyleSteps | IterableSteps
+        self._data: MapStyleSteps | IterableRounds
         if is_map_style(dataset):
             batches = Batches(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
             lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
-            self._steps = MapStyleSteps(len(dataset), share, batches, seed, shuffle=shuffle, lengths=lengths)
+            self._data = MapStyleSteps(len(dataset), share, batches, seed, shuffle=shuffle, lengths=lengths)
         elif group_by_length is not None:
             raise DataError(
                 "train_sampling_strategy: group_by_length needs data with __getitem__ and __len__, got a "
                 f"{type(dataset).__name__}; choose random, which leaves such data in their own order"
             )
         else:
-            how = {"tell_epoch": set_dataset_epoch, "ranks": data_ranks, "dispatch": dispatch is not False}
-            self._steps = IterableSteps(dataset, share, collate_fn, workers, seed, **how)
+            self._data = IterableRounds(
+                "train_dataset",
+                dataset,
+                share,
+                collate_fn,
+                workers,
+                seed,
+                chunk=global_batch_size,
+                check=partial(_check_first_step, drop_last=drop_last),
+                tell_epoch=set_dataset_epoch,
+                ranks=data_ranks,
+                dispatch=dispatch is not False,
+            )
         self._position = start_of(0)
 
     @property
@@ -96,25 +112,28 @@ class TrainLoader:
     @property
     def state_is_per_rank(self) -> bool:
         """True if each rank has a position of its own, from which only as many ranks can resume."""
-        return isinstance(self._steps, IterableSteps) and self._steps.rounds.is_sharded
+        return self._data.is_sharded
 
     def __len__(self) -> int:
         """Steps of a whole epoch. Raises TypeError for data without a length."""
-        return len(self._steps)
+        return len(self._data)
 
     def num_microbatches(self) -> int:
         """This rank's, of a whole epoch. Raises TypeError for data without a length."""
-        return self._steps.num_microbatches()
+        return self._data.num_microbatches()
 
     def __iter__(self) -> Iterator[Step]:
         epoch = self.epoch
-        steps = self._steps.read(self._position)
-        if self._vocab_size is not None:
-            steps = chain(_checked(islice(steps, _CHECKED_STEPS), self._vocab_size), steps)
-        for step, position in to_device(steps, self._device, self._pin_memory):
+        for batches, (counts, position) in to_device(self._counted(), self._device, self._pin_memory):
             self._position = position
-            yield step
+            yield Step(batches, *counts)
         self._position = start_of(epoch + 1)
+
+    def _counted(self) -> Iterator[tuple[list[Batch], tuple[tuple[int, int], Position]]]:
+        for number, (batches, position) in enumerate(self._data.read(self._position)):
+            if number < _CHECKED_STEPS and self._vocab_size is not None:
+                _check_ids(batches, self._vocab_size)
+            yield batches, (count_targets(batches), position)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; the present one keeps its position."""
@@ -126,36 +145,49 @@ class TrainLoader:
         return dict(self._position)
 
     def load_state_dict(self, state: Position) -> None:
-        self._steps.check(state)
+        self._data.check(state)
         self._position = dict(state)
 
     def samples_between(self, start: Position, stop: Position) -> list[int] | None:
         """Numbers of the samples from one position to a later one, in order; None for data without numbers."""
-        return self._steps.between(start, stop) if isinstance(self._steps, MapStyleSteps) else None
+        return self._data.between(start, stop)
 
     def close(self) -> None:
         """End persistent workers."""
-        self._steps.close()
+        self._data.close()
 
 
-def _checked(steps: Iterator[tuple[Step, Position]], vocab_size: int) -> Iterator[tuple[Step, Position]]:
-    """The steps, which hold ids that the model knows.
+def _check_first_step(first: FirstRound, *, drop_last: bool) -> None:
+    """Raise DataError for iterable data that has not one step."""
+    if first.own_shards:
+        _log.info("train_dataset: each rank reads a shard of its own")
+    if drop_last:
+        pairs = enumerate(zip(first.have, first.wanted, strict=True))
+        lacking = [rank for rank, (have, wanted) in pairs if have < wanted]
+    else:
+        lacking = first.lacking() if first.own_shards or not any(first.have) else []
+    if lacking:
+        where = f" on ranks {lacking}" if first.own_shards else ""
+        raise DataError(
+            f"train_dataset: ended before the first step of {sum(first.wanted)} {first.unit}{where}; "
+            "lower global_batch_size or set dataloader_drop_last=false"
+        )
 
-    Raises DataError: an embedding would end the process, on a GPU without a word of why.
-    """
-    for step, position in steps:
-        for batch in step.microbatches:
-            ids = batch.get("input_ids")
-            if ids is None or not ids.numel():
-                continue
-            least, most = ids.numpy().min(), ids.numpy().max()
-            if least < 0 or most >= vocab_size:
-                wrong = least if least < 0 else most
-                raise DataError(
-                    f"train_dataset: token id {wrong} is outside of the model's vocabulary of {vocab_size} tokens; "
-                    "give the data the model's tokenizer, or the model the data's vocabulary size"
-                )
-        yield step, position
+
+def _check_ids(batches: list[Batch], vocab_size: int) -> None:
+    """Raise DataError for ids that the model does not know: an embedding would end the process, on a GPU without a word
+    of why."""
+    for batch in batches:
+        ids = batch.get("input_ids")
+        if ids is None or not ids.numel():
+            continue
+        least, most = ids.numpy().min(), ids.numpy().max()
+        if least < 0 or most >= vocab_size:
+            wrong = least if least < 0 else most
+            raise DataError(
+                f"train_dataset: token id {wrong} is outside of the model's vocabulary of {vocab_size} tokens; "
+                "give the data the model's tokenizer, or the model the data's vocabulary size"
+            )
 
 
 class Microbatched:
@@ -208,11 +240,10 @@ class EvalLoader:
         self._rounds: IterableRounds | None = None
         if is_map_style(dataset):
             used = len(dataset) if max_samples is None else min(len(dataset), max_samples)
-            parts = [rank_slice(used, rank, size) for rank in range(size)]
-            have = [stop - start for start, stop in parts]
-            self._check(FirstRound(have, [batch_size] * size, "samples", own_shards=False))
+            parts = [rank_part(used, rank, size) for rank in range(size)]
+            self._check(FirstRound(list(map(len, parts)), [batch_size] * size, "samples", own_shards=False))
             self._batches = Batches(dataset, collate_fn, workers, 0, tell_epoch=False)
-            self._numbers = range(*parts[rank])
+            self._numbers = parts[rank]
         else:
             self._settings |= {} if data_ranks is None else {"dispatch_eval_batches": dispatch is not False}
             self._rounds = IterableRounds(
@@ -259,13 +290,11 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         if self._rounds is None:
-            numbers, size = self._numbers, self.batch_size
-            starts = range(0, len(numbers), size)
-            batches = self._batches.read((0, list(numbers[start : start + size])) for start in starts)
+            batches = self._batches.read((0, each) for each in microbatches(list(self._numbers), self.batch_size))
         else:
-            batches = (batch for portion in self._rounds.read(start_of(0)) for batch in portion.batches)
-        pairs = ((batch, None) for batch in islice(batches, self._max_steps))
-        for batch, _ in to_device(pairs, self._device, self._pin_memory):
+            batches = (batch for batches, _ in self._rounds.read(start_of(0)) for batch in batches)
+        alone = (([batch], None) for batch in islice(batches, self._max_steps))
+        for (batch,), _ in to_device(alone, self._device, self._pin_memory):
             yield batch
 
     def close(self) -> None:

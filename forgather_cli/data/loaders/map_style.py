@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import tee
+from itertools import chain, islice, tee
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,10 @@ from forgather_cli.data.loaders.collate import (
     CollateFn,
     Position,
     Share,
-    Step,
     as_batch,
     default_collate,
     is_batch,
     microbatches,
-    step_of,
 )
 from forgather_cli.data.loaders.workers import Workers, start_workers, worker_loader
 from forgather_cli.data.order import LengthGroupedOrder, Order
@@ -94,17 +93,13 @@ class Batches:
         """One batch for each request, in order."""
         if self._workers.num == 0:
             return map(self._reader.__getitems__, requests)
-        return self._from_workers(requests)
-
-    def _from_workers(self, requests: Iterable[Request]) -> Iterator[Batch]:
         self._sampler.requests = requests
         loader = self._loader
         if loader is None:
             options = {"batch_sampler": self._sampler, "snapshot_every_n_steps": sys.maxsize}  # the position is ours
             loader = worker_loader(self._reader, self._workers, self._seed, **options)
-        if self._workers.persistent:
-            self._loader = loader
-        yield from start_workers(loader)
+        self._loader = loader if self._workers.persistent else None
+        return start_workers(loader)
 
     def close(self) -> None:
         """End persistent workers."""
@@ -121,7 +116,9 @@ class _Requests:
 
 
 class MapStyleSteps:
-    """Training steps of map-style data. ``lengths`` (samples,) groups samples of like length."""
+    """Map-style data, a global batch for each training step. ``lengths`` (samples,) groups samples of like length."""
+
+    is_sharded = False
 
     def __init__(
         self,
@@ -148,8 +145,10 @@ class MapStyleSteps:
 
     def num_microbatches(self) -> int:
         """This rank's, of a whole epoch."""
-        shares = (self._share.of(stop - start) for start, stop in self._global_batches(0))
-        return sum(-(-(last - first) // self._share.micro_batch) for first, last in shares)
+        share = self._share
+        steps, rest = divmod(self._length, share.global_batch)
+        whole, last = (-(-len(share.of(size)) // share.micro_batch) for size in (share.global_batch, rest))
+        return steps * whole + (0 if share.drop_last else last)
 
     def check(self, state: Position) -> None:
         """Raise DataError for a position that this data cannot go on from."""
@@ -159,34 +158,32 @@ class MapStyleSteps:
                 f"{self._length}; resume on the same data or with ignore_data_skip=true"
             )
 
-    def read(self, position: Position) -> Iterator[tuple[Step, Position]]:
-        """This rank's steps from a position to the end of the epoch, each with the position behind it."""
+    def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
+        """This rank's batches of each step from a position to the end of the epoch, and the position behind each."""
         epoch = position["epoch"]
         steps, ahead = tee(self._requests(epoch, position["sample"]))  # workers ask for batches of later steps
-        batches = self._batches.read(request for requests, _ in ahead for request in requests)
+        batches = self._batches.read(chain.from_iterable(map(itemgetter(0), ahead)))
         for requests, stop in steps:
-            yield step_of([next(batches) for _ in requests]), {"epoch": epoch, "sample": stop}
+            yield list(islice(batches, len(requests))), {"epoch": epoch, "sample": stop}
 
     def _requests(self, epoch: int, start: int) -> Iterator[tuple[list[Request], int]]:
         """Of each step the requests for this rank's micro-batches, and the position of the sample behind the step."""
-        order, share = self._order(epoch), self._share
-        for begin, stop in self._global_batches(start):
-            first, last = share.of(stop - begin)
-            numbers = microbatches(order[begin + first : begin + last], share.micro_batch)
-            yield [(epoch, each) for each in numbers], stop
-
-    def _global_batches(self, start: int) -> Iterator[tuple[int, int]]:
-        size = self._share.global_batch
-        while start < self._length and (start + size <= self._length or not self._share.drop_last):
-            yield start, min(start + size, self._length)
-            start += size
+        order, share, size = self._order(epoch), self._share, self._share.micro_batch
+        while start < self._length:
+            stop = min(start + share.global_batch, self._length)
+            if stop - start < share.global_batch and share.drop_last:
+                return
+            part = share.of(stop - start)
+            numbers = order[start + part.start : start + part.stop]
+            yield [(epoch, numbers[at : at + size]) for at in range(0, len(numbers), size)], stop
+            start = stop
 
     def _order(self, epoch: int) -> Order | LengthGroupedOrder:
         if self._lengths is not None:
             return LengthGroupedOrder(self._lengths, self._seed, epoch)
         return Order(self._length, self._seed, epoch, shuffle=self._shuffle)
 
-    def between(self, start: Position, stop: Position) -> list[int]:
+    def between(self, start: Position, stop: Position) -> list[int] | None:
         """Samples that steps from one position to a later one are made of, in order; epochs between as whole ones."""
         found: list[int] = []
         for epoch in range(start["epoch"], stop["epoch"] + 1):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from forgather_cli.data.loaders.collate import Batch, Step
+from forgather_cli.data.loaders.collate import Batch
 
-_Item = TypeVar("_Item", Step, Batch)
-_State = TypeVar("_State")
+_Rest = TypeVar("_Rest")
 
 
 def to_device(
-    items: Iterator[tuple[_Item, _State]], device: torch.device, pin_memory: bool | None
-) -> Iterator[tuple[_Item, _State]]:
-    """Steps or batches on ``device``, each with the state that belongs to it.
+    items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, pin_memory: bool | None
+) -> Iterator[tuple[list[Batch], _Rest]]:
+    """Lists of batches on ``device``, each with what belongs to it.
 
     On CUDA the next item is read and its copy queued before the present one is handed out, from pinned memory
     (``pin_memory``; None: yes); the model's stream waits for the copy, the host does not. Elsewhere items are moved as
@@ -28,12 +26,12 @@ def to_device(
         return items
     if device.type == "cuda":
         return _prefetched(items, device, pin=pin_memory is not False)
-    return ((_moved(item, lambda tensor: tensor.to(device)), state) for item, state in items)
+    return ((_moved(batches, lambda tensor: tensor.to(device)), rest) for batches, rest in items)
 
 
 def _prefetched(
-    items: Iterator[tuple[_Item, _State]], device: torch.device, *, pin: bool
-) -> Iterator[tuple[_Item, _State]]:
+    items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, *, pin: bool
+) -> Iterator[tuple[list[Batch], _Rest]]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(tensor: Tensor) -> Tensor:
@@ -41,34 +39,24 @@ def _prefetched(
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 
-    def queue() -> tuple[_Item, _State, torch.cuda.Event] | None:
+    def queue() -> tuple[list[Batch], _Rest, torch.cuda.Event] | None:
         following = next(items, None)
         if following is None:
             return None
         with torch.cuda.stream(stream):
-            item = _moved(following[0], copy)
-            return item, following[1], stream.record_event()
+            return _moved(following[0], copy), following[1], stream.record_event()
 
     ready = queue()
     while ready is not None:
-        item, state, copied = ready
+        batches, rest, copied = ready
         ready = queue()
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
-        for tensor in _tensors(item):
-            tensor.record_stream(current)  # the allocator must not reuse it for the next copy while the model reads
-        yield item, state
+        for batch in batches:
+            for tensor in batch.values():
+                tensor.record_stream(current)  # the allocator must not reuse it for the next copy while the model reads
+        yield batches, rest
 
 
-def _moved(item: _Item, move: Callable[[Tensor], Tensor]) -> _Item:
-    def moved(batch: Batch) -> Batch:
-        return {key: move(tensor) for key, tensor in batch.items()}
-
-    if isinstance(item, Step):
-        return replace(item, microbatches=[moved(batch) for batch in item.microbatches])
-    return moved(item)
-
-
-def _tensors(item: Step | Batch) -> Iterator[Tensor]:
-    for batch in item.microbatches if isinstance(item, Step) else [item]:
-        yield from batch.values()
+def _moved(batches: list[Batch], move: Callable[[Tensor], Tensor]) -> list[Batch]:
+    return [{key: move(tensor) for key, tensor in batch.items()} for batch in batches]
