@@ -1,9 +1,9 @@
-"""A data option to datasets: the one entry for training."""
+"""A data option to datasets, and what a plan may know of it without building anything."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import (
@@ -16,23 +16,22 @@ from forgather_cli.config.schema import (
     TextSettings,
     TokensSettings,
 )
-from forgather_cli.data.cache import Progress, cache_root, digest
-from forgather_cli.data.custom import custom_data
-from forgather_cli.data.packing import packed_tables
-from forgather_cli.data.splits import DataSplits
+from forgather_cli.data.cache import Cache, NotCached, Progress, digest
+from forgather_cli.data.packing import PackingTable, packed_tables
+from forgather_cli.data.splits import DataSplits, custom_data
 from forgather_cli.data.text.corpus import Documents, find_corpus
 from forgather_cli.data.text.read import damage_of
 from forgather_cli.data.text.token_files import open_token_files
 from forgather_cli.data.text.tokenize import tokenize_corpus, trained_bpe
 from forgather_cli.data.text.tokenizer import Tokenizer, end_of, load_tokenizer
-from forgather_cli.data.tokens import Tokenized
+from forgather_cli.data.tokens import SPLITS, Split, Tokenized
 from forgather_cli.errors import DataError
 
 if TYPE_CHECKING:
     from forgather_cli.data.samples import Batched
 
-Text = PythonStdlibSettings | TextSettings | HfSettings
-Packed = Text | TokensSettings
+Stored = PythonStdlibSettings | TextSettings | HfSettings | TokensSettings | InstructSettings
+"""Options whose tokens are in the cache."""
 
 
 def load_data(
@@ -48,48 +47,77 @@ def load_data(
         return custom_data(option, model_path)
     if isinstance(option, SyntheticSettings):
         return _synthetic(option, seed)
-    root = cache_root(option.cache_dir)
-    if isinstance(option, InstructSettings):
-        return _instruct(option, root, progress)
+    cache = Cache(option.cache_dir, progress)
     if isinstance(option, HfSettings) and option.streaming:
-        return _stream(option, root, seed)
+        return _stream(option, cache, seed)
+    data, tokenizer = _tokenized(option, cache)
+    return _pack(option, data, tokenizer, cache)
+
+
+def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
+    """What a plan may know of the data: nothing is built, no text read, no torch imported; None if it is not cached.
+
+    Keys: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...); samples are None
+    where the packing has not been computed. Raises DataError when files do not exist.
+    """
+    if isinstance(option, Target | HfSettings):  # it takes the datasets library to know which data that is
+        return None
+    samples: Mapping[str, int | None]
+    if isinstance(option, SyntheticSettings):
+        vocab_size = load_tokenizer(option.tokenizer).vocab_size
+        samples = counts = {"train": option.num_samples, "eval": option.num_eval_samples}
+        tokens = {name: count * option.seq_len for name, count in counts.items()}
+    else:
+        cache = Cache(option.cache_dir, build=False)
+        try:
+            data, tokenizer = _tokenized(option, cache)
+        except NotCached:
+            return None
+        vocab_size, tokens = tokenizer.vocab_size, {name: data.meta[name]["tokens"] for name in SPLITS}
+        # without tables, samples follow each other; training leaves a last partial one out
+        samples = {"train": tokens["train"] // option.seq_len, "eval": -(-tokens["eval"] // option.seq_len)}
+        try:
+            tables = _tables(option, data, cache)
+            samples = {name: len(table) for name, table in tables.items()} or samples
+        except NotCached:
+            samples = {}
+    known: dict[str, int | None] = {"vocab_size": vocab_size}
+    for name in SPLITS:
+        known |= {f"{name}_tokens": tokens[name], f"{name}_samples": samples.get(name)}
+    return known
+
+
+def _tokenized(option: Stored, cache: Cache) -> tuple[Tokenized, Tokenizer]:
+    """The tokens of an option, from the cache or made now."""
+    if isinstance(option, InstructSettings):
+        from forgather_cli.data.chat.instruct import find_chats, tokenize_chats
+
+        chats = find_chats(option)
+        return tokenize_chats(chats, cache), chats.tokenizer
     if isinstance(option, TokensSettings):
         tokenizer = load_tokenizer(option.tokenizer)
-        data = open_token_files(option, tokenizer.vocab_size, root, progress)
-        return _pack(option, data, tokenizer, root)
+        return open_token_files(option, tokenizer.vocab_size, cache), tokenizer
     corpus: Documents
     if isinstance(option, HfSettings):
         from forgather_cli.data.text.hf import hf_corpus
 
-        corpus = hf_corpus(option, root)
+        corpus = hf_corpus(option, cache)
     else:
         corpus = find_corpus(option)
     if option.tokenizer == "bpe":
-        tokenizer = trained_bpe(corpus, option.bpe_vocab_size, root, progress)
+        tokenizer = trained_bpe(corpus, option.bpe_vocab_size, cache)
     else:
         tokenizer = load_tokenizer(option.tokenizer)
-    data = tokenize_corpus(corpus, tokenizer, root, progress, processes=option.tokenize_processes)
-    return _pack(option, data, tokenizer, root)
+    return tokenize_corpus(corpus, tokenizer, cache, processes=option.tokenize_processes), tokenizer
 
 
-def _instruct(option: InstructSettings, root: Path, progress: Progress | None) -> DataSplits:
-    from forgather_cli.data.chat.instruct import find_chats, pack_chats, tokenize_chats
-
-    chats = find_chats(option)
-    data = tokenize_chats(chats, root, progress)
-    train, evaluation, description = pack_chats(chats, data, root)
-    rules = [option.seq_len, option.packing, option.isolate_documents, option.too_long]
-    fingerprint = digest([data.fingerprint, *rules])
-    return DataSplits(train, evaluation, chats.tokenizer, fingerprint, option.seq_len, description)
-
-
-def _stream(option: HfSettings, root: Path, seed: int) -> DataSplits:
+def _stream(option: HfSettings, cache: Cache, seed: int) -> DataSplits:
     """Documents that are tokenized and packed while they are read."""
     from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
     from forgather_cli.data.text.token_stream import Rules, TokenStream
 
     tokenizer = load_tokenizer(option.tokenizer)
-    opened = open_datasets(option, root)
+    opened = open_datasets(option, cache)
     rules = Rules(
         tokenizer,
         end_of(tokenizer),
@@ -107,50 +135,61 @@ def _stream(option: HfSettings, root: Path, seed: int) -> DataSplits:
     return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description | origin_of(option))
 
 
-def _pack(option: Packed, data: Tokenized, tokenizer: Tokenizer, root: Path) -> DataSplits:
-    if data.train.documents is None and (option.isolate_documents or option.packing != "concat"):
-        setting = "isolate_documents=true" if option.isolate_documents else f"packing={option.packing}"
-        raise DataError(
-            f"data.{setting}: nothing marks the documents of these token files; set data.document_separator"
-            + (
-                f" (the tokenizer's end token is {tokenizer.eos_token_id})"
-                if tokenizer.eos_token_id is not None
-                else ""
-            )
-        )
+def _tables(option: Stored, data: Tokenized, cache: Cache) -> dict[Split, PackingTable]:
+    """Which pieces of documents make up each sample, by split; nothing where samples are cut whatever the documents."""
+    if isinstance(option, InstructSettings):
+        return packed_tables(cache, data, option.seq_len, option.packing, too_long=option.too_long)
+    return {} if option.packing == "concat" else packed_tables(cache, data, option.seq_len, option.packing)
+
+
+def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -> DataSplits:
+    """The samples of a tokenized corpus. Raises DataError where there is none to train on."""
     from forgather_cli.data.samples import ConcatDataset, PackedDataset
 
-    splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
-    pad, isolate = tokenizer.pad_token_id, option.isolate_documents
-    made: dict[str, Batched] = {}
-    if option.packing == "concat":
-        for name, split in splits.items():
-            documents = split.documents if isolate else None
-            made[name] = ConcatDataset(split.tokens, option.seq_len, pad, keep_tail=name == "eval", documents=documents)
-    else:
-        tables = packed_tables(root, data, option.seq_len, option.packing)
-        for name, split in splits.items():
-            made[name] = PackedDataset(split.tokens, tables[name], option.seq_len, pad, isolate=isolate)
-    train, evaluation = made["train"], made.get("eval")
-    if not len(train):
-        tokens = len(data.train.tokens)
-        remedy = f"set data.seq_len={tokens} or less" if tokens >= 2 else "give more data"
+    isolate, length, pad = option.isolate_documents, option.seq_len, tokenizer.pad_token_id
+    if data.train.documents is None and (isolate or option.packing != "concat"):
+        setting = "isolate_documents=true" if isolate else f"packing={option.packing}"
+        separator = tokenizer.eos_token_id
+        end = "" if separator is None else f" (the tokenizer's end token is {separator})"
         raise DataError(
-            f"data.seq_len: {option.seq_len} is longer than the training split of {tokens} tokens; {remedy}"
+            f"data.{setting}: nothing marks the documents of these token files; set data.document_separator{end}"
         )
-    fingerprint = digest([data.fingerprint, option.seq_len, option.packing, option.isolate_documents])
-    description = _describe(option, data, train, evaluation)
-    return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description)
+    tables = _tables(option, data, cache)
+    made: dict[str, Batched] = {}
+    more: dict[str, str] = {}
+    rules: list[Any] = [data.fingerprint, length, option.packing, isolate]
+    if isinstance(option, InstructSettings):
+        from forgather_cli.data.chat.instruct import describe_chats, nothing_fits
 
-
-def _describe(option: Packed, data: Tokenized, train: Any, evaluation: Any) -> dict[str, Any]:
+        if not len(tables["train"]):
+            raise nothing_fits(option, data.train, tables["train"])
+        # of rows with one conversation, padded on the right, no token sees another's: the masks would only cost time
+        isolate = isolate and option.packing != "pad"
+        for name, split in data.splits().items():
+            if len(tables[name]):
+                made[name] = PackedDataset(
+                    split.tokens, tables[name], length, pad, isolate=isolate, targets=split.targets, restart=isolate
+                )
+        more, rules = describe_chats(option, data.meta, tables), [*rules, option.too_long]
+    else:
+        for name, split in data.splits().items():
+            if tables:
+                made[name] = PackedDataset(split.tokens, tables[name], length, pad, isolate=isolate)
+            else:
+                documents = split.documents if isolate else None
+                made[name] = ConcatDataset(split.tokens, length, pad, keep_tail=name == "eval", documents=documents)
+        if not len(made["train"]):
+            tokens = len(data.train.tokens)
+            remedy = f"set data.seq_len={tokens} or less" if tokens >= 2 else "give more data"
+            raise DataError(f"data.seq_len: {length} is longer than the training split of {tokens} tokens; {remedy}")
     meta = data.meta
     description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
-    for name, dataset in (("train", train), ("eval", evaluation)):
+    for name in SPLITS:
         description[f"{name}_tokens"] = meta[name]["tokens"]
         description[f"{name}_documents"] = meta[name]["documents"]
-        description[f"{name}_samples"] = len(dataset) if dataset is not None else 0
-    return {**description, **meta["origin"], **damage_of(meta), "content": meta["content"]}
+        description[f"{name}_samples"] = len(made[name]) if name in made else 0
+    description |= {**more, **meta["origin"], **damage_of(meta), "content": meta["content"]}
+    return DataSplits(made["train"], made.get("eval"), tokenizer, digest(rules), length, description)
 
 
 def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:

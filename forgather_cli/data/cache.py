@@ -21,10 +21,11 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from forgather_cli.checkpoint.files import sync_directory, sync_file
 from forgather_cli.errors import DataError
@@ -39,23 +40,25 @@ _LOOK = 0.05  # seconds
 _PATIENCE = 10.0  # seconds that a rank leaves a cache to its node's first
 _ABANDONED = 14 * 86400.0  # seconds without a change after which nobody is still building
 
-
 Progress = Callable[[int, int], None]
 """``progress(done, total)`` in bytes of the source, while a cache is built."""
 
 
 class Meter:
-    """Adds up bytes and calls ``progress`` some 200 times in all: a bar needs no more, and documents may be small."""
+    """Adds up bytes, from any thread, and calls ``progress`` some 200 times in all: a bar needs no more, and documents
+    may be small."""
 
     def __init__(self, progress: Progress | None, total: int, done: int = 0) -> None:
         self._progress, self._total, self._done = progress, total, done
         self._told = 0
+        self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        self._done = min(self._done + count, self._total)
-        if self._progress is not None and self._done - self._told >= self._total // 200:
-            self._told = self._done
-            self._progress(self._done, self._total)
+        with self._lock:
+            self._done = min(self._done + count, self._total)
+            if self._progress is not None and self._done - self._told >= self._total // 200:
+                self._told = self._done
+                self._progress(self._done, self._total)
 
     def end(self) -> None:
         if self._progress is not None:
@@ -66,12 +69,8 @@ class InterruptedBuildError(DataError):
     """A build has stopped half-way and can be resumed: what it has done stays."""
 
 
-def cache_root(cache_dir: str | None) -> Path:
-    """``data.cache_dir``, or ``$XDG_CACHE_HOME/forgather``, or ``~/.cache/forgather``."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "forgather"
+class NotCached(Exception):
+    """What a cache lacks that is not to be built."""
 
 
 def digest(value: Any) -> str:
@@ -80,35 +79,84 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def find(root: Path, kind: str, key: str) -> Meta | None:
-    """The meta data of a complete directory, None if there is none or a file's size is not what was written."""
-    directory = root / kind / key
-    try:
-        meta: Meta = json.loads((directory / "meta.json").read_text())
-        sizes = meta["files"]
-        whole = all((directory / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return meta if whole else None
+class Cache:
+    """The data cache in ``directory`` (None: ``$XDG_CACHE_HOME/forgather``, or ``~/.cache/forgather``).
 
-
-def build_once(
-    root: Path, kind: str, key: str, write: Callable[[Path], Meta], *, goes_on: bool = False
-) -> tuple[Path, Meta]:
-    """The directory ``<root>/<kind>/<key>`` and its meta data, made by ``write(temporary directory)`` if it is missing.
-
-    Other processes that want it wait for the one that builds. One that is killed leaves a temporary directory, which
-    the next removes, or with ``goes_on`` hands to ``write`` as it is. Raises DataError when the disk refuses.
+    ``progress`` is told while something is built. Without ``build`` nothing is built or written, nor text read: what is
+    missing raises NotCached. The methods raise DataError when the disk refuses.
     """
-    directory = root / kind / key
-    if (meta := find(root, kind, key)) is not None:
-        return directory, meta
-    with _disk_errors(root):
-        _give_way(root, f"{kind}-{key}", lambda: find(root, kind, key) is not None)
-    with _disk_errors(root), _locked(root, f"{kind}-{key}"):
-        if (meta := find(root, kind, key)) is None:
-            meta = _build(directory, write, goes_on=goes_on)
-    return directory, meta
+
+    def __init__(self, directory: str | Path | None, progress: Progress | None = None, *, build: bool = True) -> None:
+        if directory is None:
+            base = os.environ.get("XDG_CACHE_HOME")
+            directory = (Path(base) if base else Path.home() / ".cache") / "forgather"
+        self.root, self.progress, self._may_build = Path(directory).expanduser(), progress, build
+
+    def find(self, kind: str, key: str) -> Meta | None:
+        """The meta data of a complete directory, None if there is none or a file's size is not what was written."""
+        directory = self.root / kind / key
+        try:
+            meta: Meta = json.loads((directory / "meta.json").read_text())
+            whole = all((directory / name).stat().st_size == size for name, size in meta["files"].items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return meta if whole else None
+
+    def build_once(
+        self, kind: str, key: str, write: Callable[[Path], Meta], *, goes_on: bool = False
+    ) -> tuple[Path, Meta]:
+        """The directory ``<root>/<kind>/<key>`` and its meta data, made by ``write(temporary directory)`` if missing.
+
+        Other processes that want it wait for the one that builds. One that is killed leaves a temporary directory,
+        which the next removes, or with ``goes_on`` hands to ``write`` as it is.
+        """
+        directory = self.root / kind / key
+
+        def build() -> Meta:
+            return _build(directory, write, goes_on=goes_on)
+
+        return directory, self._once(f"{kind}-{key}", lambda: self.find(kind, key), build, give_way=True)
+
+    def remember_once(self, kind: str, key: str, make: Callable[[], Meta]) -> Meta:
+        """The value in the small JSON file ``<root>/<kind>/<key>.json``, made by one process if it is missing."""
+        path = self.root / kind / f"{key}.json"
+
+        def find() -> Meta | None:
+            try:
+                value = json.loads(path.read_text())
+            except (OSError, ValueError):
+                return None
+            return value if isinstance(value, dict) else None
+
+        def build() -> Meta:
+            made = make()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(made))
+            return made
+
+        return self._once(f"{kind}-{key}", find, build)
+
+    def _once(
+        self, name: str, find: Callable[[], Meta | None], build: Callable[[], Meta], *, give_way: bool = False
+    ) -> Meta:
+        """What ``find`` finds, and if that is nothing what ``build`` makes, in one process at a time."""
+        if (found := find()) is not None:
+            return found
+        if not self._may_build:
+            raise NotCached(name)
+        path = self.root / "locks" / f"{name}.lock"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if give_way and os.environ.get("LOCAL_RANK", "0") != "0":
+                _give_way(path, lambda: find() is not None)
+            with _locked(path, f"{name} in the data cache {self.root}"):
+                return find() or build()
+        except OSError as error:
+            where = error.filename or self.root
+            raise DataError(
+                f"data.cache_dir: cannot write the data cache ({error.strerror}: {where}); "
+                f"set data.cache_dir to a directory with free space that you may write to"
+            ) from error
 
 
 def _build(directory: Path, write: Callable[[Path], Meta], *, goes_on: bool) -> Meta:
@@ -141,38 +189,12 @@ def _build(directory: Path, write: Callable[[Path], Meta], *, goes_on: bool) -> 
         raise
 
 
-def remember_once(root: Path, path: Path, make: Callable[[], Meta]) -> Meta:
-    """The value in a small JSON file, made by one process if it is missing, and written atomically.
-
-    Raises DataError when the disk refuses.
-    """
-    if (known := recall(path)) is not None:
-        return known
-    with _disk_errors(root), _locked(root, f"{path.parent.name}-{path.stem}"):
-        if (known := recall(path)) is None:
-            known = make()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(known))
-    return known
-
-
-def recall(path: Path) -> Meta | None:
-    """What ``remember_once`` wrote, None if there is nothing that can be read."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _give_way(root: Path, name: str, is_done: Callable[[], bool]) -> None:
+def _give_way(path: Path, is_done: Callable[[], bool]) -> None:
     """On a rank that is not its node's first: let that one take the lock, since what rank 0 does is shown on the
     terminal. After a while a rank does it itself."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        return
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline and not is_done():
-        with _lock_file(root, name) as handle:
+        with path.open("a") as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others that look are not in the way
             except BlockingIOError:
@@ -181,12 +203,12 @@ def _give_way(root: Path, name: str, is_done: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(root: Path, name: str) -> Iterator[None]:
+def _locked(path: Path, what: str) -> Iterator[None]:
     """Hold an flock; the kernel drops it when the process dies. The file stays, since removing it would race.
 
     It says who holds it, for those who wait and tell so.
     """
-    with _lock_file(root, name) as handle:
+    with path.open("a") as handle:
         start, silence = time.monotonic(), _SILENCE
         while True:
             try:
@@ -195,31 +217,11 @@ def _locked(root: Path, name: str) -> Iterator[None]:
             except BlockingIOError:
                 waited = time.monotonic() - start
             if waited > silence:
-                holder = Path(handle.name).read_text().strip() or "another process"
-                log.warning(
-                    "waiting for %s, which builds %s in the data cache %s, for %.0f s now", holder, name, root, waited
-                )
+                holder = path.read_text().strip() or "another process"
+                log.warning("waiting for %s, which builds %s, for %.0f s now", holder, what, waited)
                 silence = waited + _REMINDER
             time.sleep(_LOOK)
         handle.truncate(0)
         handle.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         handle.flush()
         yield
-
-
-def _lock_file(root: Path, name: str) -> IO[str]:
-    path = root / "locks" / f"{name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("a")
-
-
-@contextlib.contextmanager
-def _disk_errors(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or root
-        raise DataError(
-            f"data.cache_dir: cannot write the data cache ({error.strerror}: {where}); "
-            f"set data.cache_dir to a directory with free space that you may write to"
-        ) from error

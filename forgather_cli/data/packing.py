@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.data.cache import Meta, build_once, digest
-from forgather_cli.data.tokens import ArrayFile, Tokenized, TokenSplit
+from forgather_cli.data.cache import Cache, Meta, digest
+from forgather_cli.data.tokens import ArrayFile, Split, Tokenized, TokenSplit
 
 _VERSION = 1  # of the tables
 Ints = NDArray[np.int64]
@@ -103,33 +103,25 @@ def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
 
 
 def packed_tables(
-    root: Path, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None
-) -> dict[str, PackingTable]:
+    cache: Cache, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None
+) -> dict[Split, PackingTable]:
     """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations."""
-    key = packing_key(data.fingerprint, seq_len, packing, too_long)
+    rules = [_VERSION, data.fingerprint, seq_len, packing]
+    splits = data.splits()
 
     def write(directory: Path) -> Meta:
         return {
-            name: _write_table(directory / name, split, seq_len, packing, too_long) for name, split in _splits(data)
+            name: _write_table(directory / name, split, seq_len, packing, too_long) for name, split in splits.items()
         }
 
-    directory, meta = build_once(root, "packings", key, write)
-    tables: dict[str, PackingTable] = {}
-    for name, _ in _splits(data):
+    directory, meta = cache.build_once("packings", digest(rules if too_long is None else [*rules, too_long]), write)
+    tables: dict[Split, PackingTable] = {}
+    for name in splits:
         counts = meta[name]
         sizes = {"rows": counts["rows"] + 1, "starts": counts["pieces"], "lengths": counts["pieces"]}
         files = {kind: ArrayFile(directory / f"{name}.{kind}.bin", "int64", size) for kind, size in sizes.items()}
         tables[name] = PackingTable(**files, counts=counts)
     return tables
-
-
-def packing_key(fingerprint: str, seq_len: int, packing: str, too_long: str | None = None) -> str:
-    rules = [_VERSION, fingerprint, seq_len, packing]
-    return digest(rules if too_long is None else [*rules, too_long])
-
-
-def _splits(data: Tokenized) -> list[tuple[str, TokenSplit]]:
-    return [("train", data.train)] + ([("eval", data.eval)] if data.eval else [])
 
 
 def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None) -> Meta:

@@ -1,11 +1,17 @@
-"""What a data option becomes: datasets, the tokenizer, and what says that two of them are the same."""
+"""What a data option becomes: datasets and their tokenizer, of a shipped option or of custom data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.config.schema import DataTarget, Target
+from forgather_cli.data.cache import digest
+from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.errors import DataError
+from forgather_cli.targets import import_target
 
 
 @dataclass(frozen=True)
@@ -29,3 +35,66 @@ class DataSplits:
     def vocab_size(self) -> int | None:
         """Ids are below it; None where neither a tokenizer nor custom data says."""
         return self.tokenizer.vocab_size if self.tokenizer is not None else self.stated_vocab_size
+
+
+def custom_data(option: Target, model_path: str | None = None) -> DataSplits:
+    """What ``data._target_`` names has returned: a DataSplits, a mapping with ``train`` and, if any, ``eval``,
+    ``tokenizer`` (a name or an object) or ``vocab_size``, and ``seq_len``, a (train, eval) pair, or a training dataset
+    alone. Raises DataError.
+
+    Without ``tokenizer`` and ``vocab_size`` the tokenizer is that of the model's directory, if there is one.
+    """
+    made = import_target(option.path, "data")(**option.kwargs)
+    if not isinstance(made, DataSplits):
+        made = _splits_of(option, made, model_path)
+    if isinstance(option, DataTarget):
+        _check_dispatch(option, made)
+    return made
+
+
+def _splits_of(option: Target, made: Any, model_path: str | None) -> DataSplits:
+    parts: dict[str, Any] = {"train": made}
+    if isinstance(made, Mapping):
+        parts = dict(made)
+    elif isinstance(made, tuple) and len(made) == 2:
+        parts = {"train": made[0], "eval": made[1]}
+    if "train" not in parts:
+        raise DataError(
+            f"data._target_: {option.path} returned a mapping without 'train' (its keys: {', '.join(parts)})"
+        )
+    tokenizer, vocab_size = parts.get("tokenizer"), parts.get("vocab_size")
+    if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
+        raise DataError(f"data._target_: 'vocab_size' of {option.path} must be a number above 0, got {vocab_size!r}")
+    if tokenizer is None and vocab_size is None and model_path is not None:
+        directory = Path(model_path).expanduser()
+        tokenizer = str(directory) if (directory / "tokenizer.json").is_file() else None
+    try:
+        seq_len = int(parts["seq_len"]) if "seq_len" in parts else len(parts["train"][0]["input_ids"])
+    except (TypeError, KeyError, IndexError, NotImplementedError) as error:
+        raise DataError(
+            f"data._target_: cannot tell the sequence length of what {option.path} returned; "
+            f"return a mapping with 'train' and 'seq_len'"
+        ) from error
+    tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    fingerprint = digest([option.path, repr(sorted(option.kwargs.items()))])
+    description = {"type": option.path}
+    return DataSplits(parts["train"], parts.get("eval"), tokenizer, fingerprint, seq_len, description, vocab_size)
+
+
+def _check_dispatch(option: DataTarget, made: DataSplits) -> None:
+    """Raise DataError for settings that only data without numbers has, given for data with numbers."""
+    from forgather_cli.data.loaders.map_style import is_map_style  # here, since it costs torch
+
+    splits = {"train": made.train, "eval": made.eval}
+    streams = {name: data is not None and not is_map_style(data) for name, data in splits.items()}
+    follows = option.dispatch_eval_batches is None
+    reads = {
+        "dispatch_batches": streams["train"] or (follows and streams["eval"]),
+        "dispatch_eval_batches": streams["eval"],
+    }
+    for name, is_read in reads.items():
+        if getattr(option, name) is not None and not is_read:
+            raise DataError(
+                f"data.{name}: nothing reads it, since what {option.path} returned has numbers, by which each rank "
+                "reads its own samples; leave it out"
+            )

@@ -95,6 +95,9 @@ class Tokenized:
     fingerprint: str
     meta: dict[str, Any]
 
+    def splits(self) -> dict[Split, TokenSplit]:
+        return {"train": self.train} if self.eval is None else {"train": self.train, "eval": self.eval}
+
 
 def dtype_of(vocab_size: int) -> str:
     """The smallest type that holds the ids of a vocabulary."""

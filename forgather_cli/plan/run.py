@@ -71,7 +71,7 @@ class RunPlan:
 
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
-    from forgather_cli.data.counts import cached_token_counts
+    from forgather_cli.data.build import cached_token_counts
 
     world_size = plan_layout(config).world
     counts = cached_token_counts(config.data) or {}
@@ -129,7 +129,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
 
 def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
-    from forgather_cli.data.counts import cached_token_counts
+    from forgather_cli.data.build import cached_token_counts
 
     seq_len, vocab_size = _seq_len(config), _vocab_size(config, cached_token_counts(config.data) or {})
     if seq_len is None or vocab_size is None:

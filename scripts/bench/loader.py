@@ -57,10 +57,10 @@ def arguments() -> argparse.Namespace:
 def cold_build(cache: str, settings: dict[str, Any]) -> float:
     """CPU seconds from nothing to a published token cache; for bpe with the tokenizer trained before."""
     if settings:
-        from forgather_cli.data.cache import cache_root
+        from forgather_cli.data.cache import Cache
         from forgather_cli.data.text.tokenize import trained_bpe
 
-        trained_bpe(find_corpus(PythonStdlibSettings()), 4096, cache_root(cache), None)
+        trained_bpe(find_corpus(PythonStdlibSettings()), 4096, Cache(cache))
     start = time.process_time()
     load_data(PythonStdlibSettings(cache_dir=cache, **settings), seed=0)
     return time.process_time() - start

@@ -19,24 +19,24 @@ import tempfile
 from pathlib import Path
 
 from forgather_cli.config.schema import PythonStdlibSettings
-from forgather_cli.data.cache import cache_root
+from forgather_cli.data.cache import Cache
 from forgather_cli.data.text.corpus import find_corpus
 from forgather_cli.data.text.tokenize import trained_bpe
 
 _RUN = """
 import sys, time
-from pathlib import Path
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.text.tokenize import corpus_key, tokenize_corpus
+from forgather_cli.data.cache import Cache
+from forgather_cli.data.text.tokenize import tokenize_corpus
 from forgather_cli.data.text.corpus import find_corpus
 from forgather_cli.data.text.tokenizer import load_tokenizer
 
-folder, tokenizer, processes, root = sys.argv[1], load_tokenizer(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+folder, tokenizer, processes, cache = sys.argv[1], load_tokenizer(sys.argv[2]), int(sys.argv[3]), Cache(sys.argv[4])
 corpus = find_corpus(TextSettings(files=[folder + "/*.txt"], eval_fraction=0.0))
-corpus_key(corpus, tokenizer.fingerprint, root)
+corpus.fingerprint(cache)
 tokenizer.encode("x")
 start = time.perf_counter()
-tokenize_corpus(corpus, tokenizer, root, None, processes=processes)
+tokenize_corpus(corpus, tokenizer, cache, processes=processes)
 print(time.perf_counter() - start)
 """
 
@@ -47,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = find_corpus(PythonStdlibSettings())
         text = b"".join(each.path.read_bytes() for each in source.files)
-        trained_bpe(source, 4096, cache_root(folder), None)
+        trained_bpe(source, 4096, Cache(folder))
         (bpe,) = Path(folder, "tokenizers").iterdir()
         for name, tokenizer, size in (("bytes", "bytes", args.bytes_mb), ("bpe", str(bpe), args.bpe_mb)):
             texts = written(Path(folder, name), text, size * 1_000_000)

@@ -232,7 +232,7 @@ def test_errors_of_processes_are_those_of_one(tmp_path: Path) -> None:
 _BUILD = """
 import signal, sys
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.text import encode as tokenizing, read as reading, tokenizer_workers as crew
+from forgather_cli.data.text import encode, read as reading, tokenize as tokenizing
 from forgather_cli.data.build import load_data
 
 reading.PIECE = 1000
@@ -244,7 +244,7 @@ def told(self, made):
     sys.stdin.readline()  # the next one when told so
 
 tokenizing.TokenFiles.commit = told
-start, started = crew._start, []
+start, started = encode._start, []
 
 def second_stopped():  # before it is asked for anything: the pieces that it is given are never done
     connection, process = start()
@@ -254,7 +254,7 @@ def second_stopped():  # before it is asked for anything: the pieces that it is 
     return connection, process
 
 if "second-stopped" in sys.argv:
-    crew._start = second_stopped
+    encode._start = second_stopped
 option = TextSettings(files=[sys.argv[1]], cache_dir=sys.argv[2], seq_len=16, tokenize_processes=int(sys.argv[3]))
 load_data(option, seed=0)
 print("built", flush=True)

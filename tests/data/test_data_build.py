@@ -20,9 +20,8 @@ from program import modules_after
 
 from forgather_cli.config.schema import PythonStdlibSettings, SyntheticSettings, Target, TextSettings, TokensSettings
 from forgather_cli.data import cache as cache_module
-from forgather_cli.data.build import load_data
-from forgather_cli.data.cache import build_once, find
-from forgather_cli.data.counts import cached_token_counts
+from forgather_cli.data.build import cached_token_counts, load_data
+from forgather_cli.data.cache import Cache
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text.tokenizer import train_bpe
@@ -244,7 +243,7 @@ def test_two_processes_build_once(corpus: Path, cache: str, mode: str) -> None:
 _BUILD_ONCE = """
 import sys
 from pathlib import Path
-from forgather_cli.data.cache import build_once
+from forgather_cli.data.cache import Cache
 
 def write(directory):
     print("writing", flush=True)
@@ -254,7 +253,7 @@ def write(directory):
 
 print("ready", flush=True)
 sys.stdin.readline()
-print(build_once(Path(sys.argv[1]), "kind", "key", write)[1]["by"], flush=True)
+print(Cache(sys.argv[1]).build_once("kind", "key", write)[1]["by"], flush=True)
 """
 
 
@@ -306,7 +305,7 @@ def test_a_wait_for_another_builder_is_told_and_told_again(
         return True
 
     caplog.handler.addFilter(let_go)
-    assert cache_module.build_once(tmp_path, "kind", "key", lambda directory: {"by": "second"})[1]["by"] == "first"
+    assert Cache(tmp_path).build_once("kind", "key", lambda directory: {"by": "second"})[1]["by"] == "first"
     caplog.handler.removeFilter(let_go)
     assert first.ends() == "first"
     told = [record.getMessage() for record in caplog.records]
@@ -344,9 +343,9 @@ def test_failed_build_leaves_no_trace(tmp_path: Path) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        build_once(tmp_path, "kind", "key", write)
+        Cache(tmp_path).build_once("kind", "key", write)
     assert os.listdir(tmp_path / "kind") == []
-    assert find(tmp_path, "kind", "key") is None
+    assert Cache(tmp_path).find("kind", "key") is None
 
 
 def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> None:
@@ -364,7 +363,6 @@ def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> 
     assert concat["train_samples"] == len(load(text(corpus, cache)).train)
     code = f"""
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.counts import cached_token_counts
 assert cached_token_counts(TextSettings(files=[{str(corpus)!r}], cache_dir={cache!r}, seq_len=32))
 """
     assert not {"torch", "tokenizers"} & modules_after(code)

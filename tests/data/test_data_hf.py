@@ -18,8 +18,7 @@ from ranks import run_ranks
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import HfSettings, TextSettings
-from forgather_cli.data.build import load_data
-from forgather_cli.data.counts import cached_token_counts
+from forgather_cli.data.build import cached_token_counts, load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.splits import DataSplits

@@ -18,9 +18,8 @@ from parity import LAYOUTS, assert_parity, train
 from program import modules_after
 
 from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.build import load_data
+from forgather_cli.data.build import cached_token_counts, load_data
 from forgather_cli.data.chat.template import CHATML
-from forgather_cli.data.counts import cached_token_counts
 from forgather_cli.data.packing import in_turn
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text.tokenizer import load_tokenizer
@@ -295,7 +294,7 @@ def test_counts_are_known_without_torch_and_without_reading(corpus: Path, direct
     rows = {"train_samples": len(data.train), "eval_samples": len(data.eval)}
     expected = {"vocab_size": data.tokenizer.vocab_size, **counts, **rows}
     code = (
-        "from forgather_cli.data.counts import cached_token_counts\n"
+        "from forgather_cli.data.build import cached_token_counts\n"
         "from forgather_cli.config.schema import InstructSettings\n"
         f"assert cached_token_counts({chosen!r}) == {expected}"
     )

@@ -14,25 +14,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.cache import Meta, Meter, Progress, build_once, digest, find
+from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
 from forgather_cli.data.chat.conversations import Conversation, read_conversations
 from forgather_cli.data.chat.template import CHATML, ChatTemplate, special_tokens
-from forgather_cli.data.packing import PackingTable, packed_tables, packing_key
+from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, held_out_share
-from forgather_cli.data.text.read import Damage, SourceFile, chunks, damage_of, encodable, kind_of
+from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
 from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized, TokenSplit, cached_split, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
-
-if TYPE_CHECKING:
-    from forgather_cli.data.samples import Batched
 
 _VERSION = 1  # of the files and of the rules that make tokens of a record
 _SPECIAL = re.compile(r"<\|[^|<>\s'\"{}]+\|>|<(?:start|end)_of_turn>")  # what templates write that looks like a token
@@ -56,15 +53,6 @@ class Chats:
     @property
     def eval_fraction(self) -> float:
         return 0.0 if self.eval_files else self.option.eval_fraction
-
-    def key(self, root: Path, *, read: bool = True) -> str | None:
-        """Name of the cache directory; None if the content is not known yet and ``read`` is false."""
-        content = content_hash(root, self.all_files, read=read)
-        option, template = self.option, self.template
-        rules = [_VERSION, len(self.files), self.eval_fraction, option.messages_key, option.train_on]
-        rules += ["skip"] if option.on_bad_row == "skip" else []
-        text = [template.source, template.special_tokens]
-        return None if content is None else digest([content, rules, self.tokenizer.fingerprint, text])
 
 
 def find_chats(option: InstructSettings) -> Chats:
@@ -173,22 +161,18 @@ def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
-def tokenize_chats(chats: Chats, root: Path, progress: Progress | None) -> Tokenized:
+def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records."""
-    key = chats.key(root)
-    assert key is not None
+    option, template = chats.option, chats.template
+    content = content_hash(cache, chats.all_files)
+    rules = [_VERSION, len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
+    rules += ["skip"] if option.on_bad_row == "skip" else []
+    key = digest([content, rules, chats.tokenizer.fingerprint, [template.source, template.special_tokens]])
 
     def write(temporary: Path) -> Meta:
-        return _write(temporary, chats, progress) | {"content": content_hash(root, chats.all_files)}
+        return _write(temporary, chats, cache.progress) | {"content": content}
 
-    directory, meta = build_once(root, "tokens", key, write)
-    if meta["unknown"]:
-        _log.warning(
-            "data.tokenizer: %s of the chat template %s; encoded as text. Add them with forgather finalize MODEL DEST "
-            "--add-tokens FILE, or choose a template whose tokens it has",
-            ", ".join(meta["unknown"]),
-            "is no token of the tokenizer" if len(meta["unknown"]) == 1 else "are no tokens of the tokenizer",
-        )
+    directory, meta = cache.build_once("tokens", key, write)
     evaluation = cached_split(directory, "eval", meta, has_targets=True) if meta["eval"]["tokens"] else None
     return Tokenized(cached_split(directory, "train", meta, has_targets=True), evaluation, key, meta)
 
@@ -250,50 +234,11 @@ class _Writer:
         return {"tokens": int(borders[-1]), "documents": len(self.lengths), "targets": self._num_targets}
 
 
-def cached_chats(option: InstructSettings, root: Path) -> tuple[Meta, dict[str, int], int] | None:
-    """(meta data, rows of each split, vocabulary size) of chat data in the cache; reads no text and writes nothing.
-
-    None if it is not there.
-    """
-    chats = find_chats(option)
-    key = chats.key(root, read=False)
-    meta = find(root, "tokens", key) if key else None
-    if key is None or meta is None:
-        return None
-    tables = find(root, "packings", packing_key(key, option.seq_len, option.packing, option.too_long)) or {}
-    return meta, {name: tables[name]["rows"] for name in SPLITS if name in tables}, chats.tokenizer.vocab_size
-
-
 # ------------------------------------------------------------------------------------------------------------- samples
 
 
-def pack_chats(chats: Chats, data: Tokenized, root: Path) -> tuple[Batched, Batched | None, dict[str, Any]]:
-    """Training and evaluation samples and their description. Raises DataError if no conversation can be trained on."""
-    from forgather_cli.data.samples import PackedDataset
-
-    option = chats.option
-    tables = packed_tables(root, data, option.seq_len, option.packing, too_long=option.too_long)
-    if not len(tables["train"]):
-        raise _nothing_fits(option, data.train, tables["train"])
-    # of rows with one conversation, padded on the right, no token sees another's: the masks would only cost time
-    isolate = option.isolate_documents and option.packing != "pad"
-    splits = {"train": data.train} | ({"eval": data.eval} if data.eval and len(tables["eval"]) else {})
-    made: dict[str, Batched] = {
-        name: PackedDataset(
-            split.tokens,
-            tables[name],
-            option.seq_len,
-            chats.tokenizer.pad_token_id,
-            isolate=isolate,
-            targets=split.targets,
-            restart=isolate,
-        )
-        for name, split in splits.items()
-    }
-    return made["train"], made.get("eval"), _describe(option, data.meta, tables)
-
-
-def _nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTable) -> DataError:
+def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTable) -> DataError:
+    """The error of conversations none of which can be trained on."""
     assert split.documents is not None
     assert split.first_targets is not None
     if table.counts["dropped"] == split.first_targets.length:
@@ -308,25 +253,28 @@ def _nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTab
     )
 
 
-def _describe(option: InstructSettings, meta: Meta, tables: dict[str, PackingTable]) -> dict[str, Any]:
-    description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
+def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:
+    """What there is to say of the targets and of what was left out, which is warned of too."""
+    if meta["unknown"]:
+        _log.warning(
+            "data.tokenizer: %s of the chat template %s; encoded as text. Add them with forgather finalize MODEL DEST "
+            "--add-tokens FILE, or choose a template whose tokens it has",
+            ", ".join(meta["unknown"]),
+            "is no token of the tokenizer" if len(meta["unknown"]) == 1 else "are no tokens of the tokenizer",
+        )
     left_out: list[str] = []  # as "of 100 train conversations 3 longer, cut (data.too_long=cut)"
     what = {
         "cut": "longer, cut (data.too_long=cut)",
         "dropped": "longer, left out (data.too_long=drop)",
         "empty": "without a target in it, left out",
     }
-    for name in SPLITS:
-        counts = tables[name].counts if name in tables else {}
-        description[f"{name}_tokens"] = meta[name]["tokens"]
-        description[f"{name}_documents"] = meta[name]["documents"]
-        description[f"{name}_samples"] = len(tables[name]) if name in tables else 0
-        found = [f"{counts[each]:,} {how}" for each, how in what.items() if counts.get(each)]
+    for name, table in tables.items():
+        found = [f"{table.counts[each]:,} {how}" for each, how in what.items() if table.counts.get(each)]
         if found:
             left_out.append(f"of {meta[name]['documents']:,} {name} conversations {', '.join(found)}")
     tokens, targets = meta["train"]["tokens"], meta["train"]["targets"]
-    description["targets"] = f"{targets:,} of {tokens:,} training tokens ({option.train_on})"
+    description = {"targets": f"{targets:,} of {tokens:,} training tokens ({option.train_on})"}
     if left_out:
         description["left_out"] = "; ".join(left_out)
         _log.warning("data.seq_len=%d: %s", option.seq_len, description["left_out"])
-    return {**description, **meta["origin"], **damage_of(meta), "content": meta["content"]}
+    return description

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from forgather_cli.data.cache import Meta, digest, recall, remember_once
+from forgather_cli.data.cache import Cache, Meta, digest
 from forgather_cli.data.text import read
 from forgather_cli.data.text.read import (
     Damage,
@@ -61,11 +61,11 @@ class Documents(Protocol):
     def by_name(self) -> bool:
         """Split by the hash of a document's name instead of its text."""
 
-    def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
-        """Hash of content and split rules. None if the content is not known yet and ``read`` is false."""
+    def content(self, cache: Cache) -> str:
+        """Hash of the content, which is read once; afterwards what identifies the source stands for it."""
 
-    def content(self, root: Path) -> str:
-        """Hash of the content."""
+    def fingerprint(self, cache: Cache) -> str:
+        """Hash of content and split rules."""
 
     def pieces(self) -> list[Piece]:
         """All documents in order. Equal content is cut in equal pieces."""
@@ -93,17 +93,12 @@ class Corpus:
     def all_files(self) -> tuple[SourceFile, ...]:
         return self.files + self.eval_files
 
-    def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
-        """The content is hashed once; afterwards paths, inodes, sizes and times stand for it."""
-        content = content_hash(root, self.all_files, read=read)
-        rules = [_VERSION, len(self.files), self.eval_fraction, self.by_name, self.text_key]
-        rules += ["skip"] if self.skip_bad else []
-        return None if content is None else digest([content, rules])
+    def content(self, cache: Cache) -> str:
+        return content_hash(cache, self.all_files)
 
-    def content(self, root: Path) -> str:
-        content = content_hash(root, self.all_files)
-        assert content is not None
-        return content
+    def fingerprint(self, cache: Cache) -> str:
+        rules = [_VERSION, len(self.files), self.eval_fraction, self.by_name, self.text_key]
+        return digest([self.content(cache), [*rules, "skip"] if self.skip_bad else rules])
 
     def pieces(self) -> list[Piece]:
         """Small files are joined to 16 MiB, long ones are cut."""
@@ -136,10 +131,9 @@ def _groups(parts: Sequence[tuple[int, Part]]) -> Iterator[list[tuple[int, Part]
         yield group
 
 
-def content_hash(root: Path, files: Sequence[SourceFile], *, read: bool = True) -> str | None:
-    """Hash of the bytes and labels of files, in order; see ``Corpus.fingerprint``. Raises DataError."""
-    stamp = digest([[source.label, *stamp_of(source.path)] for source in files])
-    note = root / "content" / f"{stamp}.json"
+def content_hash(cache: Cache, files: Sequence[SourceFile]) -> str:
+    """Hash of the bytes and labels of files, in order. They are read once; afterwards paths, inodes, sizes and times
+    stand for them. Raises DataError."""
 
     def file_hash(source: SourceFile) -> str:
         try:
@@ -153,8 +147,8 @@ def content_hash(root: Path, files: Sequence[SourceFile], *, read: bool = True) 
             hashes = list(threads.map(file_hash, files))
         return {"content": digest([[source.label, each] for source, each in zip(files, hashes, strict=True)])}
 
-    known = remember_once(root, note, read_all) if read else recall(note)
-    return None if known is None else str(known["content"])
+    stamp = digest([[source.label, *stamp_of(source.path)] for source in files])
+    return str(cache.remember_once("content", stamp, read_all)["content"])
 
 
 def stamp_of(path: Path) -> list[Any]:

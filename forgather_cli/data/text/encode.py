@@ -1,27 +1,44 @@
-"""Documents to token files: pieces encoded by any process, joined in order in files that outlive a killed build."""
+"""Documents to tokens: a piece of a corpus at a time, in this process or in others beside it.
+
+Those are started as new interpreters that import no torch: a fork would copy its threads' locks, and the tokenizer
+library's, and ``multiprocessing``'s spawn would run the user's script again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
+import multiprocessing
 import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forgather_cli.data.cache import InterruptedBuildError
+from forgather_cli.data.text import read as reading
 from forgather_cli.data.text.corpus import Documents, Piece, is_held_out
 from forgather_cli.data.text.read import Damage, chunks
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.data.tokens import SPLITS, Split
+from forgather_cli.errors import DataError
 
-_CANNOT_COPY = (None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # None: not on this system
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 Outputs = Mapping[Split, BinaryIO]
+Report = Callable[[int], None]
+"""Called with bytes of the source that are done."""
 Ints = NDArray[np.int64]
 
 
@@ -48,11 +65,8 @@ class Encoder:
     """Token that follows each document."""
     dtype: str
 
-    def encode(
-        self, piece: Piece, outputs: Outputs, report: Callable[[int], None], *, is_first: bool = False
-    ) -> Encoded:
-        """Write the tokens of a piece; ``report`` gets the bytes of the source that are done. ``is_first``: no
-        document is before."""
+    def encode(self, piece: Piece, outputs: Outputs, report: Report, *, is_first: bool = False) -> Encoded:
+        """Write the tokens of a piece. ``is_first``: no document is before."""
         made = Encoded()
         for chunk in chunks(self.corpus.read(piece, made.damage), report):
             arrays = self.tokenizer.encode_arrays([document.text for document in chunk])
@@ -80,137 +94,118 @@ class Encoder:
         return lengths
 
 
-@dataclass
-class Journal:
-    """How far token files have grown. Sizes are of whole pieces: what lies behind them is of one that was not done."""
-
-    plan: str
-    """Stands for the pieces and their order."""
-    done: int = 0
-    """Pieces."""
-    last: int = -1
-    """Number of the last piece with documents."""
-    tokens: dict[Split, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
-    documents: dict[Split, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
-    chars: int = 0
-    replaced: int = 0
-    replaced_in: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-    @property
-    def damage(self) -> Damage:
-        return Damage(self.replaced, self.replaced_in, self.skipped)
-
-    def add(self, made: Encoded) -> None:
-        for split in SPLITS:
-            self.tokens[split] += sum(int(each.sum()) for each in made.lengths[split])
-            self.documents[split] += sum(map(len, made.lengths[split]))
-            if any(map(len, made.lengths[split])):
-                self.last = self.done
-        self.done += 1
-        self.chars += made.num_chars
-        self.replaced += made.damage.count
-        self.skipped += made.damage.skipped
-        self.replaced_in += [name for name in made.damage.files if name not in self.replaced_in[-1:]]
+# ------------------------------------------------------------------------------------------------ processes that encode
 
 
-class TokenFiles:
-    """The token files of a corpus in a directory while they grow: ``<split>.bin``, ``<split>.lengths`` and a journal.
+class TokenizerWorkers:
+    """``num`` processes that encode pieces into files of a directory. Leaving the context ends them."""
 
-    What a killed process has left is resumed if it was made by the same plan.
-    """
-
-    def __init__(self, directory: Path, plan: str, dtype: str) -> None:
-        self._directory, self._itemsize = directory, np.dtype(dtype).itemsize
-        self.journal = self._recalled(plan) or Journal(plan)
-        for stale in directory.glob("pieces-*"):
-            stale.unlink()
-        self._lengths: dict[Split, BinaryIO] = {split: self._open(split, ".lengths") for split in SPLITS}
-        self.outputs: dict[Split, BinaryIO] = {split: self._open(split, ".bin") for split in SPLITS}
-
-    def _sizes(self, journal: Journal, split: Split) -> dict[str, int]:
-        return {".bin": journal.tokens[split] * self._itemsize, ".lengths": journal.documents[split] * 8}
-
-    def _recalled(self, plan: str) -> Journal | None:
+    def __init__(self, num: int, encoder: Encoder, pieces: Sequence[Piece], directory: Path) -> None:
+        # names of our own: processes of a builder that was killed may not have noticed yet
+        self._stem, self._num_pieces = directory / f"pieces-{uuid.uuid4().hex}", len(pieces)
+        self._threads = ThreadPoolExecutor(num)
+        """Each waits for the answer of one process."""
+        self._idle: queue.SimpleQueue[tuple[Connection, subprocess.Popen[bytes]]] = queue.SimpleQueue()
+        self._workers: list[tuple[Connection, subprocess.Popen[bytes]]] = []
         try:
-            journal = Journal(**json.loads((self._directory / "journal.json").read_text()))
-            whole = all(
-                (self._directory / f"{split}{kind}").stat().st_size >= size
-                for split in SPLITS
-                for kind, size in self._sizes(journal, split).items()
-            )
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-        return journal if whole and journal.plan == plan else None
+            for _ in range(num):
+                self._workers.append(_start())
+            for connection, process in self._workers:
+                with contextlib.suppress(ConnectionError):  # reported when it is asked for a piece
+                    connection.send((encoder, list(pieces), self._stem, reading.PIECE))
+                self._idle.put((connection, process))
+        except BaseException:
+            self.close()
+            raise
 
-    def _open(self, split: Split, kind: str) -> BinaryIO:
-        path = self._directory / f"{split}{kind}"
-        path.touch()
-        handle = path.open("r+b")
-        handle.truncate(self._sizes(self.journal, split)[kind])
-        handle.seek(0, os.SEEK_END)
-        return handle
+    def __enter__(self) -> TokenizerWorkers:
+        return self
 
-    def append(self, files: Mapping[Split, Path]) -> None:
-        """Append tokens that another process has written, and remove its files."""
-        for split, path in files.items():
-            with path.open("rb") as source:
-                _copy(source, self.outputs[split])
-            path.unlink()
-
-    def commit(self, made: Encoded) -> None:
-        """A piece's tokens are written: from now on they stay, whatever happens to this process or machine."""
-        for split in SPLITS:
-            for lengths in made.lengths[split]:
-                self._lengths[split].write(lengths.data)
-        self.journal.add(made)
-        for handle in (*self.outputs.values(), *self._lengths.values()):
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary = self._directory / "journal.json.tmp"
-        temporary.write_text(json.dumps(self.journal.__dict__))
-        temporary.replace(self._directory / "journal.json")
-
-    def drop_last(self, split: Split) -> None:
-        """Take the last document away."""
-        lengths = self._lengths[split]
-        lengths.flush()
-        lengths.seek(-8, os.SEEK_END)
-        self.journal.tokens[split] -= int.from_bytes(lengths.read(8), "little")
-        self.journal.documents[split] -= 1
-        for handle, kind in ((lengths, ".lengths"), (self.outputs[split], ".bin")):
-            handle.truncate(self._sizes(self.journal, split)[kind])
-            handle.seek(0, os.SEEK_END)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # on a full disk each of them raises
-            for handle in (*self.outputs.values(), *self._lengths.values()):
-                stack.callback(handle.close)
+        """End the processes, whatever they do."""
+        for _, process in self._workers:
+            process.kill()
+            process.wait()
+        self._threads.shutdown(cancel_futures=True)
+        for connection, _ in self._workers:
+            connection.close()
+        self._workers = []
 
-    def finish(self) -> None:
-        """Leave the tokens, and where each document starts (``<split>.documents.bin``), alone in the directory."""
-        self.close()
-        for split in SPLITS:
-            lengths = self._directory / f"{split}.lengths"
-            end = np.zeros(1, np.int64)
-            with lengths.open("rb") as source, (self._directory / f"{split}.documents.bin").open("wb") as target:
-                target.write(end.data)
-                while data := source.read(8 << 17):
-                    offsets = np.cumsum(np.frombuffer(data, np.int64)) + end
-                    target.write(offsets.data)
-                    end = offsets[-1:]
-            lengths.unlink()
-        (self._directory / "journal.json").unlink()
+    def encode(self, first: int, report: Report) -> Iterator[tuple[Encoded, dict[Split, Path]]]:
+        """Encode the pieces from number ``first`` on: what became of each, in their order, with the files that hold
+        its tokens. ``report`` is called from threads. Raises DataError."""
+
+        def ask(number: int) -> tuple[Encoded, dict[Split, Path]]:
+            connection, process = self._idle.get()
+            try:
+                connection.send(number)
+                while (answer := connection.recv())[0] == "bytes":
+                    report(answer[1])
+            except (EOFError, ConnectionError) as error:
+                code = process.wait()
+                how = f"signal {-code}, perhaps for lack of memory" if code < 0 else f"exit code {code}"
+                raise InterruptedBuildError(
+                    f"data.tokenize_processes: a process that tokenizes has ended ({how}); start again, which goes on "
+                    "where it was, or set a smaller number"
+                ) from error
+            finally:
+                self._idle.put((connection, process))
+            kind, value = answer
+            if kind == "failed":
+                raise value
+            return value, _piece_files(self._stem, number)
+
+        return self._threads.map(ask, range(first, self._num_pieces))
 
 
-def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    """Append a file to another: in the kernel where it can, in half the time."""
-    target.flush()
-    try:
-        while os.copy_file_range(source.fileno(), target.fileno(), 1 << 30):
-            continue
-    except (AttributeError, OSError) as error:
-        if getattr(error, "errno", None) not in _CANNOT_COPY:
-            raise
-        shutil.copyfileobj(source, target, 1 << 20)
-    target.seek(0, os.SEEK_END)
+def _piece_files(stem: Path, number: int) -> dict[Split, Path]:
+    """Where a process writes the tokens of a piece."""
+    return {split: stem.with_name(f"{stem.name}-{number}.{split}") for split in SPLITS}
+
+
+def _start() -> tuple[Connection, subprocess.Popen[bytes]]:
+    ours, theirs = multiprocessing.Pipe()
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({theirs.fileno()})"
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=os.environ | _ONE_THREAD,
+            start_new_session=True,  # Ctrl-C is for the process that ends them
+        )
+    return ours, process
+
+
+def serve(descriptor: int) -> None:
+    """In such a process: encode the pieces that the other end of a connection asks for until it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def end_with_parent() -> None:  # a piece may take half a minute, for nobody if the parent was killed
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):
+        encoder, pieces, stem, reading.PIECE = connection.recv()
+        while True:
+            number = connection.recv()
+            try:
+                with contextlib.ExitStack() as stack:
+                    files = _piece_files(stem, number)
+                    outputs = {split: stack.enter_context(path.open("wb")) for split, path in files.items()}
+                    made = encoder.encode(pieces[number], outputs, lambda count: connection.send(("bytes", count)))
+                answer: tuple[str, Any] = "done", made
+            except ConnectionError:
+                raise
+            except (DataError, OSError) as error:
+                answer = "failed", error
+            except Exception:  # the edge of the process
+                answer = "failed", RuntimeError(f"in a process that tokenizes:\n{traceback.format_exc()}")
+            connection.send(answer)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.config.schema import HfSettings
-from forgather_cli.data.cache import Meta, digest, recall, remember_once
+from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.text import read as reading
 from forgather_cli.data.text.corpus import Piece, find_files, stamp_of
 from forgather_cli.data.text.read import Damage, Document, kind_of
@@ -46,7 +46,7 @@ class Opened:
     eval: Any | None
 
 
-def open_datasets(option: HfSettings, root: Path) -> Opened:
+def open_datasets(option: HfSettings, cache: Cache) -> Opened:
     """Load what an option names, from the hub, its cache, or files. Raises DataError."""
     path = option.dataset or _FORMAT_OF.get(kind_of(Path(option.data_files[0])))
     if path is None:
@@ -77,7 +77,7 @@ def open_datasets(option: HfSettings, root: Path) -> Opened:
             data_files=files or None,
             revision=option.revision,
             streaming=option.streaming,
-            cache_dir=str(root / "datasets" / stamp) if is_local else None,
+            cache_dir=str(cache.root / "datasets" / stamp) if is_local else None,
             **kwargs,
         )
 
@@ -228,38 +228,29 @@ class HfCorpus:
     skip_bad: bool = False
     by_name: bool = False
 
-    def fingerprint(self, root: Path, *, read: bool = True) -> str | None:
-        """The content is hashed once; afterwards the library's fingerprints stand for it."""
-        content = self._content(root, read=read)
-        rules = [_VERSION, content, self.eval_fraction, *(["skip"] if self.skip_bad else [])]
-        return None if content is None else digest(rules)
-
-    def content(self, root: Path) -> str:
-        content = self._content(root, read=True)
-        assert content is not None
-        return content
-
-    def _content(self, root: Path, *, read: bool) -> str | None:
-        # the library's fingerprint alone is equal for files of equal name, size and modification time
-        parts = [[each._fingerprint, *(file["filename"] for file in each.cache_files)] for each in self._datasets()]
-        stamp = digest(["hf", self.text_key, *parts])
-        note = root / "content" / f"{stamp}.json"
-
-        def read_all() -> Meta:
-            return {"content": digest([self._hash(each) for each in self._datasets()])}
-
-        known = remember_once(root, note, read_all) if read else recall(note)
-        return None if known is None else str(known["content"])
-
     def _datasets(self) -> list[Any]:
         return [each for each in (self.train, self.eval) if each is not None]
 
-    def _hash(self, dataset: Any) -> str:
-        state = hashlib.sha256()
-        for text in _texts(dataset, self.text_key, 0, len(dataset)):
-            data = (text or "").encode()
-            state.update(len(data).to_bytes(8, "little") + data)
-        return state.hexdigest()
+    def content(self, cache: Cache) -> str:
+        """Read once; afterwards the library's fingerprints stand for it."""
+
+        def hash_of(dataset: Any) -> str:
+            state = hashlib.sha256()
+            for text in _texts(dataset, self.text_key, 0, len(dataset)):
+                data = (text or "").encode()
+                state.update(len(data).to_bytes(8, "little") + data)
+            return state.hexdigest()
+
+        # the library's fingerprint alone is equal for files of equal name, size and modification time
+        parts = [[each._fingerprint, *(file["filename"] for file in each.cache_files)] for each in self._datasets()]
+        stamp = digest(["hf", self.text_key, *parts])
+        hashed = cache.remember_once(
+            "content", stamp, lambda: {"content": digest(list(map(hash_of, self._datasets())))}
+        )
+        return str(hashed["content"])
+
+    def fingerprint(self, cache: Cache) -> str:
+        return digest([_VERSION, self.content(cache), self.eval_fraction, *(["skip"] if self.skip_bad else [])])
 
     def pieces(self) -> list[Piece]:
         found: list[Piece] = []
@@ -301,9 +292,9 @@ def _texts(dataset: Any, key: str, start: int, stop: int) -> Iterator[str | None
         yield from table.column(key).to_pylist()
 
 
-def hf_corpus(option: HfSettings, root: Path) -> HfCorpus:
+def hf_corpus(option: HfSettings, cache: Cache) -> HfCorpus:
     """The documents of an option. Raises DataError."""
-    opened = open_datasets(option, root)
+    opened = open_datasets(option, cache)
     fraction = 0.0 if opened.eval is not None else option.eval_fraction
     return HfCorpus(
         opened.train, opened.eval, option.text_key, fraction, origin_of(option), option.on_bad_row == "skip"

@@ -60,22 +60,25 @@ class Damage:
     """What was not as it should be and was read all the same: byte sequences that are not UTF-8, which U+FFFD replaces,
     and bad rows that ``data.on_bad_row=skip`` leaves out."""
 
-    count: int = 0
-    files: list[str] = field(default_factory=list)
+    replaced: dict[str, int] = field(default_factory=dict)
+    """File -> its byte sequences that were replaced."""
     skipped: list[str] = field(default_factory=list)
     """Bad rows that were left out, each with its place and what is wrong with it."""
 
     def add(self, name: str, count: int) -> None:
-        self.count += count
-        if not self.files or self.files[-1] != name:
-            self.files.append(name)
+        self.replaced[name] = self.replaced.get(name, 0) + count
+
+    def join(self, other: Damage) -> None:
+        for name, count in other.replaced.items():
+            self.add(name, count)
+        self.skipped += other.skipped
 
     def lines(self) -> dict[str, str]:
         """What there is to say of it, by kind; nothing where all was sound."""
         found: dict[str, str] = {}
-        if self.count:
-            where = f"{len(self.files)} files replaced by U+FFFD ({self.files[0]})"
-            found["replaced"] = f"{self.count} undecodable byte sequences in {where}"
+        if count := sum(self.replaced.values()):
+            where = f"{len(self.replaced)} files replaced by U+FFFD ({next(iter(self.replaced))})"
+            found["replaced"] = f"{count} undecodable byte sequences in {where}"
         if self.skipped:
             shown = "; ".join(self.skipped[:3]) + ("; ..." if len(self.skipped) > 3 else "")
             found["skipped"] = f"{len(self.skipped)} bad rows left out (data.on_bad_row=skip): {shown}"

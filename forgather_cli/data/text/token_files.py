@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgather_cli.config.schema import TokensSettings
-from forgather_cli.data.cache import Meta, Meter, Progress, build_once, digest, find
+from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
 from forgather_cli.data.text.corpus import content_hash, find_files
 from forgather_cli.data.text.read import SourceFile
 from forgather_cli.data.tokens import ArrayFile, Tokenized, Tokens, TokenSplit
@@ -28,7 +28,7 @@ class _Scan:
     """(documents + 1,); without a separator the whole is one document."""
 
 
-def open_token_files(option: TokensSettings, vocab_size: int, root: Path, progress: Progress | None) -> Tokenized:
+def open_token_files(option: TokensSettings, vocab_size: int, cache: Cache) -> Tokenized:
     """The token files of an option, with their document borders where ``document_separator`` is set.
 
     The first use reads every file whole: for its hash, the range of its ids and its documents. Raises DataError for
@@ -36,9 +36,12 @@ def open_token_files(option: TokensSettings, vocab_size: int, root: Path, progre
     """
     train = _array_files("data.files", option.files, option.token_dtype)
     evaluation = [] if not option.eval_files else _array_files("data.eval_files", option.eval_files, option.token_dtype)
-    key = _key(option, root)
-    assert key is not None
-    directory, meta = build_once(root, "indexes", key, lambda path: _write(path, option, train, evaluation, progress))
+    content = content_hash(cache, [SourceFile(file.path, file.path.suffix) for file in (*train, *evaluation)])
+    rules = [_VERSION, len(train), option.token_dtype, option.document_separator, option.eval_fraction]
+    key = digest([content, rules])
+    directory, meta = cache.build_once(
+        "indexes", key, lambda path: _write(path, option, train, evaluation, cache.progress)
+    )
     for id_ in (meta["smallest"], meta["largest"]):
         if not 0 <= id_ < vocab_size:
             raise DataError(
@@ -46,33 +49,7 @@ def open_token_files(option: TokensSettings, vocab_size: int, root: Path, progre
                 f"name the tokenizer that made them, or set data.token_dtype"
             )
     splits = [_open(directory, name, files, meta) for name, files in (("train", train), ("eval", evaluation or train))]
-    meta = meta | {"content": content_hash(root, _sources(option))}
-    return Tokenized(splits[0], splits[1] if meta["eval"]["tokens"] else None, key, meta)
-
-
-def cached_token_files(option: TokensSettings, root: Path) -> tuple[str, Meta] | None:
-    """Key and meta data of token files that are indexed already; reads no tokens and writes nothing."""
-    key = _key(option, root, read=False)
-    meta = find(root, "indexes", key) if key else None
-    return None if key is None or meta is None else (key, meta)
-
-
-def _key(option: TokensSettings, root: Path, *, read: bool = True) -> str | None:
-    content = content_hash(root, _sources(option), read=read)
-    rules = [
-        _VERSION,
-        len(find_files("data.files", option.files)),
-        option.token_dtype,
-        option.document_separator,
-        option.eval_fraction,
-    ]
-    return None if content is None else digest([content, rules])
-
-
-def _sources(option: TokensSettings) -> list[SourceFile]:
-    paths = find_files("data.files", option.files)
-    paths += find_files("data.eval_files", option.eval_files) if option.eval_files else []
-    return [SourceFile(path, path.suffix) for path in paths]
+    return Tokenized(splits[0], splits[1] if meta["eval"]["tokens"] else None, key, meta | {"content": content})
 
 
 def _array_files(setting: str, patterns: Sequence[str], token_dtype: str) -> list[ArrayFile]:

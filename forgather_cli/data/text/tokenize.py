@@ -1,45 +1,41 @@
-"""Text to the token cache: one token file and one file of document borders per split."""
+"""Text to the token cache: a token file and a file of document borders per split, which outlive a killed build."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import logging
-from collections.abc import Iterator, Sequence
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
-from forgather_cli.data.cache import Meta, Meter, Progress, build_once, digest, find
+import numpy as np
+
+from forgather_cli.data.cache import Cache, Meta, Meter, digest
 from forgather_cli.data.text.corpus import Documents, Piece, available_cores, cut_last, split_documents
-from forgather_cli.data.text.encode import Encoded, Encoder, TokenFiles
+from forgather_cli.data.text.encode import Encoded, Encoder, TokenizerWorkers
 from forgather_cli.data.text.read import Damage
 from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, end_of, train_bpe
-from forgather_cli.data.text.tokenizer_workers import TokenizerWorkers
-from forgather_cli.data.tokens import SPLITS, Tokenized, cached_split, dtype_of
+from forgather_cli.data.tokens import SPLITS, Split, Tokenized, cached_split, dtype_of
 from forgather_cli.errors import DataError
+from forgather_cli.input_files import write_whole
 
 _VERSION = 2  # of the files below
 _WORTH_PROCESSES = 64 << 20  # bytes of text; less is done before processes have started
 _MOST_PROCESSES = 16  # unless more are asked for: each takes some 300 MB
+_CANNOT_COPY = (None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # None: not on this system
 _log = logging.getLogger(__name__)
 
 
-def corpus_key(corpus: Documents, tokenizer_fingerprint: str, root: Path, *, read: bool = True) -> str | None:
-    """Name of the cache directory; None if the content is not known yet and ``read`` is false."""
-    content = corpus.fingerprint(root, read=read)
-    return None if content is None else digest([_VERSION, content, tokenizer_fingerprint])
-
-
-def bpe_directory(corpus: Documents, vocab_size: int, root: Path, *, read: bool = True) -> Path | None:
-    """Where the BPE tokenizer of a corpus belongs; None if the content is not known yet and ``read`` is false."""
-    content = corpus.fingerprint(root, read=read)
-    return None if content is None else root / "tokenizers" / digest([_VERSION, content, vocab_size])
-
-
-def trained_bpe(corpus: Documents, vocab_size: int, root: Path, progress: Progress | None) -> Tokenizer:
+def trained_bpe(corpus: Documents, vocab_size: int, cache: Cache) -> Tokenizer:
     """The BPE tokenizer of a corpus, trained on its training documents if it is not in the cache."""
-    directory = bpe_directory(corpus, vocab_size, root)
-    assert directory is not None
 
     def write(temporary: Path) -> Meta:
-        meter = Meter(progress, _num_bytes(corpus.pieces()))
+        meter = Meter(cache.progress, _num_bytes(corpus.pieces()))
 
         def texts() -> Iterator[str]:
             for split, document in split_documents(corpus, Damage()):
@@ -51,39 +47,29 @@ def trained_bpe(corpus: Documents, vocab_size: int, root: Path, progress: Progre
         train_bpe(texts(), vocab_size, temporary)
         return {"corpus": corpus.origin}
 
-    build_once(root, "tokenizers", directory.name, write)
-    return FileTokenizer(directory)
+    key = digest([_VERSION, corpus.fingerprint(cache), vocab_size])
+    return FileTokenizer(cache.build_once("tokenizers", key, write)[0])
 
 
 def tokenize_corpus(
-    corpus: Documents, tokenizer: Tokenizer, root: Path, progress: Progress | None, *, processes: int | None = None
+    corpus: Documents, tokenizer: Tokenizer, cache: Cache, *, processes: int | None = None
 ) -> Tokenized:
     """The tokens of a corpus, from the cache or made now. Raises DataError for a corpus without text.
 
     A build that was killed is resumed. ``processes`` encode at once; None: as many as there are cores, where
     there is enough to do. Their number changes no byte of the result.
     """
-    key = corpus_key(corpus, tokenizer.fingerprint, root)
-    assert key is not None
 
     def write(temporary: Path) -> Meta:
-        return _write(temporary, corpus, tokenizer, progress, processes) | {"content": corpus.content(root)}
+        return _write(temporary, corpus, tokenizer, cache, processes) | {"content": corpus.content(cache)}
 
-    directory, meta = build_once(root, "tokens", key, write, goes_on=True)
+    key = digest([_VERSION, corpus.fingerprint(cache), tokenizer.fingerprint])
+    directory, meta = cache.build_once("tokens", key, write, goes_on=True)
     evaluation = cached_split(directory, "eval", meta) if meta["eval"]["tokens"] else None
     return Tokenized(cached_split(directory, "train", meta), evaluation, key, meta)
 
 
-def cached_corpus(corpus: Documents, tokenizer_fingerprint: str, root: Path) -> tuple[str, Meta] | None:
-    """Key and meta data of a corpus that is in the cache already; reads no text and writes nothing."""
-    key = corpus_key(corpus, tokenizer_fingerprint, root, read=False)
-    meta = find(root, "tokens", key) if key else None
-    return None if key is None or meta is None else (key, meta)
-
-
-def _write(
-    directory: Path, corpus: Documents, tokenizer: Tokenizer, progress: Progress | None, processes: int | None
-) -> Meta:
+def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cache, processes: int | None) -> Meta:
     """Tokenize a corpus into ``directory``, which may hold what a killed build has done of it."""
     dtype = dtype_of(tokenizer.vocab_size)
     encoder = Encoder(corpus, tokenizer, end_of(tokenizer), dtype)
@@ -91,7 +77,7 @@ def _write(
     files = TokenFiles(directory, digest([_VERSION, pieces]), dtype)
     journal = files.journal
     try:
-        meter = Meter(progress, _num_bytes(pieces), _num_bytes(pieces[: journal.done]))
+        meter = Meter(cache.progress, _num_bytes(pieces), _num_bytes(pieces[: journal.done]))
         _encode(encoder, pieces, files, directory, meter, processes)
         meter.end()
         if corpus.eval_fraction and not journal.documents["eval"] and journal.last >= 0:
@@ -140,11 +126,7 @@ def _encode(
             encode_here(piece)
         return
     with TokenizerWorkers(processes, encoder, pieces, directory) as workers:
-        for result in workers.encode(first):
-            if isinstance(result, int):
-                meter.add(result)
-                continue
-            made, paths = result
+        for made, paths in workers.encode(first, meter.add):
             if made.assumed_later and files.journal.last < 0:  # no piece before had a document: encode it as the first
                 for path in paths.values():
                     path.unlink()
@@ -156,3 +138,133 @@ def _encode(
 
 def _num_bytes(pieces: Sequence[Piece]) -> int:
     return sum(piece.num_bytes for piece in pieces)
+
+
+# ---------------------------------------------------------------------------------------------------------- token files
+
+
+@dataclass
+class Journal:
+    """How far token files have grown. Sizes are of whole pieces: what lies behind them is of one that was not done."""
+
+    plan: str
+    """Stands for the pieces and their order."""
+    done: int = 0
+    """Pieces."""
+    last: int = -1
+    """Number of the last piece with documents."""
+    tokens: dict[Split, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
+    documents: dict[Split, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
+    chars: int = 0
+    damage: Damage = field(default_factory=Damage)
+
+    def add(self, made: Encoded) -> None:
+        for split in SPLITS:
+            self.tokens[split] += sum(int(each.sum()) for each in made.lengths[split])
+            self.documents[split] += sum(map(len, made.lengths[split]))
+            if any(map(len, made.lengths[split])):
+                self.last = self.done
+        self.done += 1
+        self.chars += made.num_chars
+        self.damage.join(made.damage)
+
+
+class TokenFiles:
+    """The token files of a corpus in a directory while they grow: ``<split>.bin``, ``<split>.lengths`` and a journal.
+
+    What a killed process has left is resumed if it was made by the same plan.
+    """
+
+    def __init__(self, directory: Path, plan: str, dtype: str) -> None:
+        self._directory, self._itemsize = directory, np.dtype(dtype).itemsize
+        self.journal = self._recalled(plan) or Journal(plan)
+        for stale in (*directory.glob("pieces-*"), *directory.glob(".journal*")):
+            stale.unlink()
+        self._lengths: dict[Split, BinaryIO] = {split: self._open(split, ".lengths") for split in SPLITS}
+        self.outputs: dict[Split, BinaryIO] = {split: self._open(split, ".bin") for split in SPLITS}
+
+    def _sizes(self, journal: Journal, split: Split) -> dict[str, int]:
+        return {".bin": journal.tokens[split] * self._itemsize, ".lengths": journal.documents[split] * 8}
+
+    def _recalled(self, plan: str) -> Journal | None:
+        try:
+            found = json.loads((self._directory / "journal.json").read_text())
+            journal = Journal(**{**found, "damage": Damage(**found["damage"])})
+            whole = all(
+                (self._directory / f"{split}{kind}").stat().st_size >= size
+                for split in SPLITS
+                for kind, size in self._sizes(journal, split).items()
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return journal if whole and journal.plan == plan else None
+
+    def _open(self, split: Split, kind: str) -> BinaryIO:
+        path = self._directory / f"{split}{kind}"
+        path.touch()
+        handle = path.open("r+b")
+        handle.truncate(self._sizes(self.journal, split)[kind])
+        handle.seek(0, os.SEEK_END)
+        return handle
+
+    def append(self, files: Mapping[Split, Path]) -> None:
+        """Append tokens that another process has written, and remove its files."""
+        for split, path in files.items():
+            with path.open("rb") as source:
+                _copy(source, self.outputs[split])
+            path.unlink()
+
+    def commit(self, made: Encoded) -> None:
+        """A piece's tokens are written: from now on they stay, whatever happens to this process or machine."""
+        for split in SPLITS:
+            for lengths in made.lengths[split]:
+                self._lengths[split].write(lengths.data)
+        self.journal.add(made)
+        for handle in (*self.outputs.values(), *self._lengths.values()):
+            handle.flush()
+            os.fsync(handle.fileno())
+        write_whole(self._directory / "journal.json", json.dumps(asdict(self.journal)))
+
+    def drop_last(self, split: Split) -> None:
+        """Take the last document away."""
+        lengths = self._lengths[split]
+        lengths.flush()
+        lengths.seek(-8, os.SEEK_END)
+        self.journal.tokens[split] -= int.from_bytes(lengths.read(8), "little")
+        self.journal.documents[split] -= 1
+        for handle, kind in ((lengths, ".lengths"), (self.outputs[split], ".bin")):
+            handle.truncate(self._sizes(self.journal, split)[kind])
+            handle.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:  # on a full disk each of them raises
+            for handle in (*self.outputs.values(), *self._lengths.values()):
+                stack.callback(handle.close)
+
+    def finish(self) -> None:
+        """Leave the tokens, and where each document starts (``<split>.documents.bin``), alone in the directory."""
+        self.close()
+        for split in SPLITS:
+            lengths = self._directory / f"{split}.lengths"
+            end = np.zeros(1, np.int64)
+            with lengths.open("rb") as source, (self._directory / f"{split}.documents.bin").open("wb") as target:
+                target.write(end.data)
+                while data := source.read(8 << 17):
+                    offsets = np.cumsum(np.frombuffer(data, np.int64)) + end
+                    target.write(offsets.data)
+                    end = offsets[-1:]
+            lengths.unlink()
+        (self._directory / "journal.json").unlink()
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> None:
+    """Append a file to another: in the kernel where it can, in half the time."""
+    target.flush()
+    try:
+        while os.copy_file_range(source.fileno(), target.fileno(), 1 << 30):
+            continue
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", None) not in _CANNOT_COPY:
+            raise
+        shutil.copyfileobj(source, target, 1 << 20)
+    target.seek(0, os.SEEK_END)
