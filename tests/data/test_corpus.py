@@ -7,19 +7,23 @@ import gzip
 import json
 import lzma
 import os
+import resource
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
+from stepwise import Stepwise
 
 from forgather_cli.config.schema import TextSettings
 from forgather_cli.data.build import load_data
+from forgather_cli.data.text import encode
 from forgather_cli.data.text import read as reading
+from forgather_cli.data.text import tokenize as tokenizing
 from forgather_cli.data.text.corpus import Corpus, find_corpus, split_documents
 from forgather_cli.data.text.read import Damage, Part, SourceFile, parts_of, read_documents
 from forgather_cli.data.text.tokenizer import train_bpe
@@ -229,63 +233,34 @@ def test_errors_of_processes_are_those_of_one(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
-_BUILD = """
-import signal, sys
-from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.text import encode, read as reading, tokenize as tokenizing
-from forgather_cli.data.build import load_data
+def build(connection: Connection, path: Path, cache: Path, processes: int, second_is_stopped: bool = False) -> None:
+    """In a process: tokenize a corpus piece by piece, each when told so."""
+    commit, start, started = tokenizing.TokenFiles.commit, encode._start, []
 
-reading.PIECE = 1000
-commit = tokenizing.TokenFiles.commit
+    def told(self: Any, made: Any) -> None:
+        commit(self, made)
+        connection.send(f"piece {self.journal.done}")
+        connection.recv()
 
-def told(self, made):
-    commit(self, made)
-    print("piece", self.journal.done, flush=True)
-    sys.stdin.readline()  # the next one when told so
+    def second_stopped() -> Any:  # before it is asked for anything: the pieces that it is given are never done
+        worker, process = start()
+        started.append(process)
+        if len(started) == 2:
+            process.send_signal(signal.SIGSTOP)
+        return worker, process
 
-tokenizing.TokenFiles.commit = told
-start, started = encode._start, []
-
-def second_stopped():  # before it is asked for anything: the pieces that it is given are never done
-    connection, process = start()
-    started.append(process)
-    if len(started) == 2:
-        process.send_signal(signal.SIGSTOP)
-    return connection, process
-
-if "second-stopped" in sys.argv:
-    encode._start = second_stopped
-option = TextSettings(files=[sys.argv[1]], cache_dir=sys.argv[2], seq_len=16, tokenize_processes=int(sys.argv[3]))
-load_data(option, seed=0)
-print("built", flush=True)
-"""
+    reading.PIECE, tokenizing.TokenFiles.commit = PIECE, told  # type: ignore[method-assign]
+    if second_is_stopped:
+        encode._start = second_stopped
+    try:
+        load_data(option(cache, path, tokenize_processes=processes), seed=0)
+        connection.send("built")
+    except DataError as error:
+        connection.send(str(error))
 
 
-class Build:
-    """A process that tokenizes a corpus piece by piece, as it is told."""
-
-    def __init__(self, path: Path, cache: Path, processes: int, *more: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _BUILD, str(path), str(cache), str(processes), *more],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
-        )  # fmt: skip
-
-    def hears(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def tell(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-
-    def children(self) -> list[int]:
-        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in found]
-
-    def ends(self, signum: int | None) -> None:
-        if signum is not None:
-            self.process.send_signal(signum)
-        self.process.communicate(timeout=30)
+def children(process: Stepwise) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds children in /proc")
@@ -295,20 +270,22 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
     load_data(option(tmp_path / "whole", path), seed=0)
     done = 0
     for signum, processes, pieces in ((signal.SIGINT, 2, 2), (signal.SIGKILL, 2, 3), (None, 1, 99)):
-        build = Build(path, tmp_path / "cache", processes)
-        heard = build.hears()
+        builder = Stepwise(build, path, tmp_path / "cache", processes)
+        heard = builder.hears()
         for number in range(pieces):
             done += 1
             assert heard == f"piece {done}", "those before are done"
             if number < pieces - 1:
-                build.tell()
-                heard = build.hears()
+                builder.tell()
+                heard = builder.hears()
             if heard == "built":
                 break
-        children = build.children() if signum else []
-        assert len(children) == (processes if signum else 0)
-        build.ends(signum)
-        _wait_until_gone(children)  # a builder ends them; where it was killed, they see that nobody listens
+        workers = children(builder) if signum else []
+        assert len(workers) == (processes if signum else 0)
+        if signum is not None:
+            os.kill(builder.pid, signum)
+        builder.ends()
+        _wait_until_gone(workers)  # a builder ends them; where it was killed, they see that nobody listens
     assert done > 8
     assert written(tmp_path / "cache") == written(tmp_path / "whole")
 
@@ -330,13 +307,13 @@ def _is_alive(pid: int) -> bool:
 def test_a_process_that_is_killed_is_told_and_what_is_done_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(RECORDS * 2)
-    build = Build(path, tmp_path / "cache", 2, "second-stopped")
-    assert build.hears() == "piece 1"
-    for pid in build.children():
+    builder = Stepwise(build, path, tmp_path / "cache", 2, True)
+    assert builder.hears() == "piece 1"
+    for pid in children(builder):
         os.kill(pid, signal.SIGKILL)
     for _ in range(30):
-        build.tell()
-    _, error = build.process.communicate(timeout=30)
+        builder.tell()
+    error = builder.ends()
     assert "data.tokenize_processes: a process that tokenizes has ended (signal 9, perhaps for lack of memory)" in error
     (left,) = (tmp_path / "cache" / "tokens").iterdir()
     assert json.loads((left / "journal.json").read_text())["done"] >= 1
@@ -345,27 +322,21 @@ def test_a_process_that_is_killed_is_told_and_what_is_done_stays(tmp_path: Path)
     assert written(tmp_path / "cache") == written(tmp_path / "whole")
 
 
+def build_on_a_full_disk(connection: Connection, path: Path, cache: Path, processes: int) -> None:
+    reading.PIECE = 40000
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+    try:
+        load_data(option(cache, path, tokenize_processes=processes), seed=0)
+    except DataError as error:
+        connection.send(str(error))
+
+
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     """In this process and in others, whose files are limited in size as a full disk would."""
     path = tmp_path / "a.jsonl"
     path.write_text(RECORDS * 40)
-    code = """
-import resource, signal, sys
-from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.text import read as reading
-from forgather_cli.data.build import load_data
-from forgather_cli.errors import DataError
-reading.PIECE = 40000
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-try:
-    files, cache, processes = [sys.argv[1]], sys.argv[2], int(sys.argv[3])
-    load_data(TextSettings(files=files, cache_dir=cache, tokenize_processes=processes), seed=0)
-except DataError as error:
-    print(error)
-"""
-    for processes in ("1", "2"):
-        command = [sys.executable, "-c", code, str(path), str(tmp_path / "cache"), processes]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert "data.cache_dir: cannot write the data cache (File too large" in done.stdout, done.stderr
+    for processes in (1, 2):
+        error = Stepwise(build_on_a_full_disk, path, tmp_path / "cache", processes).ends()
+        assert "data.cache_dir: cannot write the data cache (File too large" in error
         assert list((tmp_path / "cache" / "tokens").iterdir()) == []

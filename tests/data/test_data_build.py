@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from program import modules_after
+from stepwise import Stepwise
 
 from forgather_cli.config.schema import PythonStdlibSettings, SyntheticSettings, Target, TextSettings, TokensSettings
 from forgather_cli.data import cache as cache_module
@@ -24,6 +26,7 @@ from forgather_cli.data.build import cached_token_counts, load_data
 from forgather_cli.data.cache import Cache
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.splits import DataSplits
+from forgather_cli.data.text import tokenize
 from forgather_cli.data.text.tokenizer import train_bpe
 from forgather_cli.errors import ConfigError, DataError
 
@@ -186,40 +189,30 @@ def test_unwritable_cache(corpus: Path, tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------- the cache
 
-_BUILD = """
-import sys, time
-from pathlib import Path
-from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.text import tokenize as corpus
-from forgather_cli.data.build import load_data
 
-def progress(done, total):
-    print("building", flush=True)
-    if sys.argv[3] == "hang":
-        time.sleep(60)
+def build(connection: Connection, path: Path, cache: str, mode: str) -> None:
+    """In a process: build a cache and tell what is done."""
 
-def train_bpe(*args):
-    print("training", flush=True)
-    return make_bpe(*args)
+    def progress(done: int, total: int) -> None:
+        connection.send("building")
+        if mode == "hang":
+            connection.recv()
 
-make_bpe, corpus.train_bpe = corpus.train_bpe, train_bpe
-bpe = {"tokenizer": "bpe", "bpe_vocab_size": 300} if sys.argv[3] == "bpe" else {}
-option = TextSettings(files=[sys.argv[1]], cache_dir=sys.argv[2], seq_len=32, **bpe)
-print("built" if len(load_data(option, seed=1, progress=progress).train) else "empty", flush=True)
-"""
+    def train(*args: Any) -> None:
+        connection.send("training")
+        train_bpe(*args)
 
-
-def start_build(corpus: Path, cache: str, mode: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", _BUILD, str(corpus), cache, mode], stdout=subprocess.PIPE, text=True)
+    tokenize.train_bpe = train
+    bpe = {"tokenizer": "bpe", "bpe_vocab_size": 300} if mode == "bpe" else {}
+    data = load_data(text(path, cache, **bpe), seed=1, progress=progress)
+    connection.send("built" if len(data.train) else "empty")
 
 
 def test_killed_builder_leaves_nothing_in_the_way(corpus: Path, cache: str) -> None:
-    process = start_build(corpus, cache, "hang")
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline() == "building\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    builder = Stepwise(build, corpus, cache, "hang")
+    assert builder.hears() == "building"
+    os.kill(builder.pid, signal.SIGKILL)
+    builder.ends()
     assert [name for name in token_dirs(cache) if name.startswith(".tmp-")], "killed in the middle"
     assert cached_token_counts(text(corpus, cache)) is None
     data = load(text(corpus, cache))
@@ -230,8 +223,8 @@ def test_killed_builder_leaves_nothing_in_the_way(corpus: Path, cache: str) -> N
 
 @pytest.mark.parametrize("mode", ["go", "bpe"])
 def test_two_processes_build_once(corpus: Path, cache: str, mode: str) -> None:
-    processes = [start_build(corpus, cache, mode) for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
+    builders = [Stepwise(build, corpus, cache, mode) for _ in range(2)]
+    outputs = [builder.hears_all() for builder in builders]
     assert [output[-1] for output in outputs] == ["built", "built"]
     whole = [word for output in outputs for word in output]
     assert whole.count("training") == (mode == "bpe")
@@ -240,49 +233,27 @@ def test_two_processes_build_once(corpus: Path, cache: str, mode: str) -> None:
         assert sorted("building" in output for output in outputs) == [False, True]
 
 
-_BUILD_ONCE = """
-import sys
-from pathlib import Path
-from forgather_cli.data.cache import Cache
+def build_once(connection: Connection, cache: Path, name: str, rank: int | None) -> None:
+    """In a process: build an entry of a cache step by step, when told so; as a rank of a node if ``rank`` is given."""
 
-def write(directory):
-    print("writing", flush=True)
-    sys.stdin.readline()
-    (directory / "data").write_text("x")
-    return {"by": sys.argv[2]}
+    def write(directory: Path) -> dict[str, Any]:
+        connection.send("writing")
+        connection.recv()
+        (directory / "data").write_text("x")
+        return {"by": name}
 
-print("ready", flush=True)
-sys.stdin.readline()
-print(Cache(sys.argv[1]).build_once("kind", "key", write)[1]["by"], flush=True)
-"""
+    os.environ.pop("LOCAL_RANK", None)
+    os.environ |= {} if rank is None else {"LOCAL_RANK": str(rank)}
+    connection.recv()
+    connection.send(Cache(cache).build_once("kind", "key", write)[1]["by"])
 
 
-class Builder:
-    """A process that builds an entry of a cache, told step by step; as a rank of a node where ``rank`` says so."""
-
-    def __init__(self, cache: Path, name: str, rank: int | None = None) -> None:
-        own = {} if rank is None else {"LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-c", _BUILD_ONCE, str(cache), name]
-        environ = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"} | own
-        self.process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert self.hears() == "ready"
-
-    def hears(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def tell(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-
-    def ends(self) -> str:
-        return self.process.communicate(timeout=60)[0].strip()
+def builder(cache: Path, name: str, rank: int | None = None) -> Stepwise:
+    return Stepwise(build_once, cache, name, rank)
 
 
 def test_one_builder_waits_for_the_other(tmp_path: Path) -> None:
-    first, second = Builder(tmp_path, "first"), Builder(tmp_path, "second")
+    first, second = builder(tmp_path, "first"), builder(tmp_path, "second")
     first.tell()
     assert first.hears() == "writing"
     second.tell()
@@ -295,7 +266,7 @@ def test_a_wait_for_another_builder_is_told_and_told_again(
 ) -> None:
     monkeypatch.setattr(cache_module, "_SILENCE", 0.01)
     monkeypatch.setattr(cache_module, "_REMINDER", 0.01)
-    first = Builder(tmp_path, "first")
+    first = builder(tmp_path, "first")
     first.tell()
     assert first.hears() == "writing"
 
@@ -310,13 +281,13 @@ def test_a_wait_for_another_builder_is_told_and_told_again(
     assert first.ends() == "first"
     told = [record.getMessage() for record in caplog.records]
     assert len(told) >= 2
-    for word in (f"pid {first.process.pid}", socket.gethostname(), "kind-key", str(tmp_path)):
+    for word in (f"pid {first.pid}", socket.gethostname(), "kind-key", str(tmp_path)):
         assert word in told[0]
 
 
 def test_a_nodes_first_rank_builds_even_if_another_is_there_before(tmp_path: Path) -> None:
     """Rank 0's progress is what a person sees."""
-    ranks = [Builder(tmp_path, f"rank {rank}", rank) for rank in range(3)]
+    ranks = [builder(tmp_path, f"rank {rank}", rank) for rank in range(3)]
     ranks[1].tell()
     ranks[2].tell()
     while not (tmp_path / "locks").exists():  # rank 1 or 2 has come to the cache
@@ -324,7 +295,7 @@ def test_a_nodes_first_rank_builds_even_if_another_is_there_before(tmp_path: Pat
     ranks[0].tell()
     assert ranks[0].hears() == "writing"
     ranks[0].tell()
-    assert [builder.ends() for builder in ranks] == ["rank 0"] * 3
+    assert [each.ends() for each in ranks] == ["rank 0"] * 3
 
 
 def test_damaged_cache_is_built_again(corpus: Path, cache: str) -> None:
