@@ -24,7 +24,7 @@ from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.splits import DataSplits
-from forgather_cli.distributed import World, all_sum, cpu_group, gather, on_rank_0, pick_device, world
+from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pick_device, world
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.loss import build_loss
@@ -67,14 +67,28 @@ def evaluate_source(
     found = _located(source, group, trust_config=trust_config)
     if own_tokenizer and not isinstance(config.data, Target):
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
-    data = _data(config)
+    with contextlib.closing(CorpusBar()) as bar:
+        data = load_data(config.data, seed=max(config.seed, 0), progress=bar if world().rank == 0 else None)
+    if data.eval is None:
+        raise DataError(
+            "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
+        )
     loss = build_loss(config.loss, device=device)
-    loss.tally = tally = Tally(device, _token_bytes(data) if loss.is_likelihood else None)
+    count = getattr(data.tokenizer, "bytes_of_tokens", None)  # a user's tokenizer has none
+    num_bytes = count() if count is not None and loss.is_likelihood else None  # (V,) int64
+    loss.tally = tally = Tally(device, None if num_bytes is None else torch.from_numpy(num_bytes))
     strategy = build_strategy(config, loss=loss)
     _materialize(strategy, found, config, data, group)
     _check_vocabulary(strategy, data, group)
-    metrics = _measure(strategy, tally, config, data, group)
-    return {**_told(found, config, data), **metrics}
+    return {
+        "step": None if found.reader is None else found.reader.step,
+        "model": str(found.path),
+        "trainer": getattr(config.trainer, "type", None) or getattr(config.trainer, "path", None),
+        "ranks": world().size,
+        "precision": config.precision.type,
+        "data": data.description,
+        **_measure(strategy, tally, config, data, group),
+    }
 
 
 def _located(source: Path, group: Any, *, trust_config: bool) -> Located:
@@ -89,36 +103,6 @@ def _located(source: Path, group: Any, *, trust_config: bool) -> Located:
     return Located(where / "model" if reader else where, reader, RunDir(root) if root else None)
 
 
-def _told(found: Located, config: Config, data: DataSplits) -> dict[str, Any]:
-    """What was evaluated, and how."""
-    return {
-        "step": None if found.reader is None else found.reader.step,
-        "model": str(found.path),
-        "trainer": getattr(config.trainer, "type", None) or getattr(config.trainer, "path", None),
-        "ranks": world().size,
-        "precision": config.precision.type,
-        "data": data.description,
-    }
-
-
-def _data(config: Config) -> DataSplits:
-    with contextlib.closing(CorpusBar()) as bar:
-        progress = bar if world().rank == 0 else None
-        data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
-    if data.eval is None:
-        raise DataError(
-            "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
-        )
-    return data
-
-
-def _token_bytes(data: DataSplits) -> torch.Tensor | None:
-    """(V,) int64; None where the tokenizer, which may be a user's, cannot tell."""
-    count = getattr(data.tokenizer, "bytes_of_tokens", None)
-    counts = None if count is None else count()
-    return None if counts is None else torch.from_numpy(counts)
-
-
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
@@ -127,7 +111,11 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
     device, is_directory = strategy.device, (found.directory / "config.json").is_file()
     if isinstance(config.trainer, SingleSettings):
         dtype = torch.bfloat16 if isinstance(config.precision, BF16TrueSettings) else torch.float32
-        strategy.materialize(model_spec(partial(_loaded, found, config, dtype), config, strategy))
+
+        def load() -> nn.Module:
+            return load_located(found, device=config.device, dtype=dtype).model
+
+        strategy.materialize(model_spec(load, config, strategy))
         return
     if is_quantized(found.directory):
         raise ModelError(f"{found.path}: is quantized, and runs on one device; set trainer=single")
@@ -139,10 +127,6 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
     if not is_directory:
         assert found.reader is not None
         load_model(found.reader, named_tensors(strategy.parts), group)
-
-
-def _loaded(found: Located, config: Config, dtype: torch.dtype) -> nn.Module:
-    return load_located(found, device=config.device, dtype=dtype).model
 
 
 def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:
@@ -170,14 +154,10 @@ def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits,
     with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar, explained as watched:
         metrics: dict[str, Any] = evaluate(strategy, watched, here, prefix="eval", on_batch=bar.advance)
     loader.close()
-    return {**metrics, **_counted(tally, metrics, here)}
-
-
-def _counted(tally: Tally, metrics: dict[str, Any], here: World) -> dict[str, Any]:
-    """Collective. What the tallies of all ranks say."""
     correct, num_bytes = all_sum(torch.stack([tally.correct, tally.num_bytes]), here.group).tolist()
     targets = metrics["eval_tokens"]
     return {
+        **metrics,
         "eval_accuracy": correct / targets if targets else None,
         "eval_bits_per_byte": metrics["eval_loss"] * targets / math.log(2) / num_bytes if num_bytes else None,
         "eval_bytes": num_bytes or None,
@@ -197,7 +177,10 @@ class _Bar:
 
         columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=_length(loader))
+        total = None
+        with contextlib.suppress(TypeError):  # data without a length
+            total = len(loader)
+        self._task = self._bar.add_task("", total=total)
         open_bar(self._bar)
 
     def advance(self) -> None:
@@ -207,9 +190,3 @@ class _Bar:
     def close(self) -> None:
         if self._bar is not None:
             close_bar(self._bar)
-
-
-def _length(loader: EvalLoader) -> int | None:
-    with contextlib.suppress(TypeError):  # data without a length
-        return len(loader)
-    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import (
@@ -23,7 +22,7 @@ from forgather_cli.data.text.corpus import Documents, find_corpus
 from forgather_cli.data.text.read import damage_of
 from forgather_cli.data.text.token_files import open_token_files
 from forgather_cli.data.text.tokenize import tokenize_corpus, trained_bpe
-from forgather_cli.data.text.tokenizer import Tokenizer, end_of, load_tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized
 from forgather_cli.errors import DataError
 
@@ -114,21 +113,12 @@ def _tokenized(option: Stored, cache: Cache) -> tuple[Tokenized, Tokenizer]:
 def _stream(option: HfSettings, cache: Cache, seed: int) -> DataSplits:
     """Documents that are tokenized and packed while they are read."""
     from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
-    from forgather_cli.data.text.token_stream import Rules, TokenStream
+    from forgather_cli.data.text.token_stream import TokenStream
 
     tokenizer = load_tokenizer(option.tokenizer)
-    opened = open_datasets(option, cache)
-    rules = Rules(
-        tokenizer,
-        end_of(tokenizer),
-        option.text_key,
-        option.seq_len,
-        option.packing,
-        option.isolate_documents,
-        skip_bad=option.on_bad_row == "skip",
-    )
-    train = TokenStream(opened.train, replace(rules, shuffle_buffer=option.shuffle_buffer, seed=seed))
-    evaluation = None if opened.eval is None else TokenStream(opened.eval, replace(rules, keep_tail=True))
+    source, held_out = open_datasets(option, cache)
+    train = TokenStream(source, option, tokenizer, seed=seed, is_eval=False)
+    evaluation = None if held_out is None else TokenStream(held_out, option, tokenizer, seed=seed, is_eval=True)
     parts = [option.seq_len, option.packing, option.isolate_documents, option.shuffle_buffer]
     fingerprint = digest(["stream", stream_identity(option), tokenizer.fingerprint, *parts])
     description = {"type": "hf", "tokenizer": option.tokenizer, "packing": option.packing}

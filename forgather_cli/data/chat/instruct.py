@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
 from forgather_cli.data.chat.conversations import Conversation, read_conversations
-from forgather_cli.data.chat.template import CHATML, ChatTemplate, special_tokens
+from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, held_out_share
 from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
-from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, load_tokenizer
+from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, load_tokenizer, special_tokens
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized, TokenSplit, cached_split, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text

@@ -125,26 +125,24 @@ class Turns(Extension):
 
 def sandbox(now: datetime) -> Environment:
     """``now`` is one moment for all renderings, so that parts of a conversation agree across midnight."""
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Turns, loopcontrols])
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = tojson  # Jinja's own escapes HTML characters
     environment.globals |= {
-        "raise_exception": _raise,
+        "raise_exception": raise_exception,
         "strftime_now": lambda style: now.strftime(style),
         "namespace": _Namespace,
         "dict": _Dict(),
     }
     return environment
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Jinja's own escapes HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
 
 
 class _Namespace(Namespace):

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 
 from forgather_cli.data.chat.sandbox import Span, TooSlow, Turns, sandbox
+from forgather_cli.data.text.tokenizer import special_tokens
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_json_object, read_text
 
@@ -66,7 +67,8 @@ class ChatTemplate:
     @classmethod
     def of(cls, directory: Path) -> ChatTemplate | None:
         """The template of a tokenizer directory, None if it has none. Raises DataError, with the path."""
-        config = _read_json(directory / "tokenizer_config.json")
+        path = directory / "tokenizer_config.json"
+        config = read_json_object(path, DataError) if path.exists() else {}
         path = directory / "chat_template.jinja"
         try:
             if path.exists():
@@ -130,9 +132,14 @@ class ChatTemplate:
     def _variables(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Any] | None
     ) -> dict[str, Any]:
+        plain: list[dict[str, Any]] = []
+        for message in messages:  # without keys whose value is None, and with the reasoning under the names they read
+            each = {key: value for key, value in message.items() if value is not None}
+            reasoning = next((each[key] for key in _REASONING if key in each), None)
+            plain.append(each if reasoning is None else {"thinking": reasoning, **each, "reasoning_content": reasoning})
         return {
             **self.special_tokens,
-            "messages": [_plain_message(message) for message in messages],
+            "messages": plain,
             "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -196,28 +203,3 @@ class _Turn:
             return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
         except DataError:
             return None
-
-
-def _plain_message(message: Message) -> dict[str, Any]:
-    """Without keys whose value is None, as templates expect, and with the reasoning under the names they read."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
-    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-
-
-# --------------------------------------------------------------------------------------------- tokenizer directories
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """Special tokens by the names that templates know them by (``bos_token``, ...), of a tokenizer directory."""
-    found: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in _read_json(directory / name).items():
-            token = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(token, str):
-                found[key] = token
-    return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path, DataError) if path.exists() else {}

@@ -42,7 +42,16 @@ class Detokenizer:
         if is_whole and len(self._ids) > _WINDOW:
             del self._ids[:-_BEHIND]
             self._known = len(self._decoded())
-        return self._released(new)
+        text = self._waiting + new
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._waiting = True, ""
+            return text[: min(found)]
+        # characters at the end with which a stop text begins
+        ends = (n for stop in self._stops for n in range(1, min(len(text) + 1, len(stop))) if text.endswith(stop[:n]))
+        held = max(ends, default=0)
+        self._waiting = text[len(text) - held :]
+        return text[: len(text) - held]
 
     def rest(self) -> str:
         """What is left when no more tokens come: a broken character, or the beginning of a stop text."""
@@ -50,19 +59,3 @@ class Detokenizer:
             return ""
         left, self._waiting = self._waiting + self._decoded()[self._known :], ""
         return left
-
-    def _released(self, new: str) -> str:
-        text = self._waiting + new
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._waiting = True, ""
-            return text[: min(found)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._waiting = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` with which ``stop`` begins."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -38,16 +38,9 @@ _PATIENCE = 5.0  # seconds until the hub counts as out of reach; the library its
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Opened:
-    """The datasets of an option: of the library's ``Dataset``, or streaming its ``IterableDataset``."""
-
-    train: Any
-    eval: Any | None
-
-
-def open_datasets(option: HfSettings, cache: Cache) -> Opened:
-    """Load what an option names, from the hub, its cache, or files. Raises DataError."""
+def open_datasets(option: HfSettings, cache: Cache) -> tuple[Any, Any | None]:
+    """The (train, eval) that an option names, from the hub, its cache, or files: of the library's ``Dataset``, or
+    streaming its ``IterableDataset``. Raises DataError."""
     path = option.dataset or _FORMAT_OF.get(kind_of(Path(option.data_files[0])))
     if path is None:
         name = option.data_files[0]
@@ -98,7 +91,8 @@ def open_datasets(option: HfSettings, cache: Cache) -> Opened:
         train = split("train_split", option.train_split)
         held_out = "eval" if option.eval_files else option.eval_split
         evaluation = None if held_out is None else split("eval_split", held_out)
-        return Opened(*(None if each is None else _text_alone(each, option.text_key) for each in (train, evaluation)))
+        key = option.text_key
+        return _text_alone(train, key), None if evaluation is None else _text_alone(evaluation, key)
 
 
 def _library() -> Any:
@@ -294,11 +288,9 @@ def _texts(dataset: Any, key: str, start: int, stop: int) -> Iterator[str | None
 
 def hf_corpus(option: HfSettings, cache: Cache) -> HfCorpus:
     """The documents of an option. Raises DataError."""
-    opened = open_datasets(option, cache)
-    fraction = 0.0 if opened.eval is not None else option.eval_fraction
-    return HfCorpus(
-        opened.train, opened.eval, option.text_key, fraction, origin_of(option), option.on_bad_row == "skip"
-    )
+    train, evaluation = open_datasets(option, cache)
+    fraction = 0.0 if evaluation is not None else option.eval_fraction
+    return HfCorpus(train, evaluation, option.text_key, fraction, origin_of(option), option.on_bad_row == "skip")
 
 
 def origin_of(option: HfSettings) -> dict[str, str]:

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from forgather_cli.config.schema import HfSettings
 from forgather_cli.data.packing import PackingTable, best_fit, pieces_of
 from forgather_cli.data.samples import Batched, ConcatDataset, PackedDataset
-from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, end_of
 from forgather_cli.data.tokens import ArrayFile, Tokens
 from forgather_cli.errors import DataError, TrainingError
 
@@ -34,26 +35,6 @@ _MANY = 1024  # documents, at most as many
 _log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 Sample = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How documents become samples."""
-
-    tokenizer: Tokenizer
-    end: int
-    """Token that follows each document."""
-    text_key: str
-    seq_len: int
-    packing: str
-    isolate: bool
-    shuffle_buffer: int = 0
-    """Documents that are read at once and shuffled; 0: in their order."""
-    seed: int = 0
-    keep_tail: bool = False
-    """The tokens that are left at the end make a padded sample."""
-    skip_bad: bool = False
-    """Rows whose text is null are left out."""
 
 
 @dataclass
@@ -74,15 +55,18 @@ class _Position:
 class TokenStream(IterableDataset[Sample]):
     """Samples of an ``IterableDataset`` of the ``datasets`` library with a column of text.
 
-    A position is of the same data, rules and epoch. Ranks and workers divide the files of the source among them.
+    A position is of the same data, settings and epoch. Ranks and workers divide the files of the source among them.
+    The documents of training are shuffled by ``seed``; evaluation leaves out no token, so that its last sample is
+    padded.
     """
 
-    def __init__(self, source: Any, rules: Rules) -> None:
-        self._source, self._rules = source, rules
+    def __init__(self, source: Any, option: HfSettings, tokenizer: Tokenizer, *, seed: int, is_eval: bool) -> None:
+        self._source, self._option, self._tokenizer = source, option, tokenizer
+        self._seed, self._is_eval, self._end = seed, is_eval, end_of(tokenizer)
         self._beginning: dict[str, Any] = source.state_dict()
         self._epoch = 0
         self._next: _Position | None = None  # where the next pass begins
-        self._position = self._fresh()
+        self._position = _Position(self._beginning)
         self._has_begun = False
 
     @property
@@ -91,13 +75,11 @@ class TokenStream(IterableDataset[Sample]):
 
     def shard(self, num_shards: int, index: int) -> TokenStream:
         """A part of the source's files."""
-        return TokenStream(self._source.shard(num_shards=num_shards, index=index), self._rules)
+        source = self._source.shard(num_shards=num_shards, index=index)
+        return TokenStream(source, self._option, self._tokenizer, seed=self._seed, is_eval=self._is_eval)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-
-    def _fresh(self) -> _Position:
-        return _Position(self._beginning)
 
     # -------------------------------------------------------------------------------------------------------- position
 
@@ -114,7 +96,7 @@ class TokenStream(IterableDataset[Sample]):
     # --------------------------------------------------------------------------------------------------------- reading
 
     def __iter__(self) -> Iterator[Sample]:
-        at = self._position = self._next or self._fresh()
+        at = self._position = self._next or _Position(self._beginning)
         self._next = None
         self._source.set_epoch(self._epoch)
         self._source.load_state_dict({**at.source, "epoch": self._epoch})  # otherwise it continues the last pass
@@ -125,9 +107,9 @@ class TokenStream(IterableDataset[Sample]):
                 yield from self._samples(at, chunk, is_end=False)
                 at.documents += len(chunk)
             at.source, at.block, at.documents = self._source.state_dict(), at.block + 1, 0
-        if self._rules.keep_tail:
+        if self._is_eval:
             yield from self._samples(at, [], is_end=True)
-        self._position = self._fresh()
+        self._position = _Position(self._beginning)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         rows = iter(self._source)
@@ -143,14 +125,14 @@ class TokenStream(IterableDataset[Sample]):
             yield row
 
     def _texts(self) -> Iterator[str]:
-        key, skipped = self._rules.text_key, 0
+        key, skipped = self._option.text_key, 0
         for row in self._rows():
             text = row.get(key)
             if text is not None and not isinstance(text, str):
                 raise DataError(f"data.text_key: column {key!r} holds {type(text).__name__}, not text")
             if text is None and key not in row:
                 raise DataError(f"data.text_key: no column {key!r}, the dataset has {', '.join(row)}")
-            if text is None and not self._rules.skip_bad:
+            if text is None and self._option.on_bad_row != "skip":
                 kind = TrainingError if self._has_begun else DataError
                 raise kind(f"data.text_key: {key!r} of a row is null; leave such rows out with data.on_bad_row=skip")
             if text is None:
@@ -163,36 +145,37 @@ class TokenStream(IterableDataset[Sample]):
                 yield text
 
     def _block(self, texts: Iterator[str], number: int) -> list[str]:
-        size = self._rules.shuffle_buffer
-        if not size:
+        size = self._option.shuffle_buffer
+        if not size or self._is_eval:
             return _chunk(texts)
         found = list(islice(texts, size))
-        order = np.random.default_rng([self._rules.seed, self._epoch, number]).permutation(len(found))
+        order = np.random.default_rng([self._seed, self._epoch, number]).permutation(len(found))
         return [found[each] for each in order]
 
     def _samples(self, at: _Position, chunk: Sequence[str], *, is_end: bool) -> Iterator[Sample]:
         """Samples of a chunk that were not handed out yet; then ``at`` has the tokens that are left over."""
-        rules, (ids, starts) = self._rules, self._encoded(at, chunk)
-        tokens, pad = Tokens([ArrayFile.of(ids)]), rules.tokenizer.pad_token_id
+        ids, starts = self._encoded(at, chunk)
+        length, packing, isolate = self._option.seq_len, self._option.packing, self._option.isolate_documents
+        tokens, pad = Tokens([ArrayFile.of(ids)]), self._tokenizer.pad_token_id
         packed: Batched
-        if rules.packing == "concat":
-            documents = ArrayFile.of(starts) if rules.isolate else None
-            packed = ConcatDataset(tokens, rules.seq_len, pad, keep_tail=is_end, documents=documents)
+        if packing == "concat":
+            documents = ArrayFile.of(starts) if isolate else None
+            packed = ConcatDataset(tokens, length, pad, keep_tail=is_end, documents=documents)
         else:
-            table = _table(np.append(starts, len(ids)), rules.seq_len, rules.packing)
-            packed = PackedDataset(tokens, table, rules.seq_len, pad, isolate=rules.isolate)
+            table = _table(np.append(starts, len(ids)), length, packing)
+            packed = PackedDataset(tokens, table, length, pad, isolate=isolate)
         for number in range(at.emitted, len(packed)):
             at.emitted, self._has_begun = number + 1, True
             yield packed[number]
-        used = len(packed) * rules.seq_len if rules.packing == "concat" else len(ids)
+        used = len(packed) * length if packing == "concat" else len(ids)
         at.left, at.starts, at.emitted = ids[used:], starts[starts >= used] - used, 0
 
     def _encoded(self, at: _Position, chunk: Sequence[str]) -> tuple[Ints, Ints]:
         """(tokens left over and those of a chunk, where documents start in them)."""
-        arrays = self._rules.tokenizer.encode_arrays(chunk) if chunk else []
+        arrays = self._tokenizer.encode_arrays(chunk) if chunk else []
         lengths = np.array([len(each) + 1 for each in arrays], np.int64)
         ends = np.cumsum(lengths) + len(at.left)
-        ids = np.full(len(at.left) + int(lengths.sum()), self._rules.end, np.int64)
+        ids = np.full(len(at.left) + int(lengths.sum()), self._end, np.int64)
         ids[: len(at.left)] = at.left
         for each, end in zip(arrays, ends, strict=True):
             ids[end - 1 - len(each) : end - 1] = each

@@ -258,24 +258,34 @@ class FileTokenizer:
         _write_chat_template(self._chat_template, directory)
 
 
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Special tokens as ``eos_token`` and the like, of the files of a tokenizer directory. Raises DataError."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in _read_object(directory / name).items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(token, str):
+                found[key] = token
+    return found
+
+
 def _special_tokens(directory: Path) -> dict[str, str | int | None]:
     """Tokens (text or id) for eos, bos and pad, in this order, from the tokenizer's files, else the model's."""
-
-    def read(name: str) -> dict[str, Any]:
-        path = directory / name
-        return read_json_object(path, lambda why: DataError(f"data.tokenizer: {why}")) if path.exists() else {}
-
-    named = [read("tokenizer_config.json"), read("special_tokens_map.json")]
-    by_id = [read("config.json"), read("generation_config.json")]
+    try:
+        named = special_tokens(directory)
+        by_id = [_read_object(directory / name) for name in ("config.json", "generation_config.json")]
+    except DataError as error:
+        raise DataError(f"data.tokenizer: {error}") from error
     found: dict[str, str | int | None] = {}
     for kind in ("eos", "bos", "pad"):
-        values = [settings.get(f"{kind}_token") for settings in named]
-        texts = [value.get("content") if isinstance(value, dict) else value for value in values]
         values = [settings.get(f"{kind}_token_id") for settings in by_id]
         ids = [value[0] if isinstance(value, list) and value else value for value in values]
-        tokens = [text for text in texts if isinstance(text, str)] + [id_ for id_ in ids if isinstance(id_, int)]
-        found[kind] = tokens[0] if tokens else None
+        found[kind] = named.get(f"{kind}_token", next((id_ for id_ in ids if isinstance(id_, int)), None))
     return found
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return read_json_object(path, DataError) if path.exists() else {}
 
 
 def _pieces(text: str) -> list[str]:
