@@ -104,13 +104,17 @@ def dtype_of(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def cached_split(directory: Path, split: Split, meta: dict[str, Any], *, has_targets: bool = False) -> TokenSplit:
-    """A split of a corpus in the cache; ``has_targets`` for conversations, which are trained on in part."""
-    counts = meta[split]
-    tokens = Tokens([ArrayFile(directory / f"{split}.bin", meta["dtype"], counts["tokens"])])
-    documents = ArrayFile(directory / f"{split}.documents.bin", "int64", counts["documents"] + 1)
-    if not has_targets:
-        return TokenSplit(tokens, documents)
-    targets = Tokens([ArrayFile(directory / f"{split}.targets.bin", "uint8", counts["tokens"])])
-    first_targets = ArrayFile(directory / f"{split}.first_targets.bin", "int64", counts["documents"])
-    return TokenSplit(tokens, documents, targets, first_targets)
+def cached_tokens(directory: Path, meta: dict[str, Any], *, has_targets: bool = False) -> Tokenized:
+    """A corpus in the cache; ``has_targets`` for conversations, which are trained on in part."""
+
+    def opened(split: Split) -> TokenSplit:
+        counts = meta[split]
+        tokens = Tokens([ArrayFile(directory / f"{split}.bin", meta["dtype"], counts["tokens"])])
+        documents = ArrayFile(directory / f"{split}.documents.bin", "int64", counts["documents"] + 1)
+        if not has_targets:
+            return TokenSplit(tokens, documents)
+        targets = Tokens([ArrayFile(directory / f"{split}.targets.bin", "uint8", counts["tokens"])])
+        first_targets = ArrayFile(directory / f"{split}.first_targets.bin", "int64", counts["documents"])
+        return TokenSplit(tokens, documents, targets, first_targets)
+
+    return Tokenized(opened("train"), opened("eval") if meta["eval"]["tokens"] else None, directory.name, meta)

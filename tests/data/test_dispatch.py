@@ -35,11 +35,21 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+_made: dict[Any, list[Any]] = {}
+
+
+def groups() -> list[Any]:
+    """Two groups of all ranks, one for data and one to agree by: made once for a task of the pool, since that costs."""
+    world = dist.group.WORLD
+    if world not in _made:
+        _made.clear()
+        _made[world] = [dist.new_group(backend="gloo") for _ in range(2)]
+    return _made[world]
+
+
 def new_data_ranks(data_rank: int | None = None) -> DataRanks | None:
     rank, size = rank_and_size()
-    if size == 1:
-        return None
-    return DataRanks(dist.new_group(backend="gloo"), rank, rank if data_rank is None else data_rank)
+    return None if size == 1 else DataRanks(groups()[0], rank, rank if data_rank is None else data_rank)
 
 
 class Sharded(StatefulCount):
@@ -128,7 +138,7 @@ def numbers(step: Step) -> list[list[int]]:
 def trained(loader: TrainLoader, steps: int = 1000) -> list[tuple[list[list[int]], dict[str, Any]]]:
     """(samples of this rank's micro-batches, position) of each step, with the next one fetched ahead as the Trainer
     does; ends on all ranks when one has no more."""
-    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    group = groups()[1] if dist.is_initialized() else None
     seen: list[tuple[list[list[int]], dict[str, Any]]] = []
     source = iter(loader)
 
@@ -412,7 +422,7 @@ def eval_loader(dataset: Any, **kwargs: Any) -> EvalLoader:
 
 def evaluated(loader: EvalLoader) -> list[list[int]]:
     """This rank's batches that count, in the rounds of the Trainer."""
-    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    group = groups()[1] if dist.is_initialized() else None
     rounds = in_rounds(loader, group)
     return [batch["input_ids"][:, 0].tolist() for batch, counted in rounds if counted]
 

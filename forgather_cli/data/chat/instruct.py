@@ -27,7 +27,7 @@ from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, held_out_share
 from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
 from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, load_tokenizer, special_tokens
-from forgather_cli.data.tokens import SPLITS, Split, Tokenized, TokenSplit, cached_split, dtype_of
+from forgather_cli.data.tokens import SPLITS, Split, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 
@@ -172,9 +172,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     def write(temporary: Path) -> Meta:
         return _write(temporary, chats, cache.progress) | {"content": content}
 
-    directory, meta = cache.build_once("tokens", key, write)
-    evaluation = cached_split(directory, "eval", meta, has_targets=True) if meta["eval"]["tokens"] else None
-    return Tokenized(cached_split(directory, "train", meta, has_targets=True), evaluation, key, meta)
+    return cached_tokens(*cache.build_once("tokens", key, write), has_targets=True)
 
 
 def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:

@@ -76,7 +76,7 @@ class TrainLoader:
         self.dataset, self._vocab_size = dataset, vocab_size
         self.global_batch_size = global_batch_size
         self._device, self._pin_memory = torch.device(device), pin_memory
-        workers = Workers(num_workers, prefetch_factor, persistent_workers and num_workers > 0)
+        workers = Workers(num_workers, prefetch_factor, persistent_workers)
         share = Share(global_batch_size, micro_batch_size, rank, size, drop_last)
         self._data: MapStyleSteps | IterableRounds
         if is_map_style(dataset):
@@ -236,7 +236,7 @@ class EvalLoader:
         self._max_steps = max_steps if max_steps >= 0 else None
         self._device, self._pin_memory = torch.device(device), pin_memory
         self._settings = {"per_device_eval_batch_size": batch_size, "max_eval_samples": max_samples}
-        workers = Workers(num_workers, prefetch_factor, persistent_workers and num_workers > 0)
+        workers = Workers(num_workers, prefetch_factor, persistent_workers)
         self._rounds: IterableRounds | None = None
         if is_map_style(dataset):
             used = len(dataset) if max_samples is None else min(len(dataset), max_samples)

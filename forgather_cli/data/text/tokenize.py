@@ -20,7 +20,7 @@ from forgather_cli.data.text.corpus import Documents, Piece, available_cores, cu
 from forgather_cli.data.text.encode import Encoded, Encoder, TokenizerWorkers
 from forgather_cli.data.text.read import Damage
 from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, end_of, train_bpe
-from forgather_cli.data.tokens import SPLITS, Split, Tokenized, cached_split, dtype_of
+from forgather_cli.data.tokens import SPLITS, Split, Tokenized, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import write_whole
 
@@ -64,9 +64,7 @@ def tokenize_corpus(
         return _write(temporary, corpus, tokenizer, cache, processes) | {"content": corpus.content(cache)}
 
     key = digest([_VERSION, corpus.fingerprint(cache), tokenizer.fingerprint])
-    directory, meta = cache.build_once("tokens", key, write, goes_on=True)
-    evaluation = cached_split(directory, "eval", meta) if meta["eval"]["tokens"] else None
-    return Tokenized(cached_split(directory, "train", meta), evaluation, key, meta)
+    return cached_tokens(*cache.build_once("tokens", key, write, goes_on=True))
 
 
 def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cache, processes: int | None) -> Meta:
