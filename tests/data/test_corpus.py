@@ -160,10 +160,14 @@ def test_parts_of_a_file_hold_its_documents_in_order(tmp_path: Path) -> None:
     assert "".join(documents(tmp_path / "b.txt")) == "é" * 5000
 
 
-def test_a_bad_record_in_a_later_part_is_told_with_its_line(tmp_path: Path) -> None:
+def test_bad_records_in_a_later_part_are_told_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(RECORDS + "[1]\n")
     with pytest.raises(DataError, match=r"a\.jsonl:121: expected a JSON object, got list"):
+        documents(path, parts_of(path)[-1])
+    monkeypatch.setattr(reading, "PIECE", 4000)
+    path.write_text("[\n" * 5000)  # more in a part than are named
+    with pytest.raises(DataError, match=r"at least 1000 bad rows(.|\n)* 1, 2, 3, "):
         documents(path, parts_of(path)[-1])
 
 

@@ -53,12 +53,15 @@ def read_conversations(
     if kind not in (".jsonl", ".json", ".parquet"):
         raise DataError(f"{path}: not chat data by its name; give jsonl, json or parquet files")
 
-    def rows(part: Part, bad: BadRow) -> Iterator[_T]:
-        for record in read_rows(path) if kind == ".parquet" else read_records(path, damage, bad):
+    def rows(part: Part) -> Iterator[_T | BadRow]:
+        for record in read_rows(path) if kind == ".parquet" else read_records(path, damage):
+            if isinstance(record, BadRow):
+                yield record
+                continue
             try:
                 used = use(_conversation(record, messages_key))
             except DataError as error:
-                bad(record.line, str(error))
+                yield BadRow(record.line, str(error))
             else:
                 yield used
 

@@ -276,7 +276,8 @@ class Stream:
         in_lists = iterable and (self._stateful or self._workers.num > 0)
         self._chunk = chunk if state is None else int(state.get("chunk", chunk))
         self._holder = worker_loader(dataset, self._workers, seed, batch_size=self._chunk) if in_lists else dataset
-        self._chunks: deque[_Chunk] = deque()  # read and not used up, or the last one read
+        # items that were read at once, each list with the source's state before; not used up, or the last ones read
+        self._chunks: deque[tuple[State | None, list[Any]]] = deque()
         self._used = 0  # items handed out of the first chunk
         self._num_items = 0
         self._ended = False
@@ -307,14 +308,14 @@ class Stream:
 
     def peek(self, count: int) -> list[Any]:
         """The next items without taking them, fewer at the end."""
-        items = [item for chunk in self._chunks for item in chunk.items][self._used :]
+        items = [item for _, chunk in self._chunks for item in chunk][self._used :]
         while len(items) < count and not self._ended:
             before = copy.deepcopy(self._holder.state_dict()) if self._stateful else None
-            chunk = _Chunk(before, next(self._lists, []))
-            self._ended = not chunk.items
-            if chunk.items:
-                self._chunks.append(chunk)
-                items += chunk.items
+            chunk: list[Any] = next(self._lists, [])
+            self._ended = not chunk
+            if chunk:
+                self._chunks.append((before, chunk))
+                items += chunk
         return items[:count]
 
     def take(self, count: int) -> list[Any]:
@@ -322,8 +323,8 @@ class Stream:
         items = self.peek(count)
         self._used += len(items)
         self._num_items += len(items)
-        while len(self._chunks) > 1 and self._used >= len(self._chunks[0].items):
-            self._used -= len(self._chunks.popleft().items)
+        while len(self._chunks) > 1 and self._used >= len(self._chunks[0][1]):
+            self._used -= len(self._chunks.popleft()[1])
         return items
 
     def state(self) -> State:
@@ -333,16 +334,8 @@ class Stream:
             "num_workers": self._workers.num,
             "chunk": self._chunk,
             "used": self._used,
-            "source": self._chunks[0].before if self._chunks else None,
+            "source": self._chunks[0][0] if self._chunks else None,
         }
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Items that were read at once, and the source's state before."""
-
-    before: State | None
-    items: list[Any]
 
 
 def _is_stateful(value: Any) -> bool:

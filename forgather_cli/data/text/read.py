@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -134,9 +135,11 @@ def read_documents(
     if kind in (".jsonl", ".json", ".parquet"):
         is_table = kind == ".parquet"
 
-        def rows(part: Part, bad: BadRow) -> Iterator[Document]:
-            records = read_rows(path, part, text_key) if is_table else read_records(path, damage, bad, part)
-            for record in records:
+        def rows(part: Part) -> Iterator[Document | BadRow]:
+            for record in read_rows(path, part, text_key) if is_table else read_records(path, damage, part):
+                if isinstance(record, BadRow):
+                    yield record
+                    continue
                 text = record.value.get(text_key)
                 if isinstance(text, str):
                     yield Document(f"{path}:{record.line}", encodable(text), record.num_bytes)
@@ -144,10 +147,10 @@ def read_documents(
                     what = type(text).__name__
                     raise DataError(f"{path}: column {text_key!r} holds {what}, not text; set data.text_key")
                 elif text_key in record.value:
-                    bad(record.line, f"{text_key!r} is {_kind(text)}, not text")
+                    yield BadRow(record.line, f"{text_key!r} is {_kind(text)}, not text")
                 else:
                     keys = ", ".join(record.value) or "none"
-                    bad(record.line, f"no key {text_key!r} (its keys: {keys}); set data.text_key")
+                    yield BadRow(record.line, f"no key {text_key!r} (its keys: {keys}); set data.text_key")
 
         documents = sound_rows(path, rows, damage, part, skip_bad=skip_bad)
     else:
@@ -234,43 +237,41 @@ def _decode(data: bytes, path: Path, damage: Damage) -> str:
 # -------------------------------------------------------------------------------------------------------------- records
 
 
-BadRow = Callable[[int, str], None]
-"""Called with the number of a row that cannot be used, from 1 in its part, and what is wrong with it."""
+class BadRow(NamedTuple):
+    """A row that cannot be used, and what is wrong with it."""
+
+    line: int
+    """Or the number of the row, from 1 in its part."""
+    why: str
+
+
 _MOST_BAD_ROWS = 1000  # that are looked for: with a wrong text_key every row is bad
 
 
 def sound_rows(
-    path: Path, rows: Callable[[Part, BadRow], Iterator[_Row]], damage: Damage, part: Part = WHOLE, *, skip_bad: bool
+    path: Path, rows: Callable[[Part], Iterator[_Row | BadRow]], damage: Damage, part: Part = WHOLE, *, skip_bad: bool
 ) -> Iterator[_Row]:
-    """The rows that ``rows(part, bad)`` finds in a file. Those that it calls bad are left out and noted in ``damage``,
-    or raise one DataError, at the end, that names all of the file's."""
-    if skip_bad:
-        before = None
-
-        def skip(number: int, why: str) -> None:
-            nonlocal before
+    """What ``rows(part)`` yields of a file. Bad rows are left out and noted in ``damage``, or raise one DataError, at
+    the end, that names all of the file's."""
+    found: list[BadRow] = []
+    before: int | None = None
+    for row in rows(part):
+        if not isinstance(row, BadRow):
+            yield row
+        elif skip_bad:
             before = _rows_before(path, part) if before is None else before
-            damage.skipped.append(f"{path}:{number + before}: {why}")
-
-        yield from rows(part, skip)
-        return
-    found: list[tuple[int, str]] = []
-
-    def note(number: int, why: str) -> None:
-        found.append((number, why))
-        if len(found) == _MOST_BAD_ROWS:
-            raise _bad_rows(path, found)
-
-    yield from rows(part, note)
-    if found and part != WHOLE:
-        found.clear()
-        for _ in rows(WHOLE, note):
-            pass
+            damage.skipped.append(f"{path}:{row.line + before}: {row.why}")
+        else:
+            found.append(row)
+            if len(found) == _MOST_BAD_ROWS:
+                break
+    if found and part != WHOLE:  # numbers from the beginning of the file, and of all its parts
+        found = list(islice((row for row in rows(WHOLE) if isinstance(row, BadRow)), _MOST_BAD_ROWS))
     if found:
         raise _bad_rows(path, found)
 
 
-def _bad_rows(path: Path, found: list[tuple[int, str]]) -> DataError:
+def _bad_rows(path: Path, found: list[BadRow]) -> DataError:
     if len(found) == 1:
         number, why = found[0]
         return DataError(f"{path}:{number}: {why}; mend or remove it, or leave it out with data.on_bad_row=skip")
@@ -291,7 +292,7 @@ def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def read_records(path: Path, damage: Damage, bad: BadRow, part: Part = WHOLE) -> Iterator[Record]:
+def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Record | BadRow]:
     """The JSON objects of a jsonl file or of a part of it, or of a json file: a list of them, or one in each line.
 
     Raises DataError for a list that cannot be read.
@@ -316,12 +317,12 @@ def read_records(path: Path, damage: Damage, bad: BadRow, part: Part = WHOLE) ->
                 try:
                     value = parse_json(_decode(value, path, damage), any_text=True)
                 except ValueError as error:
-                    bad(number, f"not a JSON line ({error})")
+                    yield BadRow(number, f"not a JSON line ({error})")
                     continue
             if isinstance(value, dict):
                 yield Record(number, value, file.progress())
             else:
-                bad(number, f"expected a JSON object, got {_kind(value)}")
+                yield BadRow(number, f"expected a JSON object, got {_kind(value)}")
 
 
 def _lines(file: Opened, part: Part) -> Iterator[bytes]:
