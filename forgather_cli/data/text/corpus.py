@@ -18,7 +18,6 @@ from forgather_cli.data.text import read
 from forgather_cli.data.text.read import (
     Damage,
     Document,
-    Part,
     SourceFile,
     codec_of,
     kind_of,
@@ -39,7 +38,7 @@ _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 class Piece(NamedTuple):
     """Documents of a corpus that are read together: consecutive parts of its files, or rows of a table."""
 
-    parts: tuple[Any, ...]
+    parts: list[Any]
     is_eval: bool
     """They are held out, since the files are."""
     num_bytes: int
@@ -102,12 +101,15 @@ class Corpus:
 
     def pieces(self) -> list[Piece]:
         """Small files are joined to 16 MiB, long ones are cut."""
-        parts = [(number, part) for number, source in enumerate(self.all_files) for part in parts_of(source.path)]
-        return [
-            Piece(tuple(group), is_eval, sum(part.num_bytes for _, part in group))
-            for is_eval in (False, True)
-            for group in _groups([pair for pair in parts if (pair[0] >= len(self.files)) == is_eval])
-        ]
+        found: list[Piece] = []
+        for number, source in enumerate(self.all_files):
+            is_eval = number >= len(self.files)
+            for part in parts_of(source.path):
+                if not found or found[-1].is_eval != is_eval or found[-1].num_bytes + part.num_bytes > read.PIECE:
+                    found.append(Piece([], is_eval, 0))
+                found[-1].parts.append((number, part))
+                found[-1] = found[-1]._replace(num_bytes=found[-1].num_bytes + part.num_bytes)
+        return found
 
     def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
         for number, part in piece.parts:
@@ -116,19 +118,6 @@ class Corpus:
     def nothing(self) -> DataError:
         names = ", ".join(str(source.path) for source in self.files[:3])
         return DataError(f"data.files: no text in {len(self.files)} files ({names}); they are empty")
-
-
-def _groups(parts: Sequence[tuple[int, Part]]) -> Iterator[list[tuple[int, Part]]]:
-    group: list[tuple[int, Part]] = []
-    held = 0
-    for number, part in parts:
-        if group and held + part.num_bytes > read.PIECE:
-            yield group
-            group, held = [], 0
-        group.append((number, part))
-        held += part.num_bytes
-    if group:
-        yield group
 
 
 def content_hash(cache: Cache, files: Sequence[SourceFile]) -> str:

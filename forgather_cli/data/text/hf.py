@@ -253,7 +253,7 @@ class HfCorpus:
             rows = max(1, int(reading.PIECE / max(1.0, share)))
             for start in range(0, len(dataset), rows):
                 stop = min(start + rows, len(dataset))
-                found.append(Piece((number, start, stop), number > 0, int((stop - start) * share)))
+                found.append(Piece([number, start, stop], number > 0, int((stop - start) * share)))
         return found
 
     def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
