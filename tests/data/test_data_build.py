@@ -334,6 +334,7 @@ def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> 
     assert concat["train_samples"] == len(load(text(corpus, cache)).train)
     code = f"""
 from forgather_cli.config.schema import TextSettings
+from forgather_cli.data.build import cached_token_counts
 assert cached_token_counts(TextSettings(files=[{str(corpus)!r}], cache_dir={cache!r}, seq_len=32))
 """
     assert not {"torch", "tokenizers"} & modules_after(code)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from forgather_cli.data.cache import Cache
 from forgather_cli.data.packing import best_fit, packed_tables, pieces_of
 from forgather_cli.data.samples import ConcatDataset, PackedDataset
 from forgather_cli.data.tokens import ArrayFile, Tokenized, Tokens, TokenSplit
@@ -86,7 +87,7 @@ def test_isolation_agrees_with_a_slow_way(tmp_path: Path) -> None:
 
 def table(tmp_path: Path, split: TokenSplit, seq_len: int, packing: str) -> PackedDataset:
     data = Tokenized(split, None, "f", {})
-    tables = packed_tables(tmp_path / "cache", data, seq_len, packing)
+    tables = packed_tables(Cache(tmp_path / "cache"), data, seq_len, packing)
     return PackedDataset(split.tokens, tables["train"], seq_len, PAD, isolate=packing == "best_fit")
 
 
@@ -108,7 +109,7 @@ def test_best_fit_fills_rows(tmp_path: Path, split: TokenSplit) -> None:
 
 
 def test_without_isolation_targets_cross_borders(tmp_path: Path, split: TokenSplit) -> None:
-    tables = packed_tables(tmp_path / "cache", Tokenized(split, None, "f", {}), 8, "best_fit")
+    tables = packed_tables(Cache(tmp_path / "cache"), Tokenized(split, None, "f", {}), 8, "best_fit")
     batch = PackedDataset(split.tokens, tables["train"], 8, PAD, isolate=False).__getitems__([0])
     assert rows(batch, "labels") == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert "document_ids" not in batch

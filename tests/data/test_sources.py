@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
+from forgather_cli.data.cache import Cache, NotCached
 from forgather_cli.data.text import corpus as sources
 from forgather_cli.data.text import read as reading
 from forgather_cli.data.text.corpus import Corpus, find_corpus, split_documents
@@ -157,7 +158,7 @@ def test_all_bad_rows_of_a_file_are_one_report_or_left_out_and_counted(
     assert [row.partition(": ")[0] for row in damage.skipped] == [f"{path}:{number}" for number in bad]
     assert "3 bad rows left out" in damage.lines()["skipped"]
     other = find_corpus(option(path, eval_fraction=0.0))
-    assert corpus.fingerprint(tmp_path / "cache") != other.fingerprint(tmp_path / "cache")
+    assert corpus.fingerprint(Cache(tmp_path / "cache")) != other.fingerprint(Cache(tmp_path / "cache"))
 
 
 def test_a_wrong_key_does_not_read_the_whole_file_to_say_so(tmp_path: Path) -> None:
@@ -234,8 +235,8 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
-    def fingerprint(path: Path, **settings: Any) -> str | None:
-        return find_corpus(option(path, **settings)).fingerprint(tmp_path / "cache")
+    def fingerprint(path: Path, **settings: Any) -> str:
+        return find_corpus(option(path, **settings)).fingerprint(Cache(tmp_path / "cache"))
 
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("same")
@@ -247,8 +248,9 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
     unseen = tmp_path / "c.txt"
     unseen.write_text("same")
     corpus = find_corpus(option(unseen))
-    assert corpus.fingerprint(tmp_path / "cache", read=False) is None
-    assert corpus.fingerprint(tmp_path / "cache") == first
+    with pytest.raises(NotCached):
+        corpus.fingerprint(Cache(tmp_path / "cache", build=False))
+    assert corpus.fingerprint(Cache(tmp_path / "cache")) == first
 
 
 def test_the_first_document_always_trains(tmp_path: Path) -> None:
