@@ -212,7 +212,7 @@ def clip_grad_norm(
     whose CPU path loops over parameters in Python (torch 2.13, ``clip_grad.py``): the foreach calls save about 2 us per
     parameter and step.
     """
-    grads = locals_of([p.grad for p in parameters if p.grad is not None])
+    grads = locals_of([grad for p in parameters if (grad := p.grad) is not None])
     counted = grads
     if duplicates:
         counted = locals_of([p.grad for p in parameters if p.grad is not None and p not in duplicates])
@@ -224,6 +224,8 @@ def clip_grad_norm(
         norm = all_sum(norm.square(), model_group).sqrt()
     if loss_scale != 1.0:
         norm = norm / loss_scale
+    if max_norm and norm.is_cpu and loss_scale == 1.0 and float(norm) < 0.999 * max_norm:
+        return norm  # which is known on a CPU: all would be multiplied by 1
     if max_norm and grads:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(grads, scale / loss_scale if loss_scale != 1.0 else scale)
@@ -247,10 +249,9 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
     long: list[Tensor] = []
     short: list[Tensor] = []
     for tensor in tensors:
-        dtype = tensor.dtype
-        if dtype in _HALF:
+        if tensor.dtype in _HALF:
             wide = torch.float32
-        on_cpu = tensor.device.type == "cpu" and (dtype == torch.float32 or dtype in _HALF)
-        (long if on_cpu and tensor.ndim > 1 and tensor.numel() > _LONG else short).append(tensor)
+        is_long = tensor.numel() > _LONG and tensor.ndim > 1 and tensor.is_cpu and tensor.dtype != torch.float64
+        (long if is_long else short).append(tensor)
     rows = [torch.linalg.vector_norm(tensor, dim=-1, dtype=wide).flatten() for tensor in long]
     return torch.cat([*rows, torch.stack(torch._foreach_norm(short, 2, wide))] if short else rows)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from forgather_cli.distributed import held_elsewhere
-from forgather_cli.loss import CrossEntropy, ModelWithLoss, model_kwargs, model_logits
+from forgather_cli.loss import CrossEntropy, ModelWithLoss, model_kwargs, model_logits, num_targets
 from forgather_cli.models.init import allocate
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 
@@ -69,15 +69,16 @@ class TensorParallelFSDP2(Strategy):
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
         share = torch.zeros(())
         for batch in microbatches:
-            total, _ = self._root(lambda batch=batch: self._with_loss(self._mine(batch), num_tokens))
+            total = self._root(lambda batch=batch: self._with_loss(self._mine(batch), num_tokens))
             (total / num_tokens).backward()
             share += self._share(total / num_tokens)
         return share
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        total, count = self._evaluated(lambda: self._with_loss(self._mine(batch)))
-        return self._share(total), self._share(count)
+        mine = self._mine(batch)
+        total = self._evaluated(lambda: self._with_loss(mine))
+        return self._share(total), self._share(num_targets(mine["labels"]))
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

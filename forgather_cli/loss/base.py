@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
-from forgather_cli.loss.labels import model_kwargs, num_targets
+from forgather_cli.loss.labels import model_kwargs
 
 
 class Counter(Protocol):
@@ -73,10 +73,9 @@ class ModelWithLoss(nn.Module):
         self.model = model
         self.loss = loss
 
-    def forward(self, batch: dict[str, Tensor], num_items: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(sum over targets fp32, number of targets), both 0-dim. ``num_items``: targets of the whole step."""
+    def forward(self, batch: dict[str, Tensor], num_items: Tensor | None = None) -> Tensor:
+        """Sum over targets, 0-dim fp32. ``num_items``: targets of the whole step."""
         labels = batch.get("labels")
         if labels is None:
             raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
-        total = self.loss.total(self.model, model_kwargs(batch), labels, num_items)
-        return total, num_targets(labels)
+        return self.loss.total(self.model, model_kwargs(batch), labels, num_items)

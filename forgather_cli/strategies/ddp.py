@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from forgather_cli.config.schema import DDPSettings, PrecisionOption
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
-from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits
+from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
 from forgather_cli.precision import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, GradientSharing, ModelSpec, Strategy
 from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, SharedAmong, compressed
@@ -128,10 +128,9 @@ class DataParallel(Strategy):
         self._begin(num_tokens)
         for batch, synced in _with_last(microbatches):
             with self._exchange(synced):
-                total, count = self._forward(batch, num_tokens)
+                loss = self._forward(batch, num_tokens) / num_tokens
                 if self._shared is not None:
-                    self._shared.add_targets(count)
-                loss = total / num_tokens
+                    self._shared.add_targets(num_targets(batch["labels"]))
                 (loss * self.data_size).backward()  # DDP divides by their number
             share += loss.detach()
             self._remember(batch)
@@ -145,10 +144,11 @@ class DataParallel(Strategy):
             # while each rank trains by itself, buffers too are sent only where the weights were averaged
             self._replica.broadcast_buffers = self._sends_buffers and self.gradient_sharing.weights_are_equal
 
-    def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Any:
-        """(sum over targets, number of targets); an exchange of gradients begins in its backward."""
+    def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Tensor:
+        """Sum over targets; an exchange of gradients begins in its backward."""
         with self._autocast():
-            return (self._replica or self._with_loss)(batch, num_tokens)
+            total: Tensor = (self._replica or self._with_loss)(batch, num_tokens)
+        return total
 
     def _exchange(self, now: bool) -> AbstractContextManager[None]:
         """Around a forward and backward: the gradients so far are averaged over ranks, or only added up."""
@@ -156,8 +156,7 @@ class DataParallel(Strategy):
 
     def _backward_of_nothing(self) -> None:
         """Collective. Take part in the exchange of gradients without a batch (an empty slice)."""
-        total, _ = self._forward(self._empty_batch(), None)
-        total.backward()
+        self._forward(self._empty_batch(), None).backward()  # type: ignore[no-untyped-call]
 
     @property
     def _watches_graph(self) -> bool:
@@ -179,8 +178,7 @@ class DataParallel(Strategy):
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            total, count = self._with_loss(batch)
-        return total, count
+            return self._with_loss(batch), num_targets(batch["labels"])
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:
@@ -195,13 +193,13 @@ class _OrNothing(nn.Module):
         super().__init__()
         self.with_loss = with_loss
 
-    def forward(self, batch: Batch | None, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Tensor:
         if batch is not None:
-            result: tuple[Tensor, Tensor] = self.with_loss(batch, num_tokens)
-            return result
+            total: Tensor = self.with_loss(batch, num_tokens)
+            return total
         # sums over nothing: zero, and so are their gradients, whatever the weights are
         sums = [p.flatten()[:0].sum(dtype=torch.float32) for p in self.parameters() if p.requires_grad]
-        return torch.stack(sums).sum(), torch.zeros((), device=sums[0].device)
+        return torch.stack(sums).sum()
 
 
 def _has_buffers(model: nn.Module) -> bool:

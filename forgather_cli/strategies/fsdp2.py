@@ -15,7 +15,7 @@ from forgather_cli.config.accelerate_file import ALWAYS_SO, LAUNCHED, is_launche
 from forgather_cli.config.schema import FSDP2Settings, PrecisionOption
 from forgather_cli.distributed import cpu_group, world
 from forgather_cli.errors import SetupError
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits
+from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, have_a_group, mesh_of
 from forgather_cli.strategies.parallelize import Rounds, Sharding, parallelize, precision_policy
@@ -83,8 +83,7 @@ class FullyShard(Strategy):
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         for batch in self._rounds.of(microbatches):
-            total, _ = self._root(lambda batch=batch: self._with_loss(batch, num_tokens))
-            loss: Tensor = total / num_tokens
+            loss: Tensor = self._root(lambda batch=batch: self._with_loss(batch, num_tokens)) / num_tokens
             if self._sharding.settings.replicate > 1:
                 # between copies of the model, which are further apart, gradients are summed once per step
                 cast(FSDPModule, self._root).set_requires_all_reduce(self._rounds.is_last)
@@ -94,8 +93,7 @@ class FullyShard(Strategy):
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        total, count = self._evaluate(lambda: self._with_loss(batch))
-        return total, count
+        return self._evaluate(lambda: self._with_loss(batch)), num_targets(batch["labels"])
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

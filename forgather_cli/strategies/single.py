@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.config.schema import PrecisionOption, SingleSettings
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits
+from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
 from forgather_cli.precision import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 
@@ -44,20 +44,19 @@ class SingleDevice(Strategy):
         self._with_loss = ModelWithLoss(model, self._loss)
 
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
-        share = torch.zeros((), device=self.device)
+        share: Tensor | None = None
         for batch in microbatches:
             with self._autocast():
-                total, _ = self._with_loss(batch, num_tokens)
+                total = self._with_loss(batch, num_tokens)
             loss = total / num_tokens
             loss.backward()
-            share += loss.detach()
-        return share
+            share = loss.detach() if share is None else share + loss.detach()
+        return torch.zeros((), device=self.device) if share is None else share
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            total, count = self._with_loss(batch)
-        return total, count
+            return self._with_loss(batch), num_targets(batch["labels"])
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

@@ -33,6 +33,10 @@ class Interval:
     flops: float
 
 
+_TOGETHER = 16
+"""Steps whose losses and norms are added up at once: a kernel costs a fifth when it follows its like."""
+
+
 class TrainMetrics:
     """Accumulates losses and norms on the device and counts and times on the host.
 
@@ -59,6 +63,8 @@ class TrainMetrics:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._norm_square_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._norm_max = torch.zeros((), device=device)
+        self._losses: list[tuple[Tensor, int]] = []  # not in the sums yet, with their targets
+        self._norms: list[Tensor] = []
         self._steps = self._targets = self._tokens = 0
         self._skipped = 0  # of the interval's steps
         self._total_skipped = 0 if may_overflow else None
@@ -90,11 +96,12 @@ class TrainMetrics:
             self._skipped += 1
             self._total_skipped = (self._total_skipped or 0) + 1
         else:
-            self._norm_square_sum.addcmul_(norm, norm)
-            torch.maximum(self._norm_max, norm, out=self._norm_max)
+            self._norms.append(norm)
         if not skipped or bool(distributed.all_sum(loss.clone(), self._world.group).isfinite()):
-            self._loss_sum.add_(loss, alpha=counts.targets)
+            self._losses.append((loss, counts.targets))
             self._targets += counts.targets
+            if len(self._losses) == _TOGETHER:
+                self._add_up()
         flops = counts.tokens * self._flops.weights + counts.square_lengths * self._flops.attention
         self._steps += 1
         self._tokens += counts.tokens
@@ -109,6 +116,14 @@ class TrainMetrics:
             self._timed_tokens += counts.tokens
             self._timed_flops += flops
 
+    def _add_up(self) -> None:
+        for loss, targets in self._losses:
+            self._loss_sum.add_(loss, alpha=targets)
+        for norm in self._norms:
+            self._norm_square_sum.addcmul_(norm, norm)
+            torch.maximum(self._norm_max, norm, out=self._norm_max)
+        self._losses, self._norms = [], []
+
     @property
     def pending(self) -> bool:
         """True if steps have been counted since the last read."""
@@ -116,6 +131,7 @@ class TrainMetrics:
 
     def read(self) -> tuple[dict[str, float], Interval]:
         """Collective. Close the interval: the one point where metrics reach the host. Returns (logs, interval)."""
+        self._add_up()
         sums = torch.stack([self._loss_sum, self._norm_square_sum, self._norm_max.double()])
         if self._world.group is not None:
             shared = 2 if self._norms_differ else 1
@@ -158,6 +174,7 @@ class TrainMetrics:
 
     def fold(self) -> None:
         """Collective. Before a save: rank 0, whose state is saved, takes over the other ranks' shares of the loss."""
+        self._add_up()
         group = self._world.group
         if group is None:
             return
@@ -187,6 +204,7 @@ class TrainMetrics:
         return int(state["totals"][1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses, self._norms = [], []
         self._loss_sum.copy_(state["loss_sum"])
         self._keep_on_rank_0()
         self._norm_square_sum.copy_(state["norm_square_sum"])

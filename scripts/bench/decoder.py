@@ -169,13 +169,13 @@ class PlainModel(nn.Module):
             if p.dim() == 2:
                 nn.init.normal_(p, std=s.initializer_range)
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
         x, labels = self.embed(batch["input_ids"]), batch["labels"]
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()
         logits = self.head(self.norm(x)).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets, reduction="sum"), labels[:, 1:].numel()
+        return F.cross_entropy(logits, targets, reduction="sum")
 
 
 def contestants(settings: DecoderSettings, device: str) -> dict[str, Callable[[], nn.Module]]:
@@ -218,8 +218,8 @@ def report(shape: str, label: str, model: nn.Module, s: DecoderSettings, ids: Te
 
     def step() -> Tensor:
         with autocast("cuda", True):
-            total, count = model({"input_ids": ids, "labels": ids})
-        loss: Tensor = total / count
+            total = model({"input_ids": ids, "labels": ids})
+        loss: Tensor = total / ids[:, 1:].numel()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

@@ -326,7 +326,7 @@ def test_the_activation_estimate_is_near_what_autograd_keeps(overrides: list[str
 
     tokens = torch.randint(0, 257, (4, 64))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss, _ = ModelWithLoss(model, build_loss(config.loss))({"input_ids": tokens, "labels": tokens})
+        loss = ModelWithLoss(model, build_loss(config.loss))({"input_ids": tokens, "labels": tokens})
     assert loss.requires_grad
     activations = made.fullest.activations
     assert activations is not None

@@ -97,7 +97,7 @@ def batch(ignored: float = 0.3) -> Batch:
 
 def results(loss: Loss, model: nn.Module, given: Batch) -> list[Tensor]:
     """Sum over targets, and the gradients of a seventh of it."""
-    total, _ = ModelWithLoss(model, loss)(given)
+    total = ModelWithLoss(model, loss)(given)
     assert (total.dim(), total.dtype) == (0, torch.float32)
     trained = [p for p in model.parameters() if p.requires_grad]
     return [total.detach(), *torch.autograd.grad(total / 7, trained)]
@@ -132,7 +132,7 @@ def test_liger_gets_the_options_the_head_and_the_next_labels(
     assert loss.is_likelihood == (not options)
     assert_equal(results(loss, model, batch()), defined(model, batch(), **options))
     with torch.no_grad():
-        total, _ = ModelWithLoss(model, loss)(batch())
+        total = ModelWithLoss(model, loss)(batch())
     assert_equal([total], defined(model, batch(), **options)[:1])
 
 
@@ -223,8 +223,7 @@ def targets(given: Batch) -> Tensor:
 
 def test_ranks_get_the_gradients_of_one_device() -> None:
     model, given = tiny.decoder(tie_word_embeddings=True), batch_of_4()
-    total, count = ModelWithLoss(model, build_loss())(given)
-    loss = total / count
+    loss = ModelWithLoss(model, build_loss())(given) / targets(given)
     loss.backward()
     ranks = run_ranks(2, trained)
     assert len(ranks[0]) == 6

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,10 +108,9 @@ def count_targets(microbatches: list[Batch]) -> tuple[int, int]:
             )
         if labels.ndim != 2:
             raise DataError(f"labels have shape {tuple(labels.shape)}, expected (batch, tokens)")
-        # numpy: a third of the time of the same two torch calls on a few thousand labels
-        counted = labels.numpy() if labels.device.type == "cpu" else labels.cpu().numpy()
-        num_targets += int(np.count_nonzero(counted[:, 1:] != IGNORED))
-        num_rows += len(counted)
+        # torch: numpy's code is cold here, after a step's kernels, and takes twice as long
+        num_targets += int((labels[:, 1:] != IGNORED).sum())
+        num_rows += len(labels)
     return num_targets, num_rows
 
 
