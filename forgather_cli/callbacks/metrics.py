@@ -6,7 +6,6 @@ import contextlib
 import re
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,12 +94,12 @@ class DefaultMetrics(TrainerCallback):
             return
         if self._peak and interval.flops > 0 and interval.active_seconds > 0:
             logs["mfu"] = interval.flops / interval.active_seconds / (self._peak * self._world)
-        peaks = torch.zeros(self._world, dtype=torch.int64)
-        peaks[self._rank] = take_interval_peak(self._device)
-        by_rank = all_sum(peaks, self._group).tolist()
-        logs["peak_mem_allocated"] = max(by_rank)
+        logs["peak_mem_allocated"] = peak = take_interval_peak(self._device)
         if self._world > 1:
-            logs["peak_mem_by_rank"] = by_rank
+            peaks = torch.zeros(self._world, dtype=torch.int64)
+            peaks[self._rank] = peak
+            logs["peak_mem_by_rank"] = by_rank = all_sum(peaks, self._group).tolist()
+            logs["peak_mem_allocated"] = max(by_rank)
 
 
 def _matmul_kind(args: Any) -> str:
@@ -142,15 +141,16 @@ def take_interval_peak(device: torch.device) -> int:
         return peak
     peak = _resident_peak()
     _so_far["cpu"] = max(_so_far.get("cpu", 0), peak)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS (proc(5))
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "wb", buffering=0) as file:
+        file.write(b"5")  # VmHWM becomes VmRSS (proc(5))
     return peak
 
 
 def _resident_peak() -> int:
     try:
         # ru_maxrss is inherited from the parent across exec on Linux (getrusage(2)); VmHWM is this program's own
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        with open("/proc/self/status", "rb", buffering=0) as file:
+            status = file.read()
+        return int(status.split(b"VmHWM:")[1].split()[0]) * 1024
     except (OSError, IndexError, ValueError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -61,8 +61,12 @@ class TBLogger(TrainerCallback):
         if "train_runtime" in logs:
             writer.add_text("results", _table(logs), state.global_step)
             return
-        for tag, value in self._values(logs).items():
-            writer.add_scalar(tag, value, state.global_step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # All curves of a record in one event, and not by add_scalar (torch 2.13), which makes an event of each: its
+        # queue holds ten, so that training would wait for the thread that writes them.
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in self._values(logs).items()]
+        writer._get_file_writer().add_summary(Summary(value=values), state.global_step)
 
     @property
     def tb_writer(self) -> Any:
