@@ -35,11 +35,9 @@ from forgather_cli.source import Located, load_located, locate
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.tally import Tally
-from forgather_cli.trainer.device_errors import evaluation_explained
-from forgather_cli.trainer.evaluate import evaluate, in_rounds
-from forgather_cli.trainer.loaders import eval_loader
+from forgather_cli.trainer.build import eval_loader, model_spec
+from forgather_cli.trainer.evaluate import evaluate
 from forgather_cli.trainer.resume import load_model
-from forgather_cli.trainer.setup import model_spec
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -149,10 +147,10 @@ def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits,
     here = world()
     data_ranks = None if here.size == 1 else DataRanks(cpu_group(), here.rank, strategy.data_rank)
     loader = eval_loader(config, strategy, data.eval, data_ranks)
-    rounds = in_rounds(loader, group)
-    explained = evaluation_explained("the evaluation", rounds, config, strategy)
-    with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar, explained as watched:
-        metrics: dict[str, Any] = evaluate(strategy, watched, here, prefix="eval", on_batch=bar.advance)
+    with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar:
+        metrics: dict[str, Any] = evaluate(
+            strategy, loader, config, what="the evaluation", prefix="eval", on_batch=bar.advance, group=group
+        )
     loader.close()
     correct, num_bytes = all_sum(torch.stack([tally.correct, tally.num_bytes]), here.group).tolist()
     targets = metrics["eval_tokens"]

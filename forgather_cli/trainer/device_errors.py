@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from forgather_cli.config.schema import FusedLoss, RunSettings
 from forgather_cli.errors import OutOfMemoryError
 from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.trainer.run import Run
-
-Rounds = Iterator[tuple[Batch, bool]]
 
 _EARLY = 10  # first steps of a process, in which auto_find_batch_size starts again
 _OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory|bad_alloc|ALLOC_FAILED")
@@ -47,28 +43,21 @@ def explain_step(error: RuntimeError | MemoryError, run: Run, batches: list[Batc
         error.add_note(_note(place, memory))
 
 
-@contextmanager
-def evaluation_explained(
-    what: str, rounds: Iterable[tuple[Batch, bool]], args: RunSettings, strategy: Strategy, optimizer: Any = None
-) -> Iterator[Rounds]:
-    """The same for a pass over a split, ``what`` in messages; the rounds to go through are what it yields."""
-    newest: list[Batch] = []
-
-    def watched() -> Rounds:
-        for batch, counted in rounds:
-            newest[:] = [batch]
-            yield batch, counted
-
-    try:
-        yield watched()
-    except (RuntimeError, MemoryError) as error:
-        place = f"in {what}, batches of {_shapes(newest)}"
-        memory = _memory(strategy, optimizer, gradients=False)
-        if _is_out_of_memory(error):
-            raise OutOfMemoryError(_out_of_memory(place, memory, error, _helps_evaluation(args))) from error
-        if _is_of_device(error):
-            error.add_note(_note(place, memory))
-        raise
+def explain_evaluation(
+    error: RuntimeError | MemoryError,
+    what: str,
+    batches: list[Batch],
+    args: RunSettings,
+    strategy: Strategy,
+    optimizer: Any = None,
+) -> None:
+    """The same of an error in a pass over a split, ``what`` in messages, at ``batches``."""
+    place = f"in {what}, batches of {_shapes(batches)}"
+    memory = _memory(strategy, optimizer, gradients=False)
+    if _is_out_of_memory(error):
+        raise OutOfMemoryError(_out_of_memory(place, memory, error, _helps_evaluation(args))) from error
+    if _is_of_device(error):
+        error.add_note(_note(place, memory))
 
 
 # ------------------------------------------------------------------------------------------------------------ the words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,17 +12,20 @@ from typing import Any
 
 import torch
 
-from forgather_cli import distributed
 from forgather_cli.callbacks.base import TrainerState
 from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.distributed import World, gather
+from forgather_cli.distributed import all_sum, gather, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.trainer.arguments import ScriptSettings
+from forgather_cli.trainer.device_errors import explain_evaluation
 from forgather_cli.trainer.step_sync import StepSync, Sum, without_targets
 
 log = logging.getLogger(__name__)
+
+_LOG_OF_MAX = math.log(sys.float_info.max)
 
 
 class EvaluationStopped(Exception):
@@ -63,14 +67,20 @@ def in_rounds(batches: Iterable[Batch], group: Any, sync: StepSync | None = None
 
 def evaluate(
     strategy: Strategy,
-    rounds: Iterable[tuple[Batch, bool]],
-    world: World,
+    batches: Iterable[Batch],
+    args: RunSettings,
     *,
+    what: str,
     prefix: str,
     on_batch: Callable[[], None],
+    group: Any,
+    sync: StepSync | None = None,
     predictions: Predictions | None = None,
+    optimizer: Any = None,
 ) -> dict[str, float]:
-    """Collective. Sum of losses over the split divided by its number of targets; ``rounds`` are those of ``in_rounds``.
+    """Collective. Sum of losses over the split divided by its number of targets; ``batches`` are this rank's,
+    ``group`` is a CPU group of all ranks, and ``sync``: see ``in_rounds``. ``what`` is said, and the ``optimizer``
+    counted, where memory runs out.
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
     float range), tokens (counted targets), runtime (seconds), samples_per_second. Without a target there is no loss.
@@ -81,37 +91,39 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
     target_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
     samples, has_labels = 0, False
-    with evaluation_mode(strategy.parts):
-        for batch, counted in rounds:
-            has_labels |= "labels" in batch
-            if predictions is None or "labels" in batch:
-                loss, count = strategy.loss(batch)
-                loss_sum += loss
-                target_sum += count
-                samples += len(batch["input_ids"]) if counted else 0
-            if predictions is not None:
-                mean = loss / count if "labels" in batch and predictions.with_losses else None
-                predictions.add(batch, strategy.logits(batch), mean, counted=counted)
-            on_batch()
-    if not has_labels and predictions is not None:
-        return {}
-    sums = torch.stack([loss_sum, target_sum, torch.full_like(loss_sum, samples)])
-    total, targets, samples_seen = distributed.all_sum(sums, world.group).tolist()
-    samples_seen /= world.size // strategy.data_size
+    newest: list[Batch] = []
+    here = world()
+    try:
+        with evaluation_mode(strategy.parts):
+            for batch, counted in in_rounds(batches, group, sync):
+                newest = [batch]
+                has_labels |= "labels" in batch
+                if predictions is None or "labels" in batch:
+                    loss, count = strategy.loss(batch)
+                    loss_sum += loss
+                    target_sum += count
+                    samples += len(batch["input_ids"]) if counted else 0
+                if predictions is not None:
+                    mean = loss / count if "labels" in batch and predictions.with_losses else None
+                    predictions.add(batch, strategy.logits(batch), mean, counted=counted)
+                on_batch()
+        if not has_labels and predictions is not None:
+            return {}
+        sums = torch.stack([loss_sum, target_sum, torch.full_like(loss_sum, samples)])
+        total, targets, samples_seen = all_sum(sums, here.group).tolist()
+    except (RuntimeError, MemoryError) as error:
+        explain_evaluation(error, what, newest, args, strategy, optimizer)
+        raise
+    samples_seen /= here.size // strategy.data_size
     seconds = time.perf_counter() - start
     metrics = {"tokens": int(targets), "runtime": seconds, "samples_per_second": samples_seen / seconds}
     if targets:
-        metrics = {"loss": total / targets, "perplexity": _exp(total / targets), **metrics}
+        mean_loss = total / targets
+        perplexity = math.exp(mean_loss) if mean_loss < _LOG_OF_MAX else math.inf
+        metrics = {"loss": mean_loss, "perplexity": perplexity, **metrics}
     else:
         log.warning("the %s split has no targets (every label is -100), and so no loss: check its labels", prefix)
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
 
 
 @dataclass
@@ -160,6 +172,20 @@ class Predictions:
         self._strategy, self._preprocess, self._keep = strategy, preprocess, keep
         self._with_inputs, self.with_losses = with_inputs, with_losses
         self._kept: list[dict[str, torch.Tensor]] = []
+
+    @classmethod
+    def of(cls, script: ScriptSettings, strategy: Strategy, preprocess: Any) -> Predictions | None:
+        """As a script's arguments say; None where they want the loss alone."""
+        if script.prediction_loss_only:
+            return None
+        wanted = script.include_for_metrics
+        return cls(
+            strategy,
+            preprocess=preprocess,
+            with_inputs="inputs" in wanted,
+            with_losses="loss" in wanted,
+            keep=script.eval_accumulation_steps or 1,
+        )
 
     def add(self, batch: Batch, logits: Any, loss: Any, *, counted: bool) -> None:
         """A batch, its logits (None on ranks without the last layer) and its mean loss; not counted: one of padding."""

@@ -24,28 +24,19 @@ from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, Microbatched
-from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, pick_device, world
+from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.launch.exit_status import ExitStatus
-from forgather_cli.loss import build_loss
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.models.pretrained import write_model_files
-from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy
-from forgather_cli.strategies.build import build_strategy
-from forgather_cli.trainer import loaders, run_files
+from forgather_cli.trainer import run_files
 from forgather_cli.trainer.arguments import RecipeArguments, TrainingArguments, as_arguments, placed, script_settings
-from forgather_cli.trainer.device_errors import evaluation_explained, explain_step
+from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num_parameters, strategy_of, train_loader
+from forgather_cli.trainer.device_errors import explain_step
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
-from forgather_cli.trainer.evaluate import (
-    PredictionOutput,
-    Predictions,
-    evaluate,
-    in_rounds,
-    track_best,
-    users_metrics,
-)
+from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, track_best, users_metrics
 from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.from_python import Objects, checked_config, described_data
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
@@ -56,7 +47,6 @@ from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.resume import Checkpoints, save_model
 from forgather_cli.trainer.run import Run, describe
 from forgather_cli.trainer.run_files import RunFiles
-from forgather_cli.trainer.setup import model_spec, num_parameters
 from forgather_cli.trainer.step_end import StepEnd
 from forgather_cli.trainer.step_sync import StepSync
 
@@ -156,22 +146,7 @@ class Trainer:
             callbacks = [*self._files.callbacks(config, callbacks), *callbacks]
 
         # The strategy joins the ranks: from here on they can agree on something.
-        scaler = LossScaler.of(self.args.precision)
-        if made_strategy is None:
-            loss = build_loss(
-                self.args.loss,
-                loss_fn=loss_fn,
-                fused_loss_factory=fused_loss_factory,
-                device=pick_device(self.args.device),
-            )
-            strategy = build_strategy(self.args, loss if scaler is None else ScaledLoss(loss, scaler))
-        elif scaler is not None:
-            raise ConfigError(
-                "precision: fp16 scales the loss, which the given strategy does not; give its settings as strategy, or "
-                "leave it out"
-            )
-        else:
-            strategy = made_strategy
+        strategy, scaler = strategy_of(self.args, made_strategy, loss_fn, fused_loss_factory)
         here, group = world(), cpu_group()
         drawn = int.from_bytes(os.urandom(4), "little") >> 1
         seed = self.args.seed if self.args.seed >= 0 else gather(drawn, group)[0]
@@ -189,7 +164,7 @@ class Trainer:
         strategy.materialize(spec)
         self.model: nn.Module = strategy.parts[0]
         self.num_parameters = num_parameters(strategy.parts, group)
-        self._collate_fn = loaders.collate_fn(script, self.model, data_collator)
+        self._collate_fn = collate_fn(script, self.model, data_collator)
 
         self.run = Run(
             args=self.args,
@@ -264,7 +239,9 @@ class Trainer:
         """Loss and perplexity over the whole evaluation split. Builds no optimizer. Emits on_log and on_evaluate."""
         state = self.state
         what = f"the evaluation at step {state.global_step}"
-        predictions = None if self.compute_metrics is None else self._predictions()
+        predictions = None
+        if self.compute_metrics is not None:
+            predictions = Predictions.of(self.run.script, self.strategy, self.preprocess_logits_for_metrics)
         _, metrics = self._evaluated(eval_dataset, metric_key_prefix, what, self.run.sync, predictions)
         metrics["epoch"] = state.epoch
         state.log_history.append({**metrics, "step": state.global_step})
@@ -277,33 +254,28 @@ class Trainer:
         """Logits and labels of every example, the loss, and the metrics of ``compute_metrics``. Builds no optimizer.
         Emits on_predict.
         """
-        arrays, metrics = self._evaluated(test_dataset, metric_key_prefix, "the prediction", None, self._predictions())
+        predictions = Predictions.of(self.run.script, self.strategy, self.preprocess_logits_for_metrics)
+        arrays, metrics = self._evaluated(test_dataset, metric_key_prefix, "the prediction", None, predictions)
         self.emit("on_predict", metrics=metrics)
         return PredictionOutput(arrays.get("predictions"), arrays.get("labels"), metrics)
-
-    def _predictions(self) -> Predictions | None:
-        script = self.run.script
-        if script.prediction_loss_only:
-            return None
-        return Predictions(
-            self.strategy,
-            preprocess=self.preprocess_logits_for_metrics,
-            with_inputs="inputs" in script.include_for_metrics,
-            with_losses="loss" in script.include_for_metrics,
-            keep=script.eval_accumulation_steps or 1,
-        )
 
     def _evaluated(
         self, dataset: Any, prefix: str, what: str, sync: StepSync | None, predictions: Predictions | None
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Collective. What the model says of a split, by name, where ``predictions`` keeps it; and the metrics."""
         run = self.run
-        rounds = in_rounds(self.get_eval_dataloader(dataset), run.cpu_group, sync)
-        on_batch = partial(self.emit, "on_prediction_step")
-        with evaluation_explained(what, rounds, self.args, run.strategy, run.optimizer) as watched:
-            metrics = evaluate(
-                run.strategy, watched, run.world, prefix=prefix, on_batch=on_batch, predictions=predictions
-            )
+        metrics = evaluate(
+            run.strategy,
+            self.get_eval_dataloader(dataset),
+            self.args,
+            what=what,
+            prefix=prefix,
+            on_batch=partial(self.emit, "on_prediction_step"),
+            group=run.cpu_group,
+            sync=sync,
+            predictions=predictions,
+            optimizer=run.optimizer,
+        )
         arrays = {} if predictions is None else predictions.gathered(run.cpu_group)
         if self.compute_metrics is not None and arrays.get("labels") is not None:
             metrics |= users_metrics(self.compute_metrics, arrays, prefix)
@@ -315,7 +287,7 @@ class Trainer:
             raise DataError("train_dataset: missing; give the Trainer one")
         strategy = self.strategy
         self.run.batch_plan = batch_plan(self.args, strategy.data_size, multiple_of=strategy.batch_multiple)
-        return Microbatched(loaders.train_loader(self.run, self.train_dataset, self._collate_fn, self._data_ranks))
+        return Microbatched(train_loader(self.run, self.train_dataset, self._collate_fn, self._data_ranks))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:
         """Collective. This rank's batches of a split (default: ``eval_dataset``), every example once over all ranks."""
@@ -323,7 +295,7 @@ class Trainer:
         if dataset is None:
             raise DataError("eval_dataset: missing; evaluation needs one (or set eval_strategy=no)")
         if run.eval_loader is None or run.eval_loader.dataset is not dataset:
-            run.eval_loader = loaders.eval_loader(self.args, run.strategy, dataset, self._data_ranks, self._collate_fn)
+            run.eval_loader = eval_loader(self.args, run.strategy, dataset, self._data_ranks, self._collate_fn)
         return run.eval_loader
 
     @property
@@ -436,7 +408,7 @@ class Trainer:
             run.seed = reader.state("trainer")["seed"]  # drawn at random by the first start
 
         # data, optimizer and metrics, as of step 0
-        run.train_loader = loaders.train_loader(run, self.train_dataset, self._collate_fn, self._data_ranks)
+        run.train_loader = train_loader(run, self.train_dataset, self._collate_fn, self._data_ranks)
         run.epochs = Epochs(
             args,
             state,

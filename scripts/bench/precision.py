@@ -51,7 +51,7 @@ class Variant:
         from forgather_cli.models.build import build_model
         from forgather_cli.models.init import init_parameters
         from forgather_cli.strategies.build import build_strategy
-        from forgather_cli.trainer.setup import model_spec
+        from forgather_cli.trainer.build import model_spec
 
         compiled = ["torch_compile=true"] if args.compile else []
         words = [f"model={args.model}", f"device={args.device}", *overrides, *compiled]

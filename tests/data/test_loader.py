@@ -18,7 +18,7 @@ from forgather_cli.data.loaders.collate import Step, default_collate
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.samples import SyntheticDataset
 from forgather_cli.errors import DataError
-from forgather_cli.trainer.loaders import _loader_settings
+from forgather_cli.trainer.build import _loader_settings
 
 
 class Numbers(Dataset[Any]):

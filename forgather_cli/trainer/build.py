@@ -1,20 +1,117 @@
-"""A Trainer's loaders, as its settings say, and what its samples become on the way to the model."""
+"""What a Trainer works with, as its settings say: strategy, model and loaders."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forgather_cli.config.schema import Config, RunSettings
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
-from forgather_cli.strategies.base import Strategy
-from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments
+from forgather_cli.distributed import gather, pick_device, world
+from forgather_cli.errors import ConfigError
+from forgather_cli.loss import build_loss
+from forgather_cli.models.parts import named_tensors
+from forgather_cli.precision import parameter_dtype
+from forgather_cli.precision.convert import converted, converts
+from forgather_cli.precision.scaling import LossScaler, ScaledLoss
+from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
+from forgather_cli.strategies.build import build_strategy
+from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments, script_settings
 from forgather_cli.trainer.run import Run
+
+_log = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------------------------ strategy and model
+
+
+def strategy_of(
+    args: Config | TrainingArguments,
+    made: Strategy | None,
+    loss_fn: Callable[..., Tensor] | None,
+    fused_loss_factory: Callable[[nn.Module], Callable[..., Tensor]] | None,
+) -> tuple[Strategy, LossScaler | None]:
+    """Collective. The strategy that is ``made`` or that the settings say, and under fp16 what scales its loss.
+
+    Raises ConfigError.
+    """
+    scaler = LossScaler.of(args.precision)
+    if made is not None:
+        if scaler is not None:
+            raise ConfigError(
+                "precision: fp16 scales the loss, which the given strategy does not; give its settings as strategy, or "
+                "leave it out"
+            )
+        return made, None
+    device = pick_device(args.device)
+    loss = build_loss(args.loss, loss_fn=loss_fn, fused_loss_factory=fused_loss_factory, device=device)
+    return build_strategy(args, loss if scaler is None else ScaledLoss(loss, scaler)), scaler
+
+
+def model_spec(
+    build: Callable[[], nn.Module],
+    args: Config | TrainingArguments,
+    strategy: Strategy,
+    *,
+    init: Callable[[nn.Module], None] | None = None,
+    enable_checkpointing: Callable[[nn.Module], Any] | None = None,
+) -> ModelSpec:
+    """What ``build`` makes, with dtype and layers of ``precision``, ``gradient_checkpointing`` (by the user's function
+    where one is given, which changes the model or returns another one) and ``torch_compile``. Raises ConfigError.
+    """
+    from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
+
+    check_supported(args, strategy)
+    dtype = parameter_dtype(args.precision)
+    told = world().rank > 0  # by rank 0, once: a pipeline builds the model once per stage
+
+    def adapt(model: nn.Module) -> nn.Module:
+        nonlocal told
+        if dtype is not None:
+            cast_parameters(model, dtype)
+        done = converted(model, args.precision, strategy.device)
+        if done and not told:
+            for line in done.lines():
+                _log.info("%s", line)
+            told = True
+        return model
+
+    def checkpoint(part: nn.Module) -> nn.Module:
+        if enable_checkpointing is None:
+            apply_activation_checkpointing(part, **(script_settings(args).gradient_checkpointing_kwargs or {}))
+            return part
+        changed = enable_checkpointing(part)
+        return changed if isinstance(changed, nn.Module) else part
+
+    def compiled(part: nn.Module) -> nn.Module:
+        compile_blocks(part, args)
+        return part
+
+    return ModelSpec(
+        build,
+        adapt=adapt if dtype is not None or converts(args.precision) else None,
+        checkpoint=checkpoint if args.gradient_checkpointing else None,
+        compile=compiled if args.torch_compile else None,
+        init=init,
+    )
+
+
+def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:
+    """Collective. (all, trainable) parameters of the model that the ranks of ``group`` (CPU) hold, tied ones once."""
+    own = {n: (t.numel(), t.requires_grad) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter)}
+    sizes: dict[str, tuple[int, bool]] = {}
+    for held in gather(own, group):
+        sizes |= held
+    return sum(n for n, _ in sizes.values()), sum(n for n, trained in sizes.values() if trained)
+
+
+# ------------------------------------------------------------------------------------------------------------ loaders
 
 
 class Columns:
