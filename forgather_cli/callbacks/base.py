@@ -11,7 +11,7 @@ import errno
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -207,7 +207,8 @@ class NoWriter:
 class CallbackList:
     """The run's callbacks by name; an event that nobody handles costs one dictionary look-up."""
 
-    def __init__(self) -> None:
+    def __init__(self, callbacks: Iterable[Any] = ()) -> None:
+        """``callbacks``: objects, classes, or (name, object) pairs."""
         self.by_name: dict[str, Any] = {}
         self.handlers: dict[str, list[tuple[str, Any]]] = {event: [] for event in EVENTS}
         """By event: (name, method) of the callbacks that handle it, in their order."""
@@ -215,6 +216,9 @@ class CallbackList:
         """How often (callback, event) could not write, since the disk was full."""
         self.stopped = ""
         """``callback NAME in EVENT`` that has stopped training."""
+        for entry in callbacks:
+            name, callback = entry if isinstance(entry, tuple) else (None, entry)
+            self.add(callback, name)
 
     def add(self, callback: Any, name: str | None = None) -> str:
         """Append a callback (an object, or a class to instantiate); returns its name, numbered when taken.

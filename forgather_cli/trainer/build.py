@@ -41,6 +41,8 @@ def strategy_of(
 
     Raises ConfigError.
     """
+    if loss_fn is not None and fused_loss_factory is not None:
+        raise ConfigError("loss_fn: excludes fused_loss_factory, got both; give one")
     scaler = LossScaler.of(args.precision)
     if made is not None:
         if scaler is not None:

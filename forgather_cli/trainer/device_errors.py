@@ -55,7 +55,9 @@ def explain_evaluation(
     place = f"in {what}, batches of {_shapes(batches)}"
     memory = _memory(strategy, optimizer, gradients=False)
     if _is_out_of_memory(error):
-        raise OutOfMemoryError(_out_of_memory(place, memory, error, _helps_evaluation(args))) from error
+        size = args.per_device_eval_batch_size
+        helps = [(size > 1, f"a smaller per_device_eval_batch_size (now {size})"), *_helps_both(args)]
+        raise OutOfMemoryError(_out_of_memory(place, memory, error, helps)) from error
     if _is_of_device(error):
         error.add_note(_note(place, memory))
 
@@ -103,11 +105,6 @@ def _helps_training(args: RunSettings) -> list[tuple[bool, str]]:
         *_helps_both(args),
         (not args.fuse_optim_with_backward, "fuse_optim_with_backward=true with max_grad_norm=null"),
     ]
-
-
-def _helps_evaluation(args: RunSettings) -> list[tuple[bool, str]]:
-    size = args.per_device_eval_batch_size
-    return [(size > 1, f"a smaller per_device_eval_batch_size (now {size})"), *_helps_both(args)]
 
 
 def _helps_both(args: Any) -> list[tuple[bool, str]]:

@@ -69,7 +69,12 @@ class Epochs:
         except TypeError:  # data without a length
             self._data_length = None
         self._steps_per_epoch = args.epoch_train_steps or self._data_length
-        _check_end(args, self._steps_per_epoch)
+        epochs = args.num_train_epochs
+        if self._steps_per_epoch is None and args.max_steps <= 0 and epochs >= 0 and not epochs.is_integer():
+            raise DataError(  # nobody can tell where a part of an epoch of unknown length ends
+                f"num_train_epochs: {epochs:g} is no whole number, and the training data does not tell its length; "
+                "set whole epochs, max_steps, or epoch_train_steps"
+            )
         self._position = loader.state_dict()
         self._skipped = 0
         """Steps by which epochs of ``epoch_train_steps`` were cut short."""
@@ -140,7 +145,9 @@ class Epochs:
         """
         stopped = self._control.should_epoch_stop
         self._skipped += self._steps_left() if stopped else 0
-        if data_ended or stopped or self._data_is_used_up():
+        # map-style data may have no whole step left in this epoch; other data tells when it is asked for one
+        is_map_style = "stream" not in self._position and self._data_length is not None
+        if data_ended or stopped or (is_map_style and self._steps_behind() >= (self._data_length or 0)):
             self.loader.set_epoch(self.epoch + 1)
             self._restart()
         self._control.should_epoch_stop = False
@@ -192,21 +199,6 @@ class Epochs:
         steps = self._args.epoch_train_steps
         return 0 if steps is None or self.is_full() else steps - (self._state.global_step + self._skipped) % steps
 
-    def _data_is_used_up(self) -> bool:
-        """True if map-style data has no whole step left in this epoch; other data tells when it is asked for one."""
-        streams = "stream" in self._position
-        return not streams and self._data_length is not None and self._steps_behind() >= self._data_length
-
     def _steps_behind(self) -> int:
         """Steps of this epoch that are done: by the number of samples, so that it holds when the batch size changes."""
         return -(-int(self._position["sample"]) // self.loader.global_batch_size)
-
-
-def _check_end(args: RunSettings, steps_per_epoch: int | None) -> None:
-    """Raise DataError where the end of training cannot be told: a part of an epoch of unknown length."""
-    epochs = args.num_train_epochs
-    if steps_per_epoch is None and args.max_steps <= 0 and epochs >= 0 and not epochs.is_integer():
-        raise DataError(
-            f"num_train_epochs: {epochs:g} is no whole number, and the training data does not tell its length; "
-            "set whole epochs, max_steps, or epoch_train_steps"
-        )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from forgather_cli.callbacks.base import TrainerState
 from forgather_cli.checkpoint.manifest import BestBy
@@ -234,16 +235,9 @@ def _stack(chunks: list[torch.Tensor]) -> Any:
         return None
     if chunks[0].ndim > 1:
         longest = max(chunk.shape[1] for chunk in chunks)
-        chunks = [_padded(chunk, longest) for chunk in chunks]
+        after = (0, 0) * (chunks[0].ndim - 2)  # torch's padding begins with the last dimension
+        chunks = [F.pad(chunk, (*after, 0, longest - chunk.shape[1]), value=-100) for chunk in chunks]
     return torch.cat(chunks).numpy()
-
-
-def _padded(chunk: torch.Tensor, length: int) -> torch.Tensor:
-    if chunk.shape[1] == length:
-        return chunk
-    filled = chunk.new_full((chunk.shape[0], length, *chunk.shape[2:]), -100)
-    filled[:, : chunk.shape[1]] = chunk
-    return filled
 
 
 # ------------------------------------------------------------------------------------------------------ the best one

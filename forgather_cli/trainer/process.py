@@ -102,16 +102,12 @@ class garbage_collection:
         if step % self._steps == 0:
             gc.collect()
         if self._threshold is not None and torch.cuda.is_available():
-            _release_cuda_cache(self._threshold)
+            # where more than that share of the device is reserved and a tenth of it can be won
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+            if reserved > self._threshold * total and reserved - allocated > 0.1 * total:
+                torch.cuda.empty_cache()
         now = time.process_time()
         if self._give_back is not None and now - self._last > _LONG_STEP:
             self._give_back(0)
         self._last = now
-
-
-def _release_cuda_cache(threshold: float) -> None:
-    """Give cached CUDA memory back when more than ``threshold`` of the device is reserved and 10 % of it can be won."""
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    if reserved > threshold * total and reserved - allocated > 0.1 * total:
-        torch.cuda.empty_cache()

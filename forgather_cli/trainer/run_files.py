@@ -32,17 +32,17 @@ class RunFiles:
     """
 
     def __init__(self, run_dir: RunDir, config: Config) -> None:
-        self._run_dir = run_dir
+        self._run_dir, self._config = run_dir, config
         self.tree = to_tree(replace(config, output_dir=str(run_dir.root)))
         self._has_trained = False
         self._logger: Any = None
 
-    def callbacks(self, config: Config, users: list[Any]) -> list[tuple[str, Any]]:
+    def callbacks(self, users: list[Any]) -> list[tuple[str, Any]]:
         """What every run shows and writes, but for those that the user gives in their place.
 
         ``metrics.jsonl`` is written from the first ``train()`` on: who only evaluates leaves no trace in a run.
         """
-        built = build_callbacks(config.callbacks, self._run_dir, config_tree=self.tree)
+        built = build_callbacks(self._config.callbacks, self._run_dir, config_tree=self.tree)
         kinds = {given if isinstance(given, type) else type(given) for given in users}
         wanted = {name: callback for name, callback in built if type(callback) not in kinds}
         self._logger = wanted.pop("json", None)

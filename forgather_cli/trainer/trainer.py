@@ -105,45 +105,30 @@ class Trainer:
     ) -> None:
         if (model is None) == (model_init is None):
             raise ConfigError("model: give a model or a model_init, and not both")
-        if loss_fn is not None and fused_loss_factory is not None:
-            raise ConfigError("loss_fn: excludes fused_loss_factory, got both; give one")
         self.args, made_strategy = placed(as_arguments(args), strategy)
         self.processing_class = processing_class
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         self._should_stop, self._on_stop = should_stop, on_stop
         self._warned_no_targets = False
-        run_dir = RunDir(
-            Path(self.args.output_dir or "trainer_output"),
-            None if self.args.logging_dir is None else Path(self.args.logging_dir),
-        )
-        self._make_optimizer = OptimizerRecipe(
-            self.args,
-            optimizers,
-            optimizer_factory,
-            optimizer_cls_and_kwargs,
-            lr_scheduler_factory,
-            as_group_settings(optimizer_groups),
-        )
+        root, logs = self.args.output_dir or "trainer_output", self.args.logging_dir
+        run_dir = RunDir(Path(root), None if logs is None else Path(logs))
+        groups = as_group_settings(optimizer_groups)
+        ways = (optimizers, optimizer_factory, optimizer_cls_and_kwargs, lr_scheduler_factory)
+        self._make_optimizer = OptimizerRecipe(self.args, *ways, groups)
 
         # A script's settings and objects are checked, recorded and shown like a recipe.
         callbacks = list(callbacks)
         self._files: RunFiles | None = None
         if isinstance(self.args, TrainingArguments):
             objects = Objects(
-                model=model,
-                model_init=model_init,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                optimizer=self._make_optimizer,
-                loss=loss_fn or fused_loss_factory,
-                made_strategy=made_strategy,
+                model=model, model_init=model_init, train_dataset=train_dataset, eval_dataset=eval_dataset,
+                optimizer=self._make_optimizer, loss=loss_fn or fused_loss_factory, made_strategy=made_strategy,
                 enable_checkpointing=enable_activation_checkpoint_fn,
-            )
-            config = checked_config(self.args, objects)
-            self._files = RunFiles(run_dir, config)
+            )  # fmt: skip
+            self._files = RunFiles(run_dir, checked_config(self.args, objects))
             config_tree, data_description = self._files.tree, described_data(objects)
-            callbacks = [*self._files.callbacks(config, callbacks), *callbacks]
+            callbacks = [*self._files.callbacks(callbacks), *callbacks]
 
         # The strategy joins the ranks: from here on they can agree on something.
         strategy, scaler = strategy_of(self.args, made_strategy, loss_fn, fused_loss_factory)
@@ -184,10 +169,7 @@ class Trainer:
         self._start_over()
         # what events carry: arguments of a script's own class as they are
         self._event_args: Any = RecipeArguments(self.args) if isinstance(self.args, Config) else self.args
-        self.callbacks = CallbackList()
-        for entry in callbacks:
-            name, callback = entry if isinstance(entry, tuple) else (None, entry)
-            self.callbacks.add(callback, name)
+        self.callbacks = CallbackList(callbacks)
         self.emit("on_init_end")
 
     # ---------------------------------------------------------------------------------------------- public surface
