@@ -61,7 +61,7 @@ class TBLogger(TrainerCallback):
         if "train_runtime" in logs:
             writer.add_text("results", _table(logs), state.global_step)
             return
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
         # All curves of a record in one event, and not by add_scalar (torch 2.13), which makes an event of each: its
         # queue holds ten, so that training would wait for the thread that writes them.

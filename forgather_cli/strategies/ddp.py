@@ -144,11 +144,10 @@ class DataParallel(Strategy):
             # while each rank trains by itself, buffers too are sent only where the weights were averaged
             self._replica.broadcast_buffers = self._sends_buffers and self.gradient_sharing.weights_are_equal
 
-    def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Tensor:
+    def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Any:
         """Sum over targets; an exchange of gradients begins in its backward."""
         with self._autocast():
-            total: Tensor = (self._replica or self._with_loss)(batch, num_tokens)
-        return total
+            return (self._replica or self._with_loss)(batch, num_tokens)
 
     def _exchange(self, now: bool) -> AbstractContextManager[None]:
         """Around a forward and backward: the gradients so far are averaged over ranks, or only added up."""
@@ -156,7 +155,7 @@ class DataParallel(Strategy):
 
     def _backward_of_nothing(self) -> None:
         """Collective. Take part in the exchange of gradients without a batch (an empty slice)."""
-        self._forward(self._empty_batch(), None).backward()  # type: ignore[no-untyped-call]
+        self._forward(self._empty_batch(), None).backward()
 
     @property
     def _watches_graph(self) -> bool:
