@@ -31,14 +31,14 @@ from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy
-from forgather_cli.trainer import run_files
+from forgather_cli.trainer import from_python
 from forgather_cli.trainer.arguments import RecipeArguments, TrainingArguments, as_arguments, placed, script_settings
 from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num_parameters, strategy_of, train_loader
 from forgather_cli.trainer.device_errors import explain_step
 from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, track_best, users_metrics
 from forgather_cli.trainer.finish import finish
-from forgather_cli.trainer.from_python import Objects, checked_config, described_data
+from forgather_cli.trainer.from_python import Objects, RunFiles
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings
 from forgather_cli.trainer.outer import outer_loop
@@ -46,7 +46,6 @@ from forgather_cli.trainer.process import garbage_collection, prepare_process, s
 from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.resume import Checkpoints, save_model
 from forgather_cli.trainer.run import Run, describe
-from forgather_cli.trainer.run_files import RunFiles
 from forgather_cli.trainer.step_end import StepEnd
 from forgather_cli.trainer.step_sync import StepSync
 
@@ -126,8 +125,8 @@ class Trainer:
                 optimizer=self._make_optimizer, loss=loss_fn or fused_loss_factory, made_strategy=made_strategy,
                 enable_checkpointing=enable_activation_checkpoint_fn,
             )  # fmt: skip
-            self._files = RunFiles(run_dir, checked_config(self.args, objects))
-            config_tree, data_description = self._files.tree, described_data(objects)
+            self._files = RunFiles(run_dir, self.args, objects)
+            config_tree, data_description = self._files.tree, self._files.data_description
             callbacks = [*self._files.callbacks(callbacks), *callbacks]
 
         # The strategy joins the ranks: from here on they can agree on something.
@@ -319,17 +318,17 @@ class Trainer:
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of ``split`` (train, eval, test), on rank 0."""
         if self.is_world_process_zero():
-            run_files.print_metrics(split, metrics)
+            from_python.print_metrics(split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write ``<split>_results.json`` into ``output_dir``, and with ``combined`` add to ``all_results.json``."""
         if self.is_world_process_zero():
-            run_files.save_metrics(self.run_dir.root, split, metrics, combined=combined)
+            from_python.save_metrics(self.run_dir.root, split, metrics, combined=combined)
 
     def save_state(self) -> None:
         """Write the counters and the log history as ``trainer_state.json`` into ``output_dir``."""
         if self.is_world_process_zero():
-            run_files.write_json(self.run_dir.root / "trainer_state.json", asdict(self.state))
+            from_python.write_json(self.run_dir.root / "trainer_state.json", asdict(self.state))
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and tokenizer as a Hugging Face directory (default: ``output_dir``)."""
