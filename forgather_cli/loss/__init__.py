@@ -3,16 +3,15 @@
 Labels are aligned with ``input_ids`` as in Hugging Face; every loss here shifts them by one, so the counted targets are
 ``labels[:, 1:] != -100``.
 
-``labels`` and ``logits`` prepare what a loss compares, ``sums`` computes cross entropy, ``kernels`` lets other packages
+``model_io`` prepares what a loss compares, ``sums`` computes cross entropy, ``kernels`` lets other packages
 do it; ``base`` is what strategies see, ``build`` makes the one that settings select.
 """
 
 from forgather_cli.loss.base import Counter, Loss, ModelWithLoss
 from forgather_cli.loss.build import build_loss
 from forgather_cli.loss.kernels import CutCrossEntropy, Liger
-from forgather_cli.loss.labels import IGNORED, model_kwargs, num_targets, shifted
-from forgather_cli.loss.logits import model_logits
 from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy, LossFn, UserFusedLoss, UserLoss
+from forgather_cli.loss.model_io import IGNORED, model_kwargs, model_logits, num_targets, shifted
 from forgather_cli.loss.sums import cross_entropy_sum, linear_cross_entropy_sum, product_dtype
 
 __all__ = [

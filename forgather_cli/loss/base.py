@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
-from forgather_cli.loss.labels import model_kwargs
+from forgather_cli.loss.model_io import model_kwargs
 
 
 class Counter(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
-from forgather_cli.loss.labels import IGNORED, shifted
+from forgather_cli.loss.model_io import IGNORED, shifted
 from forgather_cli.loss.sums import product_dtype
 
 

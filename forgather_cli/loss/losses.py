@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
-from forgather_cli.loss.labels import num_targets
-from forgather_cli.loss.logits import model_logits
+from forgather_cli.loss.model_io import model_logits, num_targets
 from forgather_cli.loss.sums import cross_entropy_sum, linear_cross_entropy_sum
 
 LossFn = Callable[..., Tensor]

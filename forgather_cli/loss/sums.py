@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgather_cli.loss.labels import IGNORED, shifted
+from forgather_cli.loss.model_io import IGNORED, shifted
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
