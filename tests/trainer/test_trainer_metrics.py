@@ -13,7 +13,12 @@ import torch
 import transformers
 
 from forgather_cli import Trainer, TrainingArguments
+from forgather_cli.distributed import World
 from forgather_cli.errors import ConfigError
+from forgather_cli.trainer.metrics import Flops, TrainMetrics
+from forgather_cli.trainer.step_sync import Counts
+
+CPU = torch.device("cpu")
 
 
 def llama() -> transformers.LlamaForCausalLM:
@@ -151,3 +156,26 @@ def test_dataloaders_yield_the_batches_that_are_trained_and_evaluated(tmp_path: 
     evaluated = trainer.get_eval_dataloader()
     assert (len(evaluated), sum(len(batch["labels"]) for batch in evaluated)) == (3, 22)
     assert len(trainer.get_eval_dataloader(tiny.RandomTokens(8))) == 1
+
+
+def test_an_open_intervals_sums_survive_a_resume_whenever_it_is_cut() -> None:
+    """Losses and norms are added up some steps at a time; what a checkpoint keeps has all of them."""
+    generator = torch.Generator().manual_seed(3)
+    steps = [(torch.rand((), generator=generator), torch.rand((), generator=generator), n + 5) for n in range(40)]
+
+    def logged(*cuts: int) -> dict[str, float]:
+        metrics = TrainMetrics(CPU, World(), 0, Flops(1.0, 1.0))
+        for n, (loss, norm, targets) in enumerate(steps):
+            metrics.add(Counts(targets, 8, 64, 1), loss, norm)
+            if n in cuts:
+                metrics.fold()
+                state, metrics = metrics.state_dict(), TrainMetrics(CPU, World(), 0, Flops(1.0, 1.0))
+                metrics.load_state_dict(state)
+        logs, _ = metrics.read()
+        return {name: logs[name] for name in ("loss", "grad_norm", "max_grad_norm", "tokens")}
+
+    whole = logged()
+    assert whole["loss"] == pytest.approx(sum(float(x) * t for x, _, t in steps) / sum(t for *_, t in steps))
+    assert whole["max_grad_norm"] == max(float(norm) for _, norm, _ in steps)
+    for cuts in ((0,), (3, 15), (16, 31), tuple(range(40))):
+        assert logged(*cuts) == whole
