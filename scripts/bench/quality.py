@@ -1,0 +1,496 @@
+#!/usr/bin/env python
+"""Loss per compute: recipes against each other and against transformers' models, in nats per byte of held-out text.
+
+    python scripts/bench/quality.py run plain llama_adamw nanochat_muon [--sizes nano tiny] [--corpora stdlib prose]
+        [--seeds 1 2 3] [--rates 1e-3 1.4e-3 2e-3] [--steps 400] [--jobs 2] [--out quality.jsonl]
+    python scripts/bench/quality.py run 'mine: optimizer=muon learning_rate=1e-2 qk_norm=true'
+    python scripts/bench/quality.py table [--base plain] [--out quality.jsonl]
+    python scripts/bench/quality.py plot PICTURE.png [--out quality.jsonl]
+
+``run`` adds a line to ``--out`` for each run that is not there yet. A recipe is a name of the table below, or a name of
+your own, a colon and overrides of ``forgather train``. ``--rates`` takes each of them instead of the recipe's own rate.
+``--as-long-as NAME`` gives a recipe the steps that fit into the time of that one's runs (same size, corpus and steps).
+
+The number: the sum of the losses of all targets of the whole held-out split, in sequences as they are trained on, over
+the bytes of those targets; its standard error is over documents. Every model is measured by the same function here,
+from its Hugging Face directory. Two recipes are compared by the differences of their runs with equal seeds: a sign-flip
+test (exact up to 16 seeds), with Holm's correction over the claims of a table. Times are of the processor, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+SIZES = {  # overrides; parameters with bytes
+    "nano": ("model=nano",),  # 0.13 M
+    "tiny": ("model=tiny",),  # 3.3 M
+    "10m": (
+        "model=tiny",
+        "model.hidden_size=384",
+        "model.num_hidden_layers=6",
+        "model.num_attention_heads=6",
+    ),  # 10.8 M
+}
+CORPORA = ("stdlib", "prose")
+RECIPES = {
+    "plain": "optimizer=adamw learning_rate=2e-3",
+    "plain_qk": "optimizer=adamw learning_rate=2e-3 qk_norm=true",
+    "muon_qk": "optimizer=muon learning_rate=1e-2 qk_norm=true",
+    # rivals, through transformers: see _rival
+    "llama_adamw": "learning_rate=2e-3",
+    "nanochat_muon": "learning_rate=1e-2",
+}
+RIVALS = ("llama_adamw", "nanochat_muon")
+COMMON = (
+    "global_batch_size=8", "per_device_train_batch_size=8", "warmup_steps=20", "eval_strategy=no",
+    "save_strategy=steps",
+    "save_steps=1000000", "async_save=false", "callbacks=minimal", "device=cpu", "logging_steps=20",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run; ``words`` are overrides, of which a rival reads its rate alone."""
+
+    recipe: str
+    words: str
+    size: str
+    corpus: str
+    seed: int
+    steps: int
+    precision: str
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def rate(self) -> float:
+        rates = [word.partition("=")[2] for word in self.words.split() if word.startswith("learning_rate=")]
+        return float(rates[-1])
+
+
+# --------------------------------------------------------------------------------------------------------- the corpora
+
+
+def prose(folder: Path) -> Path:
+    """English that is installed with the packages of this environment: docstrings, one document for each package's
+    folder, each paragraph once. Returns a file of JSON lines.
+    """
+    path = folder / "prose.jsonl"
+    if path.exists():
+        return path
+    seen: set[str] = set()
+    with path.with_suffix(".part").open("w", encoding="utf-8") as file:
+        for name in ("torch", "transformers", "numpy", "matplotlib", "pandas", "accelerate", "datasets", "torchao"):
+            package = Path(sys.prefix) / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages" / name
+            for source in sorted(package.rglob("*.py")):
+                paragraphs = [text for text in _docstrings(source) if text not in seen]
+                seen.update(paragraphs)
+                text = "\n\n".join(paragraphs)
+                if len(text) >= 2000:
+                    file.write(json.dumps({"text": text}) + "\n")
+    path.with_suffix(".part").rename(path)
+    return path
+
+
+def _docstrings(source: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            for paragraph in text.split("\n\n"):
+                if len(paragraph) > 80:
+                    yield inspect.cleandoc(paragraph)
+
+
+def words_of(job: Job, output_dir: Path) -> list[str]:
+    """What ``forgather train`` gets."""
+    data = [] if job.corpus == "stdlib" else ["data=text", f"data.files=[{prose(Path(tempfile.gettempdir()))}]"]
+    words = [*SIZES[job.size], *data, *COMMON, f"max_steps={job.steps}", f"seed={job.seed}"]
+    own = [] if job.recipe in RIVALS else job.words.split()
+    return [*words, f"precision={job.precision}", *own, f"output_dir={output_dir}"]
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+def run_one(job: Job) -> dict[str, Any]:
+    """Train and measure; returns what is written to ``--out`` besides the job."""
+    import torch
+
+    from forgather_cli.config.load import load_config
+    from forgather_cli.data.build import load_data
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "run"
+        config = load_config(None, words_of(job, root)).config
+        data = load_data(config.data, seed=job.seed)
+        begin = time.process_time()
+        if job.recipe in RIVALS:
+            model, parameters = _rival(job, config, data, root)
+        else:
+            model, parameters = _ours(config, root)
+        seconds = time.process_time() - begin
+        documents = nats_of_documents(model, data)
+        curve = [(r["step"], r["loss"]) for r in _records(root) if "loss" in r]
+    nats, size = (sum(column) for column in zip(*documents, strict=True))
+    return {
+        "nats_per_byte": nats / size,
+        "standard_error": _ratio_error(documents),
+        "documents": len(documents),
+        "bytes": size,
+        "data": data.fingerprint,
+        "parameters": parameters,
+        "tokens": job.steps * 8 * config.data.seq_len,
+        "seconds": seconds,
+        "curve": curve,
+    }
+
+
+def _ours(config: Any, root: Path) -> tuple[Any, int]:
+    from transformers import AutoModelForCausalLM
+
+    from forgather_cli import worker
+    from forgather_cli.run_dir import RunDir
+
+    run = RunDir(root)
+    root.mkdir()
+    worker.run(config, run)
+    model = AutoModelForCausalLM.from_pretrained(run.checkpoint(run.checkpoint_steps()[-1]) / "model")
+    return model, sum(p.numel() for p in model.parameters())
+
+
+def _records(root: Path) -> list[dict[str, Any]]:
+    path = root / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _rival(job: Job, config: Any, data: Any, root: Path) -> tuple[Any, int]:
+    """transformers' model of the same shape, trained on the same sequences through that library's Trainer: cosine to a
+    tenth after the same warmup, clipping at 1, betas 0.9 and 0.95, weight decay 0.1 of the matrices, as ours.
+
+    ``nanochat_muon`` is its nanochat class (squared ReLU, norms without weights, capped logits, norm of queries and
+    keys) with as many parameters in its MLP, torch's Muon for the matrices of its layers and AdamW for the rest.
+    """
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        NanoChatConfig,
+        NanoChatForCausalLM,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+
+    from forgather_cli.models.decoder import resolve_decoder
+
+    shape = resolve_decoder(config.model, vocab_size=data.vocab_size, seq_len=data.seq_len)
+    assert shape.intermediate_size is not None
+    sizes = {
+        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_hidden_layers, "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads, "max_position_embeddings": data.seq_len,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+
+    class Sequences(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(data.train)
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            sample = data.train[index]
+            return {"input_ids": sample["input_ids"], "labels": sample["labels"]}
+
+    set_seed(job.seed)
+    if job.recipe == "llama_adamw":
+        model: Any = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=shape.intermediate_size))
+    else:
+        wide = 3 * shape.intermediate_size // 2
+        model = NanoChatForCausalLM(NanoChatConfig(**sizes, intermediate_size=wide))
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    inside = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    if job.recipe == "llama_adamw":
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer: Any = torch.optim.AdamW(groups, lr=job.rate, betas=(0.9, 0.95), fused=True)
+    else:
+        optimizer = _Both(
+            torch.optim.Muon(matrices, lr=job.rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=job.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        )
+
+    def scale(step: int) -> float:
+        if step < 20:
+            return (step + 1) / 20
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 20) / max(1, job.steps - 20)))
+
+    arguments = TrainingArguments(
+        str(root), max_steps=job.steps, per_device_train_batch_size=8, max_grad_norm=1.0, seed=job.seed,
+        report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True, bf16=job.precision == "bf16",
+        disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+    Trainer(model=model, args=arguments, train_dataset=Sequences(), optimizers=(optimizer, schedule)).train()
+    return model.eval(), sum(p.numel() for p in model.parameters())
+
+
+def _Both(*optimizers: Any) -> Any:
+    """One optimizer out of several, as transformers' Trainer wants it."""
+    import torch
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__([group for each in optimizers for group in each.param_groups], {})
+            self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+        def step(self, closure: Any = None) -> None:
+            for each in optimizers:
+                each.step()
+
+    return Both()
+
+
+def nats_of_documents(model: Any, data: Any) -> list[tuple[float, int]]:
+    """(sum of the losses of its targets, their bytes) of each held-out document; documents end with the end token."""
+    import torch
+    import torch.nn.functional as F
+
+    end = data.tokenizer.eos_token_id
+    length = {
+        token: len(data.tokenizer.decode([token]).encode()) if data.vocab_size > 257 else 1
+        for token in range(data.vocab_size)
+    }
+    length[end] = 0
+    found: list[list[float]] = [[0.0, 0]]
+    model.eval()
+    with torch.inference_mode():
+        for start in range(0, len(data.eval), 16):
+            batch = data.eval.__getitems__(list(range(start, min(start + 16, len(data.eval)))))
+            ids, labels = batch["input_ids"].long(), batch["labels"].long()
+            logits = model(input_ids=ids).logits[:, :-1].float()
+            losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
+            for target, loss in zip(labels[:, 1:].flatten().tolist(), losses.tolist(), strict=True):
+                if target == -100:
+                    continue
+                found[-1][0] += loss
+                found[-1][1] += length[target]
+                if target == end:
+                    found.append([0.0, 0])
+    return [(nats, int(size)) for nats, size in found if size]
+
+
+def _ratio_error(documents: Sequence[tuple[float, int]]) -> float:
+    """Standard error of sum(nats) / sum(bytes) over documents as drawn at random (the ratio estimator's)."""
+    count = len(documents)
+    nats, size = (sum(column) for column in zip(*documents, strict=True))
+    squares = sum((each - nats / size * own) ** 2 for each, own in documents)
+    return math.sqrt(count / max(1, count - 1) * squares) / size
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def job_of(record: dict[str, Any]) -> Job:
+    return Job(**record["job"])
+
+
+def run(arguments: argparse.Namespace) -> None:
+    done = read(arguments.out)
+    known = {job_of(record).key for record in done}
+    jobs = []
+    for text, size, corpus in itertools.product(arguments.recipes, arguments.sizes, arguments.corpora):
+        name, colon, own = text.partition(":")
+        words = own.strip() if colon else RECIPES[name]
+        steps = _equal_time_steps(done, name, size, corpus, arguments) if arguments.as_long_as else arguments.steps
+        for rate, seed in itertools.product(arguments.rates or [None], arguments.seeds):
+            given = words if rate is None else f"{words} learning_rate={rate:g}"
+            jobs.append(Job(name.strip(), given, size, corpus, seed, steps, arguments.precision))
+    prose(Path(tempfile.gettempdir()))  # once, before several processes want it
+
+    def one(job: Job) -> None:
+        command = [sys.executable, __file__, "one", json.dumps(asdict(job))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if ended.returncode:
+            print(f"{job.recipe} seed {job.seed} failed:\n{ended.stderr[-2000:]}", file=sys.stderr, flush=True)
+            return
+        result = json.loads(ended.stdout.splitlines()[-1])
+        with arguments.out.open("a") as file:
+            file.write(json.dumps({"job": asdict(job), **result}) + "\n")
+        print(
+            f"{job.recipe:20} {job.size:5} {job.corpus:6} seed {job.seed:3} rate {job.rate:.1e} steps {job.steps}: "
+            f"{result['nats_per_byte']:.4f} nats per byte, {result['seconds']:.0f} s",
+            flush=True,
+        )
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(one, [job for job in jobs if job.key not in known]))
+
+
+def _equal_time_steps(done: list[dict[str, Any]], name: str, size: str, corpus: str, arguments: Any) -> int:
+    """Steps of ``name`` in the processor time of ``--as-long-as``'s ``--steps``, from the times measured so far."""
+
+    def second_per_step(recipe: str) -> float:
+        times = [
+            record["seconds"] / record["job"]["steps"]
+            for record in done
+            if (record["job"]["recipe"], record["job"]["size"], record["job"]["corpus"]) == (recipe, size, corpus)
+        ]
+        if not times:
+            raise SystemExit(
+                f"--as-long-as: no run of {recipe} at {size} on {corpus} in {arguments.out} yet; run it first"
+            )
+        return statistics.median(times)
+
+    return round(arguments.steps * second_per_step(arguments.as_long_as) / second_per_step(name))
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Of each size, corpus and number of steps: every recipe at its best rate, and against ``--base`` at its best."""
+    cells: dict[tuple[Any, ...], dict[tuple[str, str], dict[int, dict[str, Any]]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for record in read(arguments.out):
+        job = job_of(record)
+        cells[job.size, job.corpus, job.steps, job.precision][job.recipe, job.words][job.seed] = record
+    rows, claims = [], []
+    for (size, corpus, steps, precision), recipes in sorted(cells.items()):
+        best: dict[str, dict[int, dict[str, Any]]] = {}
+        for (name, _), runs in recipes.items():
+            if name not in best or _mean(runs) < _mean(best[name]):
+                best[name] = runs
+        base = best.get(arguments.base, {})
+        for name, runs in sorted(best.items(), key=lambda item: _mean(item[1])):
+            pairs = [runs[s]["nats_per_byte"] - base[s]["nats_per_byte"] for s in sorted(runs.keys() & base.keys())]
+            first = next(iter(runs.values()))
+            spread = statistics.stdev(r["nats_per_byte"] for r in runs.values()) if len(runs) > 1 else 0.0
+            claim = None
+            if name != arguments.base and len(pairs) > 1:
+                claim = len(claims)
+                claims.append(sign_flip(pairs))
+            error = statistics.mean(record["standard_error"] for record in runs.values())
+            seconds = statistics.median(record["seconds"] for record in runs.values())
+            difference = f"{statistics.mean(pairs):+.4f}" if pairs and name != arguments.base else ""
+            rows.append(
+                [size, corpus, f"{steps}", precision, name, f"{job_of(first).rate:.2g}", f"{len(runs)}",
+                 f"{_mean(runs):.4f}", f"{spread:.4f}", f"{error:.3f}", difference, claim,
+                 f"{first['tokens'] / 1e6:.2f} M", f"{seconds:.0f}"]
+            )  # fmt: skip
+    corrected = holm(claims)
+    names = "size, corpus, steps, precision, recipe, rate, seeds, nats per byte, spread of seeds, error over documents"
+    columns = [*names.split(", "), f"minus {arguments.base}", "p (Holm)", "tokens", "s of one core"]
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
+    for row in rows:
+        row[11] = "" if row[11] is None else f"{corrected[row[11]]:.3f}"
+        print("| " + " | ".join(row) + " |")
+
+
+def _mean(runs: dict[int, dict[str, Any]]) -> float:
+    return statistics.mean(record["nats_per_byte"] for record in runs.values())
+
+
+def sign_flip(differences: Sequence[float]) -> float:
+    """Two-sided p of the mean of paired differences: in how many of all choices of signs it is as far from 0."""
+    seen = abs(sum(differences)) - 1e-12
+    if len(differences) <= 16:
+        signs: Any = itertools.product((1, -1), repeat=len(differences))
+        total = 2 ** len(differences)
+    else:
+        draw, total = random.Random(0), 1 << 16
+        signs = (draw.choices((1, -1), k=len(differences)) for _ in range(total))
+    return sum(abs(sum(s * d for s, d in zip(each, differences, strict=True))) >= seen for each in signs) / total
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's (1979) correction of p-values for several claims at once."""
+    corrected, reached = [0.0] * len(values), 0.0
+    for place, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
+        reached = max(reached, min(1.0, (len(values) - place) * values[index]))
+        corrected[index] = reached
+    return corrected
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Loss over the learning rate, a line for each recipe, a panel for each size and corpus."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[tuple[str, str], dict[str, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(dict))
+    for record in read(arguments.out):
+        job = job_of(record)
+        panels[job.size, job.corpus][job.recipe].setdefault(job.rate, []).append(record["nats_per_byte"])
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
+    for axis, ((size, corpus), recipes) in zip(axes[0], sorted(panels.items()), strict=True):
+        for name, points in sorted(recipes.items()):
+            rates = sorted(points)
+            axis.plot(rates, [statistics.mean(points[rate]) for rate in rates], marker="o", label=name)
+        axis.set(title=f"{size}, {corpus}", xscale="log", xlabel="learning rate", ylabel="nats per byte, held out")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(arguments.picture, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runner = commands.add_parser("run")
+    runner.add_argument("recipes", nargs="+")
+    runner.add_argument("--sizes", nargs="+", default=["tiny"], choices=list(SIZES))
+    runner.add_argument("--corpora", nargs="+", default=["stdlib"], choices=CORPORA)
+    runner.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    runner.add_argument("--rates", type=float, nargs="+", default=[])
+    runner.add_argument("--steps", type=int, default=400)
+    runner.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
+    runner.add_argument("--jobs", type=int, default=2)
+    runner.add_argument("--as-long-as", default=None, metavar="RECIPE")
+    tabulator = commands.add_parser("table")
+    tabulator.add_argument("--base", default="plain")
+    painter = commands.add_parser("plot")
+    painter.add_argument("picture", type=Path)
+    for each in (runner, tabulator, painter):
+        each.add_argument("--out", type=Path, default=Path("quality.jsonl"))
+    single = commands.add_parser("one")
+    single.add_argument("job", type=json.loads)
+    arguments = parser.parse_args()
+    if arguments.command == "one":
+        print("\n" + json.dumps(run_one(Job(**arguments.job))))
+    else:
+        {"run": run, "table": table, "plot": plot}[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    main()
