@@ -92,6 +92,7 @@ def _bytes(memory: RankMemory) -> dict[str, int | None]:
         "activation_bytes": memory.activations,
         "buffer_bytes": memory.buffers,
         "save_copy_bytes": memory.save_copy,
+        "fragment_bytes": memory.fragments,
         "host_bytes": memory.in_host_memory,
     }
 
@@ -165,6 +166,7 @@ def _facts(made: RunPlan) -> dict[str, str]:
             facts["  buffers"] = f"{human_bytes(rank.buffers)} (estimate)"
         if rank.save_copy:
             facts["  copy of a save"] = f"{human_bytes(rank.save_copy)} in host memory (async_save)"
+        facts["  fragments"] = f"{human_bytes(rank.fragments)} (estimate)"
         if rank.in_host_memory:
             facts["  in host memory"] = f"{human_bytes(rank.in_host_memory)} of it, not in the sum"
     return {**facts, "checkpoint": _known(made.checkpoint_bytes)}
@@ -242,7 +244,7 @@ def show_fit(
 def print_fit(fit: Fit, config: Config, made: RunPlan) -> None:
     """Tables for people."""
     budget = fit.budget
-    back = f"{human_bytes(budget.kept_back)} of it kept back for the process and fragments"
+    back = f"{human_bytes(budget.kept_back)} of it kept back for the process"
     fits = "fits" if fit.fits else f"does not fit into {human_bytes(budget.usable)}"
     now = f"{fit.now} sequence{'s' if fit.now != 1 else ''} at a time"
     print_facts(

@@ -23,7 +23,6 @@ _SIZE = re.compile(r"\s*([\d.]+)\s*([KMGT]?)(I?B)?\s*", re.IGNORECASE)
 
 _CUDA_CONTEXT = int(0.7 * GIB)  # driver, kernels and libraries' workspaces: 0.5 to 0.9 GiB by device and version
 _CPU_PROCESS = int(0.42 * GIB)  # Python, torch and what else is imported
-_SPARE = 0.06  # share that fragments of free memory take between blocks that are in use
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Budget:
 
     total: int
     kept_back: int
-    """For what no plan counts: the process itself, and fragments."""
+    """For what no plan counts: the process itself."""
     on_gpu: bool
     source: str
     """Where ``total`` comes from."""
@@ -57,8 +56,7 @@ def budget_of(config: Config, given: str | None) -> Budget:
         ranks = plan_layout(config).ranks_per_node
         total = _available_memory() // ranks
         source = "available memory of this machine" + (f", shared by {ranks} ranks" if ranks > 1 else "")
-    kept_back = (_CUDA_CONTEXT if on_gpu else _CPU_PROCESS) + int(_SPARE * total)
-    return Budget(total, kept_back, on_gpu, source)
+    return Budget(total, _CUDA_CONTEXT if on_gpu else _CPU_PROCESS, on_gpu, source)
 
 
 def _parsed_size(text: str) -> int:

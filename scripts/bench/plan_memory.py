@@ -52,7 +52,7 @@ def planned(words: tuple[str, ...]) -> dict[str, int]:
     return {name: made[f"{name}_bytes"] or 0 for name in KINDS}
 
 
-KINDS = ("memory", "weight", "gradient", "optimizer", "activation", "buffer", "save_copy")
+KINDS = ("memory", "weight", "gradient", "optimizer", "activation", "buffer", "save_copy", "fragment")
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("words", nargs="*", help="more overrides")
     a = parser.parse_args()
-    kinds = "weights, gradients, moments, activations, rest, copy of a save"
+    kinds = "weights, gradients, moments, activations, rest, copy of a save, fragments"
     print(f"| trainer | model | saves | said, MiB | took | said / took | {kinds} |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for layout in a.layouts:

@@ -127,7 +127,14 @@ def test_fsdp2_with_offload_and_without_resharding(tmp_path: Path) -> None:
     assert kept.buffers - half.buffers == whole.weights // 2
     offloaded = plan(tmp_path, 2, "trainer=fsdp2", "cpu_offload=true").fullest
     assert offloaded.in_host_memory == normal.weights + normal.gradients + (normal.optimizer or 0)
-    assert offloaded.total == normal.total - offloaded.in_host_memory
+    assert offloaded.tensors == normal.tensors - offloaded.in_host_memory
+
+
+def test_memory_is_what_tensors_take_and_fragments_between_them(tmp_path: Path) -> None:
+    made = plan(tmp_path, 1, "trainer=single", "async_save=false").fullest
+    kinds = (made.weights, made.gradients, made.optimizer, made.activations, made.buffers)
+    assert made.tensors == sum(kind or 0 for kind in kinds)
+    assert 0.05 * made.tensors < made.fragments == made.total - made.tensors < 0.1 * made.tensors
 
 
 def test_half_precisions(tmp_path: Path) -> None:
@@ -144,7 +151,7 @@ def test_half_precisions(tmp_path: Path) -> None:
 def test_buckets_of_their_own_are_a_second_copy_of_the_gradients(tmp_path: Path) -> None:
     views = plan(tmp_path, 2, "trainer=ddp").fullest
     copies = plan(tmp_path, 2, "trainer=ddp", "gradient_as_bucket_view=false").fullest
-    assert copies.total - views.total == copies.gradients
+    assert copies.tensors - views.tensors == copies.gradients
     fused = plan(tmp_path, 2, "trainer=fsdp2", "fuse_optim_with_backward=true", "max_grad_norm=null").fullest
     assert fused.gradients < views.gradients / 2
 

@@ -40,7 +40,7 @@ def test_predictions_are_near_what_is_allocated(tmp_path: Path, overrides: tuple
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         worker.run(config, RunDir(tmp_path))
     low, high = CASES[overrides]
-    assert low <= make_plan(config).fullest.total / peak(trace) <= high
+    assert low <= make_plan(config).fullest.tensors / peak(trace) <= high
 
 
 def peak(trace: profile) -> int:
@@ -70,9 +70,9 @@ def fit(tmp_path: Path, mib: int, *overrides: str) -> Fit:
 
 
 def test_the_largest_is_the_largest_divisor_that_is_predicted_to_fit(tmp_path: Path) -> None:
-    found = fit(tmp_path, 50)
+    found = fit(tmp_path, 55)
     assert found.largest.micro_batch == 12
-    assert predicted(tmp_path, 12) <= 50 * MIB < predicted(tmp_path, 16)
+    assert predicted(tmp_path, 12) <= 55 * MIB < predicted(tmp_path, 16)
     assert found.largest.memory == predicted(tmp_path, 12)
     assert (found.now, found.fits, found.most) == (4, True, 96)
     assert found.sizes == [1, 2, 3, 4, 6, 8, 12]
