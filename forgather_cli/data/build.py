@@ -145,33 +145,35 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
             f"data.{setting}: nothing marks the documents of these token files; set data.document_separator{end}"
         )
     tables = _tables(option, data, cache)
-    made: dict[str, Batched] = {}
     more: dict[str, str] = {}
     rules: list[Any] = [data.fingerprint, length, option.packing, isolate]
-    if isinstance(option, InstructSettings):
+    if is_chat := isinstance(option, InstructSettings):
         from forgather_cli.data.chat.instruct import describe_chats, nothing_fits
 
         if not len(tables["train"]):
             raise nothing_fits(option, data.train, tables["train"])
+        more, rules = describe_chats(option, data.meta, tables), [*rules, option.too_long]
         # of rows with one conversation, padded on the right, no token sees another's: the masks would only cost time
         isolate = isolate and option.packing != "pad"
-        for name, split in data.splits().items():
-            if len(tables[name]):
-                made[name] = PackedDataset(
-                    split.tokens, tables[name], length, pad, isolate=isolate, targets=split.targets, restart=isolate
-                )
-        more, rules = describe_chats(option, data.meta, tables), [*rules, option.too_long]
-    else:
-        for name, split in data.splits().items():
-            if tables:
-                made[name] = PackedDataset(split.tokens, tables[name], length, pad, isolate=isolate)
-            else:
-                documents = split.documents if isolate else None
-                made[name] = ConcatDataset(split.tokens, length, pad, keep_tail=name == "eval", documents=documents)
-        if not len(made["train"]):
-            tokens = len(data.train.tokens)
-            remedy = f"set data.seq_len={tokens} or less" if tokens >= 2 else "give more data"
-            raise DataError(f"data.seq_len: {length} is longer than the training split of {tokens} tokens; {remedy}")
+    made: dict[str, Batched] = {}
+    for name, split in data.splits().items():
+        if not tables:
+            documents = split.documents if isolate else None
+            made[name] = ConcatDataset(split.tokens, length, pad, keep_tail=name == "eval", documents=documents)
+        elif len(tables[name]) or not is_chat:
+            made[name] = PackedDataset(
+                split.tokens,
+                tables[name],
+                length,
+                pad,
+                isolate=isolate,
+                targets=split.targets,
+                restart=isolate and is_chat,
+            )
+    if not len(made["train"]):
+        tokens = len(data.train.tokens)
+        remedy = f"set data.seq_len={tokens} or less" if tokens >= 2 else "give more data"
+        raise DataError(f"data.seq_len: {length} is longer than the training split of {tokens} tokens; {remedy}")
     meta = data.meta
     description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
     for name in SPLITS:
@@ -201,13 +203,8 @@ def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:
     ]
     rules = [option.num_samples, option.num_eval_samples, option.ragged, option.isolate_documents]
     fingerprint = digest(["synthetic", seed, option.seq_len, tokenizer.vocab_size, rules])
-    description = {
-        "type": "synthetic",
-        "train_samples": option.num_samples,
-        "train_tokens": option.num_samples * option.seq_len,
-        "eval_samples": option.num_eval_samples,
-        "eval_tokens": option.num_eval_samples * option.seq_len,
-    }
-    return DataSplits(
-        splits[0], splits[1] if option.num_eval_samples else None, tokenizer, fingerprint, option.seq_len, description
-    )
+    description: dict[str, Any] = {"type": "synthetic"}
+    for name, count in (("train", option.num_samples), ("eval", option.num_eval_samples)):
+        description |= {f"{name}_samples": count, f"{name}_tokens": count * option.seq_len}
+    evaluation = splits[1] if option.num_eval_samples else None
+    return DataSplits(splits[0], evaluation, tokenizer, fingerprint, option.seq_len, description)
