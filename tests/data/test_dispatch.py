@@ -518,12 +518,13 @@ def test_slices_of_any_number_of_ranks_make_up_the_same_steps(length: int, drop_
             loader.load_state_dict(state or {"epoch": 0, "sample": 0})
         return made
 
-    def steps(size: int) -> list[list[int]]:
-        return [flat(parts) for parts in zip(*loaders(size), strict=True)]
-
-    alone = steps(1)
+    alone = [flat([step]) for step in loaders(1)[0]]
     for size in (2, 3, 4, 5, 6, 8):
-        assert steps(size) == alone
+        steps = list(zip(*loaders(size), strict=True))
+        assert list(map(flat, steps)) == alone
+        empty = [step for parts in steps for step in parts if not step.microbatches]
+        assert bool(empty) or size < 8
+        assert all(step.num_targets == step.num_samples == 0 for step in empty)
 
     seen: list[list[int]] = []
     state: dict[str, Any] | None = None

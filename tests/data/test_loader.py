@@ -179,20 +179,6 @@ def test_lengths_are_those_of_the_column_where_there_is_one() -> None:
         by_length([{"labels": [1]}] * 8)
 
 
-@pytest.mark.parametrize("size", [2, 3, 7])
-@pytest.mark.parametrize("drop_last", [True, False])
-def test_ranks_together_read_what_one_reads(size: int, drop_last: bool) -> None:
-    kwargs = {"global_batch": 5, "drop_last": drop_last}
-    alone = [flat([step]) for step in loader(Numbers(23), **kwargs)]
-    shares = [list(loader(Numbers(23), rank=rank, size=size, **kwargs)) for rank in range(size)]
-    assert {len(share) for share in shares} == {len(alone)}
-    for number, whole in enumerate(alone):
-        assert flat(share[number] for share in shares) == whole
-    empty = [step for share in shares for step in share if not step.microbatches]
-    assert bool(empty) == (size == 7)
-    assert all(step.num_targets == step.num_samples == 0 for step in empty)
-
-
 def test_exact_resume_at_every_step_and_across_epochs() -> None:
     def run(data: TrainLoader, steps: int) -> list[Any]:
         seen: list[Any] = []
