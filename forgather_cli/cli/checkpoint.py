@@ -310,6 +310,3 @@ def _composed(reader: Reader, words: list[str], trust_config: bool) -> Loaded:
             [f"{path}: is not in a saved state; give it to forgather resume. Here: {here}" for path in outside]
         )
     return loaded
-
-
-_EDITABLE = "learning_rate, weight_decay, optimizer.* and lr_scheduler"
