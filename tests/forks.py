@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -135,11 +136,14 @@ def _become(command: tuple[str, ...], environment: dict[str, str]) -> NoReturn:
 
 
 def _start_ranks_by_forks() -> None:
-    """Have torch's elastic agent in this process, a launcher, start ranks by forks of what this process is now.
+    """Have torch's elastic agent in this process, a launcher, start ranks by forks of what this process is now, and a
+    sweep its jobs.
 
     A child that does nothing else forks them and lets go of them: they become children of this process (Linux).
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from forgather_cli.cli import multirun
 
     ours, theirs = multiprocessing.Pipe()
     launcher = os.getpid()
@@ -151,8 +155,8 @@ def _start_ranks_by_forks() -> None:
     ctypes.CDLL(None).prctl(set_child_subreaper, 1)
 
     class Popen(subprocess.Popen[bytes]):
-        def __init__(self, args: tuple[str, ...], env: dict[str, str], **kwargs: Any) -> None:
-            ours.send((args, env))
+        def __init__(self, args: tuple[str, ...], env: dict[str, str] | None = None, **kwargs: Any) -> None:
+            ours.send((args, env or dict(os.environ)))
             super().__init__(args, env=env, **kwargs)
 
         def _execute_child(self, *args: Any) -> None:
@@ -160,6 +164,7 @@ def _start_ranks_by_forks() -> None:
             self._child_created = True
 
     subprocess_handler.Popen = Popen
+    multirun.subprocess = SimpleNamespace(Popen=Popen)  # type: ignore[assignment]
 
 
 def _serve(requests: Connection, launcher: int) -> NoReturn:
