@@ -13,7 +13,7 @@ from parity import SEQ_LEN, Layout, Result, merged, run_rank
 from ranks import run_ranks
 
 from forgather_cli.config.load import load_config
-from forgather_cli.models.hf.library import library
+from forgather_cli.models.hf.build import library
 
 SHAPE = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
 CONFIGS = {

@@ -290,7 +290,7 @@ def _read_tensors(directory: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def _through_transformers(directory: Path, device: torch.device) -> nn.Module:
-    from forgather_cli.models.hf.library import library
+    from forgather_cli.models.hf.build import library
 
     try:
         model: nn.Module = library().AutoModelForCausalLM.from_pretrained(

@@ -76,7 +76,16 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) ->
         from forgather_cli.models.hf.build import build_causal_lm
 
         return build_causal_lm(option, vocab_size=vocab_size, seq_len=seq_len)
-    return _from_target(option, vocab_size=vocab_size, seq_len=seq_len)
+    factory = import_target(option.path, "model")
+    wanted = inspect.signature(factory).parameters
+    sizes = (
+        {"vocab_size": vocab_size, "seq_len": seq_len} if vocab_size else {"seq_len": seq_len}
+    )  # else its own counts
+    sizes = {key: value for key, value in sizes.items() if key in wanted and key not in option.kwargs}
+    model = factory(**sizes, **option.kwargs)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model._target_: {option.path} must return an nn.Module, got {type(model).__name__}")
+    return model
 
 
 def own_vocab_size(option: ModelOption) -> int | None:
@@ -89,7 +98,7 @@ def own_vocab_size(option: ModelOption) -> int | None:
     if isinstance(option, PretrainedSettings):
         return read_settings(option.path).vocab_size
     if isinstance(option, TransformersSettings):
-        from forgather_cli.models.hf.library import config_of
+        from forgather_cli.models.hf.build import config_of
 
         return config_of(option, vocab_size=0).get_text_config().vocab_size or None
     known = option.kwargs.get("vocab_size")
@@ -127,7 +136,7 @@ def directory_option(directory: Path) -> PretrainedSettings | TransformersSettin
     except ModelError as error:
         if not isinstance(read_config(directory, "model.path").get("model_type"), str):
             raise
-        from forgather_cli.models.hf.library import library
+        from forgather_cli.models.hf.build import library
 
         try:
             library()
@@ -135,17 +144,6 @@ def directory_option(directory: Path) -> PretrainedSettings | TransformersSettin
             raise ModelError(f"{error}; for others {missing}") from error
         return TransformersSettings(path=str(directory))
     return PretrainedSettings(path=str(directory))
-
-
-def _from_target(target: Target, **sizes: int) -> nn.Module:
-    factory = import_target(target.path, "model")
-    wanted = inspect.signature(factory).parameters
-    sizes = sizes if sizes["vocab_size"] else {"seq_len": sizes["seq_len"]}  # its own default counts
-    sizes = {key: value for key, value in sizes.items() if key in wanted and key not in target.kwargs}
-    model = factory(**sizes, **target.kwargs)
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model._target_: {target.path} must return an nn.Module, got {type(model).__name__}")
-    return model
 
 
 def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0) -> None:

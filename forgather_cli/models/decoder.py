@@ -249,20 +249,15 @@ class Decoder(nn.Module):
         if cache is not None and document_ids is not None:
             raise ValueError("document_ids and cache exclude each other")
         positions = position_ids
-        if positions is None:
-            positions = _positions(x, past, attention_mask)
+        if positions is None and attention_mask is None:
+            positions = torch.arange(past, past + T, device=x.device)
+        elif positions is None:  # (B, T), padding left out
+            assert attention_mask is not None
+            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + T]
         known = past + T if position_ids is None and attention_mask is None else None
         cos, sin = self.model.rotary_emb(positions, known)
         mask, is_causal = _mask(x, past, self.settings.sliding_window, document_ids, attention_mask)
         return Context(cos, sin, mask, is_causal)
-
-
-def _positions(x: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
-    """Position ids (T,), or (B, T) that leave padding out."""
-    T = x.shape[1]
-    if attention_mask is None:
-        return torch.arange(past, past + T, device=x.device)
-    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + T]
 
 
 def _mask(

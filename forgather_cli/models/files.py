@@ -35,25 +35,21 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         with opened(single) as tensors:
             return dict.fromkeys(tensors.keys(), single)
     if not index.exists():
-        raise ModelError(_without_weights(directory))
+        if pickles := [name for name in _PICKLES if (directory / name).is_file()]:
+            raise ModelError(
+                f"model.path: {directory} has only {pickles[0]}, a pickle, which can run code when it is read; where "
+                "you trust it, convert it with transformers: "
+                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
+            )
+        raise ModelError(
+            f"model.path: {directory} has neither {_WEIGHTS} nor {_INDEX}; other formats are not read: save the model "
+            "again with safetensors"
+        )
     found: dict[str, Path] = {}
     for shard in sorted(set(read_weight_map(index, lambda why: ModelError(f"model.path: {why}")).values())):
         with opened(shard) as tensors:
             found.update(dict.fromkeys(tensors.keys(), shard))
     return found
-
-
-def _without_weights(directory: Path) -> str:
-    pickles = [name for name in _PICKLES if (directory / name).is_file()]
-    if pickles:
-        return (
-            f"model.path: {directory} has only {pickles[0]}, a pickle, which can run code when it is read; where you "
-            "trust it, convert it with transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
-        )
-    return (
-        f"model.path: {directory} has neither {_WEIGHTS} nor {_INDEX}; "
-        f"other formats are not read: save the model again with safetensors"
-    )
 
 
 @contextmanager
@@ -88,7 +84,9 @@ def read_rows(
             for name in wanted:
                 source, target = tensors.get_slice(stored[name]), targets[name]
                 shape = tuple(source.get_shape())
-                grown = _is_grown(shape, target, vocab_size)
+                grown = False  # a vocabulary tensor with more rows than its file
+                if shape and shape[0] == vocab_size and shape[1:] == target.shape[1:]:
+                    grown = target.shape[0] > shape[0]
                 if shape != target.shape and not grown:
                     raise ModelError(
                         f"model.path: {name} in {file.parent} has shape {shape}, expected {tuple(target.shape)} "
@@ -125,11 +123,6 @@ def _portions(targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> Itera
                 portion, size = [], 0
         if portion:
             yield file, portion
-
-
-def _is_grown(shape: tuple[int, ...], target: Tensor, vocab_size: int | None) -> bool:
-    """Whether ``target`` is a vocabulary tensor with more rows than its file."""
-    return bool(shape) and shape[0] == vocab_size and target.shape[0] > shape[0] and shape[1:] == target.shape[1:]
 
 
 def _read_grown(target: Tensor, source: Any, *, name: str, seed: int) -> None:

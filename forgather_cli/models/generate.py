@@ -44,7 +44,8 @@ def generate(
     sees each column; it ends the generation by returning True, and rows by returning which, (B, 1) bool. A model that
     does not fill the cache is given the whole sequence each time. The model's mode (eval) is the caller's business.
     """
-    ids, ends = input_ids, _end_tokens(eos_token_id, input_ids.device)
+    ids, given = input_ids, [] if eos_token_id is None else eos_token_id
+    ends = torch.tensor([given] if isinstance(given, int) else list(given), dtype=torch.int64, device=ids.device)
     generator = generator or Generator().manual_seed(0)
     real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
     padded = not bool(real.all())
@@ -58,9 +59,14 @@ def generate(
         logits = logits_fn(batch, last_only=True, cache=cache)
         if logits is None:
             raise ModelError("generation needs the logits on every rank, but this rank got none")
-        scores = _penalized(_finite(logits[:, -1].float()), ids, real, repetition_penalty)
+        scores = _finite(logits[:, -1].float())  # (B, V)
+        if repetition_penalty != 1.0:  # tokens seen in the row are less likely (Keskar et al. 2019, arXiv:1909.05858)
+            seen = torch.zeros_like(scores).scatter_add_(1, ids, real.to(scores.dtype)) > 0
+            lowered = torch.where(scores < 0, scores * repetition_penalty, scores / repetition_penalty)
+            scores = torch.where(seen, lowered, scores)
         if do_sample:
-            token = _draw(_filtered(scores / temperature, top_k, top_p), generator)
+            odds = _filtered(scores / temperature, top_k, top_p).softmax(-1)
+            token = torch.multinomial(odds.to(generator.device), 1, generator=generator)  # a generator of any device
         else:
             token = scores.argmax(-1, keepdim=True)
         token = torch.where(done, filler, token.to(ids))
@@ -88,26 +94,12 @@ def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tenso
     return torch.tensor(ids), torch.tensor(mask)
 
 
-def _end_tokens(eos_token_id: int | Sequence[int] | None, device: torch.device) -> Tensor:
-    ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    return torch.tensor(ids, dtype=torch.int64, device=device)
-
-
 def _finite(logits: Tensor) -> Tensor:
     """Logits (B, V) that can be sampled: NaN is never chosen, a row without any finite value becomes uniform."""
     if bool(torch.isfinite(logits.amax(-1)).all()):  # which shows NaN and inf too, in one pass over V
         return logits
     logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=1e30, neginf=-torch.inf)
     return logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
-
-
-def _penalized(scores: Tensor, ids: Tensor, real: Tensor, penalty: float) -> Tensor:
-    """Scores (B, V) of tokens seen in the row made less likely (Keskar et al. 2019, arXiv:1909.05858)."""
-    if penalty == 1.0:
-        return scores
-    seen = torch.zeros_like(scores).scatter_add_(1, ids, real.to(scores.dtype)) > 0
-    lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
-    return torch.where(seen, lowered, scores)
 
 
 def _filtered(scores: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -124,8 +116,3 @@ def _filtered(scores: Tensor, top_k: int, top_p: float) -> Tensor:
         cut = (mass_before >= top_p).index_fill(-1, torch.zeros(1, dtype=torch.int64, device=scores.device), False)
         scores = scores.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
     return scores
-
-
-def _draw(scores: Tensor, generator: Generator) -> Tensor:
-    """One token per row (B, 1) from softmax(scores), with a generator of any device."""
-    return torch.multinomial(scores.softmax(-1).to(generator.device), 1, generator=generator)

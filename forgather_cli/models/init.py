@@ -48,7 +48,11 @@ def init_parameters(module: nn.Module, seed: int, *, device_generator: bool = Fa
         name = prefix + path
         if isinstance(child, Fills):
             for key, parameter in own.items():
-                _fill(child, key, parameter, stable_seed(seed, f"{name}.{key}".lstrip(".")), device_generator)
+                device = parameter.device if device_generator else torch.device("cpu")
+                drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+                own_seed = stable_seed(seed, f"{name}.{key}".lstrip("."))
+                child.fill(key, drawn, torch.Generator(device).manual_seed(own_seed))
+                fill_local(parameter, drawn)
         elif callable(getattr(child, "reset_parameters", None)):
             _reset(child, stable_seed(seed, name), device_generator)
         else:
@@ -56,13 +60,6 @@ def init_parameters(module: nn.Module, seed: int, *, device_generator: bool = Fa
                 f"model: cannot initialise {name or type(module).__name__}.{next(iter(own))}: {type(child).__name__} "
                 f"has no reset_parameters(), which would say how; add it"
             )
-
-
-def _fill(module: Fills, key: str, parameter: Tensor, seed: int, on_device: bool) -> None:
-    device = parameter.device if on_device else torch.device("cpu")
-    drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-    module.fill(key, drawn, torch.Generator(device).manual_seed(seed))
-    fill_local(parameter, drawn)
 
 
 def _reset(module: nn.Module, seed: int, on_device: bool) -> None:
@@ -75,7 +72,9 @@ def _reset(module: nn.Module, seed: int, on_device: bool) -> None:
     try:
         if not in_place:
             for key, p in real.items():
-                module._parameters[key] = None if p is None else _blank(p, on_device)
+                if p is not None:
+                    device = p.device if on_device else torch.device("cpu")
+                    module._parameters[key] = nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=device))
         with torch.random.fork_rng(devices=[d.index for d in used]):
             torch.manual_seed(seed)
             module.reset_parameters()  # type: ignore[operator]
@@ -86,11 +85,6 @@ def _reset(module: nn.Module, seed: int, on_device: bool) -> None:
         for key, p in real.items():
             if p is not None:
                 fill_local(p, drawn[key])
-
-
-def _blank(parameter: Tensor, on_device: bool) -> nn.Parameter:
-    device = parameter.device if on_device else torch.device("cpu")
-    return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device=device))
 
 
 def allocate(module: nn.Module, device: torch.device | str) -> bool:
@@ -104,20 +98,20 @@ def allocate(module: nn.Module, device: torch.device | str) -> bool:
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    module._apply(lambda tensor: _empty(tensor, device))  # type: ignore[no-untyped-call]
+
+    def empty(tensor: Tensor) -> Tensor:
+        # empty_like of a tensor on meta imports sympy, half a second (torch 2.13, _refs)
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor, device=device)
+
+    module._apply(empty)  # type: ignore[no-untyped-call]
     for first, *others in names_of.values():
         for other in others:
             path, _, key = other.rpartition(".")
             setattr(module.get_submodule(path), key, module.get_parameter(first))
     reset_buffers(module)
     return True
-
-
-def _empty(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Memory for a tensor. ``empty_like`` of one on meta imports sympy, half a second (torch 2.13, ``_refs``)."""
-    if type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return torch.empty_like(tensor, device=device)
 
 
 def reset_buffers(module: nn.Module) -> None:

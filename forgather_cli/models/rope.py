@@ -23,21 +23,6 @@ def _base_frequencies(theta: float | Tensor, dim: int, device: torch.device | No
     return 1.0 / (theta**exponents)
 
 
-def _linear(freqs: Tensor, scaling: RopeScaling) -> Tensor:
-    """Positions divided by ``factor`` (kaiokendev 2023)."""
-    return freqs / scaling.factor
-
-
-def _llama3(freqs: Tensor, scaling: RopeScaling, original: int) -> Tensor:
-    """Low frequencies divided by ``factor``, high ones kept, a ramp between (Llama 3.1)."""
-    low, high, factor = scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor
-    wavelen = 2 * math.pi / freqs
-    scaled = torch.where(wavelen > original / low, freqs / factor, freqs)
-    smooth = (original / wavelen - low) / (high - low)
-    medium = (wavelen >= original / high) & (wavelen <= original / low)
-    return torch.where(medium, (1 - smooth) * scaled / factor + smooth * scaled, scaled)
-
-
 def _yarn(theta: float, dim: int, scaling: RopeScaling, original: int) -> Tensor:
     """Interpolation of slow dimensions, extrapolation of fast ones (Peng et al. 2023, arXiv:2309.00071)."""
 
@@ -80,9 +65,17 @@ def rope_frequencies(settings: DecoderSettings) -> Tensor:
         if scaling.rope_type == "yarn":
             return _yarn(settings.rope_theta, settings.head_dim, scaling, original)
         freqs = _base_frequencies(settings.rope_theta, settings.head_dim)
-        if scaling.rope_type == "linear":
-            return _linear(freqs, scaling)
-        return _llama3(freqs, scaling, original) if scaling.rope_type == "llama3" else freqs
+        factor, low, high = scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor
+        if scaling.rope_type == "linear":  # positions divided by factor (kaiokendev 2023)
+            return freqs / factor
+        if scaling.rope_type != "llama3":
+            return freqs
+        # low frequencies divided by factor, high ones kept, a ramp between (Llama 3.1)
+        wavelen = 2 * math.pi / freqs
+        scaled = torch.where(wavelen > original / low, freqs / factor, freqs)
+        smooth = (original / wavelen - low) / (high - low)
+        medium = (wavelen >= original / high) & (wavelen <= original / low)
+        return torch.where(medium, (1 - smooth) * scaled / factor + smooth * scaled, scaled)
 
 
 class RotaryEmbedding(nn.Module):

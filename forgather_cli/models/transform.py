@@ -6,7 +6,6 @@ Names stay as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,17 +18,13 @@ from forgather_cli.errors import ModelError
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks: children of the outermost lists (or dicts, sequences) of modules of one composite class."""
-    return list(_blocks(module))
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    found: list[nn.Module] = []
     for child in module.children():
         members = list(child.children())
         container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if container and len({type(m) for m in members}) == 1 and any(True for _ in members[0].children()):
-            yield from members
-        else:
-            yield from _blocks(child)
+        repeated = container and len({type(m) for m in members}) == 1 and any(True for _ in members[0].children())
+        found += members if repeated else blocks_of(child)
+    return found
 
 
 def _required_blocks(module: nn.Module, setting: str) -> list[nn.Module]:

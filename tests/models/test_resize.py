@@ -16,7 +16,7 @@ from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import PretrainedSettings, TransformersSettings
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.models.build import build_model, initialize
-from forgather_cli.models.hf.library import library
+from forgather_cli.models.hf.build import library
 from forgather_cli.models.init import allocate
 from forgather_cli.models.resize import NOISE, grown_vocabulary, new_rows
 from forgather_cli.run_dir import RunDir

@@ -21,7 +21,7 @@ from forgather_cli.loss import model_logits
 from forgather_cli.models.build import build_model, initialize
 from forgather_cli.models.cache import KVCache
 from forgather_cli.models.generate import generate
-from forgather_cli.models.hf.library import library
+from forgather_cli.models.hf.build import library
 from forgather_cli.models.hf.model import CausalLM
 from forgather_cli.models.init import allocate
 from forgather_cli.optim.groups import describe

@@ -7,7 +7,8 @@ E hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
 from forgather_cli.models.cache import KVCache
-from forgather_cli.models.hf.documents import positions_in_documents, requires_isolation
 from forgather_cli.models.hf.init import InitialValues
 from forgather_cli.shards import fill_local
 
@@ -43,7 +43,12 @@ class CausalLM(nn.Module):
         self._twin = twin
         self._accepted = frozenset(inspect.signature(theirs.forward).parameters)
         self._isolates = self._has_plain_head = False
-        self.max_positions = _learned_positions(theirs)
+        limit = getattr(theirs.config.get_text_config(), "max_position_embeddings", None)
+        vocabulary = theirs.get_input_embeddings()
+        rows = [m.num_embeddings for m in theirs.modules() if isinstance(m, nn.Embedding) and m is not vocabulary]
+        # OPT keeps two rows that no token gets
+        has_rows = limit is not None and any(limit <= n <= limit + 2 for n in rows)
+        self.max_positions: int | None = limit if has_rows else None
         """Positions that have an embedding each; None for a model that computes them."""
 
     @property
@@ -153,7 +158,11 @@ class CausalLM(nn.Module):
         if "use_cache" in self._accepted:
             inputs["use_cache"] = "past_key_values" in inputs
         self.theirs.training = self.training  # its submodules are ours, which the trainer puts into modes itself
-        self._check_length(past + input_ids.shape[1])
+        if self.max_positions is not None and past + input_ids.shape[1] > self.max_positions:
+            raise ModelError(
+                f"{type(self.theirs).__name__} has {self.max_positions} learned positions, got a sequence of "
+                f"{past + input_ids.shape[1]} tokens; make it shorter"
+            )
         documents = inputs.pop("document_ids", None)
         if documents is not None:
             return self._run_isolated(input_ids, documents, **inputs)
@@ -182,13 +191,6 @@ class CausalLM(nn.Module):
         self._isolates = True
         return out
 
-    def _check_length(self, length: int) -> None:
-        if self.max_positions is not None and length > self.max_positions:
-            raise ModelError(
-                f"{type(self.theirs).__name__} has {self.max_positions} learned positions, got a sequence of {length} "
-                "tokens; make it shorter"
-            )
-
     def save_files(self, directory: Path, tokenizer: Any) -> None:
         """Write config.json and generation_config.json: the class, the dtype, and the tokenizer's special tokens."""
         config, generation = self.config, getattr(self.theirs, "generation_config", None)
@@ -202,9 +204,39 @@ class CausalLM(nn.Module):
                 part.save_pretrained(directory)
 
 
-def _learned_positions(theirs: Any) -> int | None:
-    """Rows of an embedding of positions less those that no token gets (OPT keeps two)."""
-    limit = getattr(theirs.config.get_text_config(), "max_position_embeddings", None)
-    vocabulary = theirs.get_input_embeddings()
-    rows = [m.num_embeddings for m in theirs.modules() if isinstance(m, nn.Embedding) and m is not vocabulary]
-    return limit if limit is not None and any(limit <= n <= limit + 2 for n in rows) else None
+# ---------------------------------------------------------------------------------------- documents in one sequence
+# A model of transformers keeps them apart by positions: where they begin anew, a document does
+# (find_packed_sequence_indices in masking_utils.py, transformers 5). That a class makes its masks so is seen when it is
+# asked to.
+
+
+def positions_in_documents(document_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """The place of each token in its document, (B, T) int64. Padding, 0 in ``attention_mask``, is one of its own."""
+    ids = document_ids if attention_mask is None else 2 * document_ids + attention_mask.to(document_ids)
+    index = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(1).values
+
+
+@contextmanager
+def requires_isolation(name: str) -> Iterator[None]:
+    """Raises ModelError at the end of a forward that has not looked for documents in its positions."""
+    from transformers import masking_utils
+
+    asked: list[Tensor] = []
+    find = masking_utils.find_packed_sequence_indices
+
+    def noted(position_ids: Tensor) -> Any:
+        asked.append(position_ids)
+        return find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = noted
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+    if not asked:
+        raise ModelError(
+            f"isolate_documents: {name} makes its masks without looking for documents; set isolate_documents=false"
+        )
