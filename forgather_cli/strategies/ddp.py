@@ -66,7 +66,8 @@ class DataParallel(Strategy):
         spec.fill(model, self.device)
         self.parts = [model]
         # a buffer that is no part of the state follows from settings (rotary frequencies): it is equal everywhere
-        self._sends_buffers = self._settings.broadcast_buffers and _has_buffers(model)
+        has_buffers = any(not isinstance(t, nn.Parameter) for t in model.state_dict(keep_vars=True).values())
+        self._sends_buffers = self._settings.broadcast_buffers and has_buffers
         self._with_loss = ModelWithLoss(model, self._loss)
         if self._world.size > 1:
             self._replica = DistributedDataParallel(
@@ -76,7 +77,9 @@ class DataParallel(Strategy):
             )
             self._replica.broadcast_buffers = self._sends_buffers
             self._rebuild_buckets(model)
-            self._register_hook(self._replica, model)
+            if (hook := self._hook()) is not None:
+                # a lambda, since DDP refuses annotations that are strings (torch 2.13, _check_comm_hook)
+                self._replica.register_comm_hook(None, lambda state, bucket: hook(bucket))
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
         """Collective. A backward whose gradients are zero and thrown away; two of a static graph.
@@ -103,13 +106,7 @@ class DataParallel(Strategy):
         for parameter in model.parameters():
             parameter.grad = None
 
-    def _register_hook(self, replica: DistributedDataParallel, model: nn.Module) -> None:
-        hook = self._hook(model)
-        if hook is not None:
-            # a lambda, since DDP refuses annotations that are strings (torch 2.13, _check_comm_hook)
-            replica.register_comm_hook(None, lambda state, bucket: hook(bucket))
-
-    def _hook(self, model: nn.Module) -> Hook | None:
+    def _hook(self) -> Hook | None:
         settings, group = self._settings, self._world.group
         if settings.post_local_sgd.enabled:
             self.gradient_sharing = GradientSharing(settings.post_local_sgd)
@@ -126,14 +123,18 @@ class DataParallel(Strategy):
         share = torch.zeros((), device=self.device)
         synced = False
         self._begin(num_tokens)
-        for batch, synced in _with_last(microbatches):
+        # which is the last is known where their number is, and gradients are exchanged in its backward
+        number = len(microbatches) if isinstance(microbatches, Sized) else 0
+        for n, batch in enumerate(microbatches, 1):
+            synced = n == number
             with self._exchange(synced):
                 loss = self._forward(batch, num_tokens) / num_tokens
                 if self._shared is not None:
                     self._shared.add_targets(num_targets(batch["labels"]))
                 (loss * self.data_size).backward()  # DDP divides by their number
             share += loss.detach()
-            self._remember(batch)
+            if self._watches_graph:
+                self._last = batch
         if not synced and self._replica is not None:
             self._backward_of_nothing()
         return share
@@ -155,24 +156,17 @@ class DataParallel(Strategy):
 
     def _backward_of_nothing(self) -> None:
         """Collective. Take part in the exchange of gradients without a batch (an empty slice)."""
-        self._forward(self._empty_batch(), None).backward()
+        batch: Batch | None = None  # which reaches every parameter of any model and costs nothing
+        if self._watches_graph:  # one without targets
+            tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+            like = self._last or {"input_ids": tokens, "labels": tokens}
+            batch = {**like, "labels": torch.full_like(like["labels"], IGNORED)}
+        self._forward(batch, None).backward()
 
     @property
     def _watches_graph(self) -> bool:
         """DDP reads from the graph of a step which parameters it uses: they must be those of a real batch."""
         return self._settings.static_graph or self._settings.find_unused_parameters
-
-    def _remember(self, batch: Batch) -> None:
-        if self._watches_graph:
-            self._last = batch
-
-    def _empty_batch(self) -> Batch | None:
-        """A batch without targets, or None, which reaches every parameter of any model and costs nothing."""
-        if not self._watches_graph:
-            return None
-        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
-        like = self._last or {"input_ids": tokens, "labels": tokens}
-        return {**like, "labels": torch.full_like(like["labels"], IGNORED)}
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -199,18 +193,6 @@ class _OrNothing(nn.Module):
         # sums over nothing: zero, and so are their gradients, whatever the weights are
         sums = [p.flatten()[:0].sum(dtype=torch.float32) for p in self.parameters() if p.requires_grad]
         return torch.stack(sums).sum()
-
-
-def _has_buffers(model: nn.Module) -> bool:
-    """True if its state has buffers."""
-    return any(not isinstance(tensor, nn.Parameter) for tensor in model.state_dict(keep_vars=True).values())
-
-
-def _with_last(microbatches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each with True for the last one; False for all where their number is not known beforehand."""
-    count = len(microbatches) if isinstance(microbatches, Sized) else 0
-    for n, batch in enumerate(microbatches, 1):
-        yield batch, n == count
 
 
 @contextmanager

@@ -175,9 +175,21 @@ def blocks_to_shard(model: nn.Module, classes: Sequence[str] | None) -> list[nn.
             "trainer.block_classes (in an accelerate_config: fsdp_transformer_layer_cls_to_wrap): "
             f"{type(model).__name__} has no {', '.join(sorted(missing))}; {remedy}"
         )
-    blocks = _separate(blocks, model)
-    for unit in (*blocks, None):
-        _check_dtypes(model, list(unit.parameters() if unit is not None else _outside(model, blocks)))
+    inside = [{id(p) for p in block.parameters()} for block in blocks]
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for ids in [*inside, {id(p) for p in _outside(model, blocks)}]:
+        shared |= seen & ids
+        seen |= ids
+    blocks = [block for block, ids in zip(blocks, inside, strict=True) if ids and not ids & shared]
+    for parameters in (*(block.parameters() for block in blocks), _outside(model, blocks)):
+        dtypes = sorted({str(p.dtype) for p in parameters if p.requires_grad and p.ndim})
+        if len(dtypes) > 1:
+            raise ModelError(
+                "trainer=fsdp2: parameters that are gathered together must have one dtype, "
+                f"{type(model).__name__} mixes {' and '.join(dtypes)}; construct it in one of them, or choose "
+                "trainer=ddp"
+            )
     return blocks
 
 
@@ -188,16 +200,6 @@ def _of_classes(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _of_classes(child, names)
-
-
-def _separate(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
-    inside = [{id(p) for p in block.parameters()} for block in blocks]
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for ids in [*inside, {id(p) for p in _outside(model, blocks)}]:
-        shared |= seen & ids
-        seen |= ids
-    return [block for block, ids in zip(blocks, inside, strict=True) if ids and not ids & shared]
 
 
 def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
@@ -211,15 +213,6 @@ def _users_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn
     for module in model.modules():
         if module not in inner and any(True for _ in module.parameters(recurse=False)):
             yield module
-
-
-def _check_dtypes(model: nn.Module, parameters: list[nn.Parameter]) -> None:
-    found = sorted({str(p.dtype) for p in parameters if p.requires_grad and p.ndim})
-    if len(found) > 1:
-        raise ModelError(
-            f"trainer=fsdp2: parameters that are gathered together must have one dtype, {type(model).__name__} mixes "
-            f"{' and '.join(found)}; construct it in one of them, or choose trainer=ddp"
-        )
 
 
 def _enter_in(dtype: torch.dtype, model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -115,7 +115,15 @@ class Pipeline(Strategy):
         sizes = [held[stage.rank * shard][stage.index] for stage in layout]
         tied = tied_names(sizes, names)
         if world.rank == 0:
-            self._log_layout(layout_lines(self._settings, layout, [sum(size.values()) for size in sizes]))
+            for line in layout_lines(self._settings, layout, [sum(size.values()) for size in sizes]):
+                log.info("%s", line)
+            if self._schedule.whole_backward is not None:
+                log.info(
+                    "%s: schedule=%s does not split the backward, which would compute the same several times over, so "
+                    "its bubble is nearer to that of Interleaved1F1B",
+                    self._schedule.whole_backward,
+                    self._settings.schedule,
+                )
         if tied:
             self._tie(tied, world.rank)
         if self.data_rank > 0:  # parameters that cannot be cut are held by all ranks of a stage
@@ -132,17 +140,6 @@ class Pipeline(Strategy):
         else:
             self._units += parallelize(module, model, spec, self._sharding)
         return module
-
-    def _log_layout(self, lines: list[str]) -> None:
-        for line in lines:
-            log.info("%s", line)
-        if self._schedule.whole_backward is not None:
-            log.info(
-                "%s: schedule=%s does not split the backward, which would compute the same several times over, so its "
-                "bubble is nearer to that of Interleaved1F1B",
-                self._schedule.whole_backward,
-                self._settings.schedule,
-            )
 
     def _tie(self, names: list[str], rank: int) -> None:
         """Collective. First and last stage share these parameters, or on two ranks the sum of their gradients."""

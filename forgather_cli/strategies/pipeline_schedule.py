@@ -99,9 +99,15 @@ class TrainingSchedule:
         self._device, self._group = device, group
         self._has_first = any(module.stage.has_embedding for module in modules)
         self._has_last = any(module.stage.has_head for module in modules)
-        self.whole_backward = _inseparable(modules) if settings.splits_backward else None
+        self.whole_backward: str | None = None
         """The setting for which a schedule that splits the backward computes gradients of weights and inputs together,
         since its layers do; None: there is none, or the schedule does not split it."""
+        if settings.splits_backward and any(recomputes(module.model) for module in modules):
+            # split, each of the two, and each group of weights by itself, would recompute a block: 13 times the forward
+            self.whole_backward = "gradient_checkpointing"
+        elif settings.splits_backward and any(computes_in_float8(module.model) for module in modules):
+            # torchao 0.18 has one autograd.Function for both products of a layer's backward
+            self.whole_backward = "precision=fp8"
         self._shape: torch.Size | None = None
         self._schedule: Any = None
         # at an error it logs a screen full of schedule, above the traceback
@@ -161,14 +167,6 @@ class TrainingSchedule:
             # what remains to be done for the weights where the backward is not split: nothing
             dw_builder=None if self.whole_backward is None else lambda: lambda: None,
         )
-
-
-def _inseparable(modules: Sequence[StageModule]) -> str | None:
-    if any(recomputes(module.model) for module in modules):
-        # split, each of the two, and each group of weights by itself, would recompute a block: 13 times the forward
-        return "gradient_checkpointing"
-    # torchao 0.18 has one autograd.Function for both products of a layer's backward
-    return "precision=fp8" if any(computes_in_float8(module.model) for module in modules) else None
 
 
 def forward_through(
