@@ -30,7 +30,11 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any], wanted: set[str]
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
     if "data" in wanted and content:
-        refused += _refusals(changed, "data", "leave data out of resume_components") or [_other_content(*content)]
+        refused += _refusals(changed, "data", "leave data out of resume_components") or [
+            f"data: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, {content[1][:8]} "
+            "here): other files, another tokenizer, another Python's standard library, or another seed of synthetic "
+            "data; bring them back, or leave data out of resume_components"
+        ]
     logged = [
         f"{_typed(path)}: {before!r} in the checkpoint, {after!r} from here on"
         for path, (before, after) in changed.items()
@@ -43,21 +47,11 @@ def _refusals(changed: Differences, group: str, remedy: str) -> list[str]:
     return [
         f"{_typed(path)}: the checkpoint has {before!r}, this run {after!r}; change it back, or {remedy}"
         for path, (before, after) in changed.items()
-        if _is_below(path, (group,)) and path not in _MAY_MOVE and not _is_object(before)
+        if _is_below(path, (group,))
+        and path not in _MAY_MOVE
+        # of a script's object only the name is known, which may change; weights are compared by names and shapes
+        and not (isinstance(before, str) and before.startswith("<"))
     ]
-
-
-def _is_object(value: Any) -> bool:
-    """Of a script's object only the name is known, which may change; weights are compared by names and shapes."""
-    return isinstance(value, str) and value.startswith("<")
-
-
-def _other_content(before: str, after: str) -> str:
-    return (
-        f"data: the samples are not those of the checkpoint (fingerprint {before[:8]} there, {after[:8]} here): other "
-        "files, another tokenizer, another Python's standard library, or another seed of synthetic data; bring them "
-        "back, or leave data out of resume_components"
-    )
 
 
 def _is_below(path: str, groups: tuple[str, ...]) -> bool:

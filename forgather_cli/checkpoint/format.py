@@ -169,20 +169,16 @@ class Plan:
 
     def parts(self, file: TensorFile, rank: int) -> list[tuple[int, Piece | None]]:
         """What ``rank`` writes of ``file``: (offset in the file, piece), ascending; None is the header."""
-        parts: list[tuple[int, Piece | None]] = [(0, None)] if rank == self._owner(file) else []
-        pieces = [piece for piece in self.writes[rank] if piece.spec.name in file.offsets]
-        parts += [(file.offsets[piece.spec.name] + piece.begin, piece) for piece in pieces]
+        parts: list[tuple[int, Piece | None]] = []
+        first: dict[int, int] = {}  # first byte of a piece -> the rank that writes it
+        for writer, pieces in enumerate(self.writes):
+            for piece in pieces:
+                if (offset := file.offsets.get(piece.spec.name)) is not None:
+                    first[offset + piece.begin] = writer
+                    parts += [(offset + piece.begin, piece)] if writer == rank else []
+        # the header is for who writes the first data byte, so that both are one range
+        parts += [(0, None)] if rank == (first[min(first)] if first else 0) else []
         return sorted(parts, key=lambda part: part[0])
-
-    def _owner(self, file: TensorFile) -> int:
-        """The rank that writes the header: the one that writes the first data byte, so that both are one range."""
-        first = {
-            file.offsets[piece.spec.name] + piece.begin: rank
-            for rank, pieces in enumerate(self.writes)
-            for piece in pieces
-            if piece.spec.name in file.offsets
-        }
-        return first[min(first)] if first else 0
 
     def index(self) -> bytes | None:
         """Content of Hugging Face's ``<stem>.safetensors.index.json``; None where one file holds everything."""
@@ -199,8 +195,23 @@ def plan(held: Sequence[Sequence[Piece]], stem: str, max_bytes: int = MAX_SHARD_
 
     Raises CheckpointError where ranks disagree on a tensor or its rows are not all held.
     """
-    specs = _agree(held)
-    shards = _split(sorted(specs.values(), key=lambda spec: spec.name), max_bytes)
+    specs: dict[str, TensorSpec] = {}
+    for rank, pieces in enumerate(held):
+        for piece in pieces:
+            known = specs.setdefault(piece.spec.name, piece.spec)
+            if known != piece.spec:
+                raise CheckpointError(
+                    f"{known.name}: ranks disagree on its dtype or shape; rank {rank} has {piece.spec.dtype} "
+                    f"{list(piece.spec.shape)}, another {known.dtype} {list(known.shape)}"
+                )
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in sorted(specs.values(), key=lambda spec: spec.name):
+        if shards[-1] and size + spec.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.num_bytes
     names = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [f"{stem}.safetensors"]
@@ -212,31 +223,6 @@ def plan(held: Sequence[Sequence[Piece]], stem: str, max_bytes: int = MAX_SHARD_
     return Plan(stem, files, _share_out(held, files))
 
 
-def _agree(held: Sequence[Sequence[Piece]]) -> dict[str, TensorSpec]:
-    specs: dict[str, TensorSpec] = {}
-    for rank, pieces in enumerate(held):
-        for piece in pieces:
-            known = specs.setdefault(piece.spec.name, piece.spec)
-            if known != piece.spec:
-                raise CheckpointError(
-                    f"{known.name}: ranks disagree on its dtype or shape; rank {rank} has {piece.spec.dtype} "
-                    f"{list(piece.spec.shape)}, another {known.dtype} {list(known.shape)}"
-                )
-    return specs
-
-
-def _split(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    shards: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if shards[-1] and size + spec.num_bytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(spec)
-        size += spec.num_bytes
-    return shards
-
-
 def _share_out(held: Sequence[Sequence[Piece]], files: Sequence[TensorFile]) -> tuple[tuple[Piece, ...], ...]:
     """What each rank writes, so that all write about the same number of bytes.
 
@@ -246,27 +232,21 @@ def _share_out(held: Sequence[Sequence[Piece]], files: Sequence[TensorFile]) -> 
     position = {spec.name: (n, offset) for n, file in enumerate(files) for spec, offset in file.places()}
     writes: list[list[Piece]] = [[] for _ in held]
     load = [0] * len(held)
-    by_ranks = _by_holders(held)
-    for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):
-        pieces = sorted(by_ranks[ranks], key=lambda piece: (*position[piece.spec.name], piece.start))
-        quotas = _quotas(sum(piece.num_bytes for piece in pieces), [load[rank] for rank in ranks])
-        for n, piece in _cut(pieces, quotas):
-            writes[ranks[n]].append(piece)
-            load[ranks[n]] += piece.num_bytes
-    return tuple(map(tuple, writes))
-
-
-def _by_holders(held: Sequence[Sequence[Piece]]) -> dict[tuple[int, ...], list[Piece]]:
-    """Ranks -> the distinct pieces that exactly these hold; pieces without bytes are left out."""
     holders: dict[Piece, list[int]] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:
             if piece.num_bytes:
                 holders.setdefault(piece, []).append(rank)
-    result: dict[tuple[int, ...], list[Piece]] = {}
-    for piece, ranks in holders.items():
-        result.setdefault(tuple(ranks), []).append(piece)
-    return result
+    by_ranks: dict[tuple[int, ...], list[Piece]] = {}  # ranks -> the distinct pieces that exactly these hold
+    for piece, found in holders.items():
+        by_ranks.setdefault(tuple(found), []).append(piece)
+    for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):
+        together = sorted(by_ranks[ranks], key=lambda piece: (*position[piece.spec.name], piece.start))
+        quotas = _quotas(sum(piece.num_bytes for piece in together), [load[rank] for rank in ranks])
+        for n, piece in _cut(together, quotas):
+            writes[ranks[n]].append(piece)
+            load[ranks[n]] += piece.num_bytes
+    return tuple(map(tuple, writes))
 
 
 def _quotas(total: int, loads: Sequence[int]) -> list[float]:

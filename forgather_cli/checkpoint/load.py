@@ -220,8 +220,13 @@ def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Read
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        if rank_in(group) == 0:
-            _tell(reader, readers[0], problems)
+        if rank_in(group) == 0:  # why this one is not simply the newest
+            for problem in problems:
+                log.warning("%s; %s is used", problem, reader.path)
+            if not reader.manifest.healthy:
+                log.warning("%s: was saved while training looked diverged, but no healthy one is left", reader.path)
+            elif not readers[0].manifest.healthy:
+                log.warning("%s: was saved while training looked diverged; %s is used", readers[0].path, reader.path)
         return reader
     if problems:
         raise CheckpointError(
@@ -270,16 +275,6 @@ def whole_ones(readers: Iterable[Reader], verify: Level = "full", group: Any = N
 def _left_out(problem: object, group: Any) -> None:
     if rank_in(group) == 0:
         log.warning("%s; it is left out", problem)
-
-
-def _tell(used: Reader, newest: Reader, problems: Iterable[str]) -> None:
-    """Why ``used`` is not simply the newest checkpoint of the run."""
-    for problem in problems:
-        log.warning("%s; %s is used", problem, used.path)
-    if not used.manifest.healthy:
-        log.warning("%s: was saved while training looked diverged, but no healthy one is left", used.path)
-    elif not newest.manifest.healthy:
-        log.warning("%s: was saved while training looked diverged; %s is used", newest.path, used.path)
 
 
 def _read_all(run: RunDir) -> tuple[dict[Path, Manifest], list[str]]:

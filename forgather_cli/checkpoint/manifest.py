@@ -110,7 +110,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         document = asdict(self)
-        document["metrics"] = {key: _to_json(value) for key, value in self.metrics.items()}
+        # JSON has no nan and inf
+        document["metrics"] = {k: value if math.isfinite(value) else str(value) for k, value in self.metrics.items()}
         document = {"format": FORMAT, "format_version": FORMAT_VERSION, **document}
         return json.dumps({**document, "checksum": _checksum(document)}, indent=1).encode()
 
@@ -173,6 +174,8 @@ def _build(document: dict[str, Any]) -> Manifest:
             raise ValueError(f"{name} must be {kind}, got {document[name]!r:.80}")
     if not document["files"]:
         raise ValueError("it names no files")
+    for name in document["files"]:
+        file_inside(Path(), name)  # a stranger's manifest may not name files outside the checkpoint
     known = {key: document[key] for key in (f.name for f in fields(Manifest)) if key in document}
     best_by = document.get("best_by")
     return Manifest(
@@ -180,7 +183,7 @@ def _build(document: dict[str, Any]) -> Manifest:
             **known,
             "metrics": {key: float(value) for key, value in document["metrics"].items()},
             "best_by": BestBy(**best_by) if best_by else None,
-            "files": {_inside(name): _entry(entry) for name, entry in document["files"].items()},
+            "files": {name: _entry(entry) for name, entry in document["files"].items()},
         }
     )
 
@@ -201,10 +204,6 @@ def _is_object_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
 
 
-def _is_rule(value: Any) -> bool:
-    return value is None or (_is_object_of(lambda _: True)(value) and _is_text(value.get("metric")))
-
-
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "step": (_is_count, "a number of steps"),
     "world_size": (lambda value: _is_count(value) and value > 0, "a number of ranks"),
@@ -216,7 +215,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "healthy": (_is_flag, "true or false"),
     "final": (_is_flag, "true or false"),
     "rollbacks": (_is_count, "a number"),
-    "best_by": (_is_rule, "a metric and greater_is_better, or null"),
+    "best_by": (
+        lambda value: value is None or (isinstance(value, dict) and _is_text(value.get("metric"))),
+        "a metric and greater_is_better, or null",
+    ),
     "info": (_is_object_of(lambda value: True), "an object"),
     "components": (_is_object_of(_is_text), "texts by name"),
     "holders": (_is_object_of(_is_object_of(_is_count)), "ranks by name and group"),
@@ -227,17 +229,6 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _entry(entry: dict[str, Any]) -> FileEntry:
     ranges = tuple((int(start), int(stop), str(sha256)) for start, stop, sha256 in entry["ranges"])
     return FileEntry(int(entry["size"]), ranges)
-
-
-def _inside(name: str) -> str:
-    """A stranger's manifest may not name files outside the checkpoint."""
-    file_inside(Path(), name)
-    return name
-
-
-def _to_json(value: float) -> float | str:
-    """JSON has no nan and inf."""
-    return value if math.isfinite(value) else str(value)
 
 
 def _checksum(document: dict[str, Any]) -> str:

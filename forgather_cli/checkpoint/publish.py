@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -103,7 +102,11 @@ class Publication:
             self.unanswered = self.group_is_lost and self._own_failure is None
             own = self._own_failure if self.group_is_lost else None  # too late for the others to hear of
             self.failure = own or reason(error)
-            self._remove_temporary()
+            if self._temporary is not None:  # made by rank 0
+                try:
+                    remove(self._temporary)
+                except OSError as left:
+                    log.warning("%s: cannot remove (%s)", self._temporary, reason(left))
 
     @property
     def give_up_at(self) -> float:
@@ -170,7 +173,12 @@ class Publication:
             return None
         temporary = self._temporary = sibling(self.target, "tmp")
         (temporary / "model").mkdir(parents=True)
-        self._foreign = self._write_foreign(temporary)
+        self._write_model_files(temporary / "model")  # config.json, tokenizer and the like; hashed and synced here
+        for path in sorted(path for path in (temporary / "model").rglob("*") if path.is_file()):
+            files.sync_file(path)
+            size = path.stat().st_size
+            ranges = [(0, size, files.hash_range(path, 0, size))] if size else []
+            self._foreign[path.relative_to(temporary).as_posix()] = ranges
         return temporary.name
 
     def _is_kept(self) -> bool:
@@ -231,14 +239,6 @@ class Publication:
         sync_directory(self.target.parent)
         remove(old)
 
-    def _remove_temporary(self) -> None:
-        if self._rank != 0 or self._temporary is None:
-            return
-        try:
-            remove(self._temporary)
-        except OSError as error:
-            log.warning("%s: cannot remove (%s)", self._temporary, reason(error))
-
     # ------------------------------------------------------------------------------------------------------ all ranks
 
     def _write(self, temporary: Path) -> dict[str, list[Range]]:
@@ -253,18 +253,6 @@ class Publication:
             report |= write_state(temporary, stem, state, self._check)
         self._check()
         return report
-
-    def _write_foreign(self, temporary: Path) -> dict[str, list[Range]]:
-        """config.json, tokenizer and the like, which others write; hashed and synced here."""
-        self._write_model_files(temporary / "model")
-        paths = sorted(path for path in (temporary / "model").rglob("*") if path.is_file())
-        return {path.relative_to(temporary).as_posix(): _ranges(path) for path in paths}
-
-
-def _ranges(path: Path) -> list[Range]:
-    files.sync_file(path)
-    size = os.stat(path).st_size
-    return [(0, size, files.hash_range(path, 0, size))] if size else []
 
 
 def write_state(directory: Path, stem: str, state: Encoded, check: Check) -> dict[str, list[Range]]:

@@ -30,7 +30,6 @@ from forgather_cli.checkpoint.replication import (
     digest_of,
     refuse,
 )
-from forgather_cli.checkpoint.tensors import host_copy
 from forgather_cli.distributed import gather, joined
 from forgather_cli.encoding import Encoded
 from forgather_cli.errors import NotFiniteError, SetupError
@@ -108,7 +107,11 @@ class Snapshots:
         if void := sorted({name for other in shares for name in other.not_finite}):
             more = f" and {len(void) - 3} more" if len(void) > 3 else ""
             raise NotFiniteError(f"{', '.join(void[:3])}{more} hold values that are not finite")
-        self._compare(step, kinds, shares)
+        found: list[str] = []
+        for n, stem in enumerate(kinds):
+            pieces, sums = [other.pieces[n] for other in shares], [other.sums[n] for other in shares]
+            found += self._checks[stem].differences(self._rank, pieces, sums)
+        refuse([*found, *component_differences([other.digests for other in shares])], step)
         holders = holders_of([other.groups for other in shares])
         states = state_files(encoded, components, self._rank, holders)
         snapshot = Snapshot([], [], states, holders)
@@ -144,16 +147,6 @@ class Snapshots:
         groups = {c.key: c.group for c in components if c.sharing.is_grouped}
         return encoded, _Share(pieces, sums, digests, groups, void)
 
-    def _compare(self, step: int, kinds: Kinds, shares: Sequence[_Share]) -> None:
-        found = [
-            line
-            for n, stem in enumerate(kinds)
-            for line in self._checks[stem].differences(
-                self._rank, [share.pieces[n] for share in shares], [share.sums[n] for share in shares]
-            )
-        ]
-        refuse([*found, *component_differences([share.digests for share in shares])], step)
-
     def _copy(self, snapshot: Snapshot, kinds: Kinds, share: bool) -> None:
         """Collective. A failure is told when the others ask for what was written; until then this rank takes part."""
         for files in snapshot.plans:
@@ -166,7 +159,11 @@ class Snapshots:
                         snapshot.rows[-1][name] = self._buffers.copy((files.stem, name), rows, share=share_this)
                 except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
                     snapshot.failure = f"the copy to host memory failed ({type(error).__name__}: {error})"
-        snapshot.copies = copy_events([shard for shards in kinds.values() for shard in shards.values()])
+        memory = [shard.memory for shards in kinds.values() for shard in shards.values()]
+        for device in {tensor.device for tensor in memory if tensor.is_cuda}:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            snapshot.copies.append(event)
         self._exchange = RowExchange([])
 
 
@@ -211,8 +208,11 @@ class HostBuffers:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def copy(self, key: tuple[str, str], tensor: Tensor, *, share: bool) -> Tensor:
-        """A copy of ``tensor`` in host memory that is ``key``'s. ``share``: a host tensor is not copied where it can be
-        written as it is; the caller leaves it alone until it is on disk.
+        """A contiguous copy of ``tensor`` in host memory that is ``key``'s. ``share``: a host tensor is not copied
+        where it can be written as it is; the caller leaves it alone until it is on disk.
+
+        From a CUDA device the copy is asynchronous: later work on the device's current stream cannot overtake it, but
+        the host must wait for the stream before it reads.
         """
         if share and tensor.device.type == "cpu" and tensor.is_contiguous():
             return tensor
@@ -220,7 +220,7 @@ class HostBuffers:
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[key] = buffer
-        return host_copy(tensor, buffer)
+        return buffer.copy_(tensor.detach(), non_blocking=buffer.is_pinned())
 
     def clear(self) -> None:
         self._buffers = {}
@@ -229,14 +229,3 @@ class HostBuffers:
 def exchange_of(shards: Iterable[LocalShard]) -> RowExchange:
     """What ``parts_to_write`` needs for these."""
     return RowExchange([shard.tensor for shard in shards if shard.needs_exchange])
-
-
-def copy_events(shards: Iterable[LocalShard]) -> list[Any]:
-    """Events that come after everything the devices of ``shards`` have been given to do so far."""
-    devices = {shard.memory.device for shard in shards if shard.memory.is_cuda}
-    events = []
-    for device in devices:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events

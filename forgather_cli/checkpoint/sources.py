@@ -15,7 +15,12 @@ def check_sources(sources: Sequence[Path]) -> None:
         raise ConfigError(f"an average needs two models or more, got {len(sources)}; name more checkpoints")
     seen: dict[Path, Path] = {}
     for source in sources:
-        _check_directory(source)
+        if not source.is_dir():
+            raise CheckpointError(f"{source}: no such directory; give checkpoints or model directories")
+        if (source / "checkpoints").is_dir() and not is_checkpoint(source):
+            raise CheckpointError(
+                f"{source}: is a run; name its checkpoints, {source}/checkpoints/step-..., or use --last K {source}"
+            )
         place = model_directory(source).resolve()
         if place in seen:
             same = "" if seen[place] == source else f", as {seen[place]}"
@@ -31,12 +36,3 @@ def model_directory(source: Path) -> Path:
 def is_checkpoint(source: Path) -> bool:
     """True unless ``source`` is a model directory, or nothing."""
     return (source / NAME).is_file()
-
-
-def _check_directory(source: Path) -> None:
-    if not source.is_dir():
-        raise CheckpointError(f"{source}: no such directory; give checkpoints or model directories")
-    if (source / "checkpoints").is_dir() and not is_checkpoint(source):
-        raise CheckpointError(
-            f"{source}: is a run; name its checkpoints, {source}/checkpoints/step-..., or use --last K {source}"
-        )

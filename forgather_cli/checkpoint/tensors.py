@@ -36,17 +36,6 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     return _BY_NAME[spec.dtype]
 
 
-def host_copy(tensor: Tensor, into: Tensor | None = None) -> Tensor:
-    """A contiguous copy in host memory, into ``into`` where that fits.
-
-    From a CUDA device the copy is asynchronous into pinned memory if ``into`` is pinned; later work on the device's
-    current stream cannot overtake it, but the host must wait for the stream before it reads.
-    """
-    fits = into is not None and into.shape == tensor.shape and into.dtype == tensor.dtype
-    target = into if fits and into is not None else torch.empty(tensor.shape, dtype=tensor.dtype)
-    return target.copy_(tensor.detach(), non_blocking=target.is_pinned())
-
-
 class Named(Protocol):
     """Tensors by name: a dictionary, or what makes each when it is asked for."""
 

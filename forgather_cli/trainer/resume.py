@@ -20,7 +20,7 @@ from forgather_cli.checkpoint.format import plan
 from forgather_cli.checkpoint.load import Reader, best_valid, named, newest_valid, restore_components
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
-from forgather_cli.checkpoint.tensors import host_copy, write_index, write_share
+from forgather_cli.checkpoint.tensors import write_index, write_share
 from forgather_cli.distributed import all_sum, gather
 from forgather_cli.errors import CheckpointError
 from forgather_cli.models.parts import named_tensors, trainable_parameters
@@ -369,7 +369,9 @@ def save_model(run: Run, directory: Path) -> None:
     shards = {name: LocalShard(tensor) for name, tensor in named_tensors(run.strategy.parts).items()}
     files = plan(gather([shard.piece(name) for name, shard in shards.items()], group), "model")
     parts = parts_to_write(files, rank, shards, exchange_of(shards.values()))
-    write_share(directory, files, rank, {name: host_copy(rows) for name, rows in parts})
+    write_share(
+        directory, files, rank, {name: torch.empty(rows.shape, dtype=rows.dtype).copy_(rows) for name, rows in parts}
+    )
     if rank == 0:
         write_index(directory, files)
         run.write_model_files(directory)
