@@ -252,7 +252,7 @@ def edit(
     if not words:
         raise ConfigError("checkpoint edit: nothing to change; give settings as key=value, such as learning_rate=1e-4")
     with only_json(as_json):
-        from forgather_cli.optim.edit import edit_checkpoint
+        from forgather_cli.checkpoint.edit import edit_checkpoint
 
         reader = _reader(source)
         loaded = _composed(reader, words, trust_config)
@@ -297,7 +297,7 @@ def _composed(reader: Reader, words: list[str], trust_config: bool) -> Loaded:
     """The checkpoint's own config with the changes. Raises ConfigError, also for a setting that no state holds."""
     from forgather_cli.config.decode import dump_tree
     from forgather_cli.config.load import load_resumed
-    from forgather_cli.optim.edit import EDITABLE, saved_config
+    from forgather_cli.checkpoint.edit import EDITABLE, saved_config
 
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "config.yaml"
