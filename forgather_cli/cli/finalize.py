@@ -10,11 +10,7 @@ import typer
 from forgather_cli.cli.output import AsJson, console, human, human_bytes, only_json, print_facts, print_json
 from forgather_cli.cli.words import SourcePath, TrustConfig, check_source
 from forgather_cli.config.schema import QuantizeRecipe
-from forgather_cli.errors import ConfigError
 from forgather_cli.finalize.options import DtypeName, FinalizeOptions
-
-_RECIPES: tuple[str, ...] = get_args(QuantizeRecipe)
-_DTYPES: tuple[str, ...] = get_args(DtypeName)
 
 
 def finalize(
@@ -40,7 +36,7 @@ def finalize(
         Path | None, typer.Option(metavar="FILE", help="A Jinja chat template.", show_default=False)
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help=f"{', '.join(_RECIPES)}.", show_default=False)
+        str | None, typer.Option(metavar="RECIPE", help=f"{', '.join(get_args(QuantizeRecipe))}.", show_default=False)
     ] = None,
     max_divergence: Annotated[
         float | None,
@@ -68,13 +64,6 @@ def finalize(
     then the result is loaded from disk and compared with the source. Only what passes gets the name DEST; whatever
     goes wrong leaves nothing behind.
     """
-    problems = []
-    if dtype is not None and dtype not in _DTYPES:
-        problems.append(f"--dtype: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, got {dtype!r}")
-    if quantize is not None and quantize not in _RECIPES:
-        problems.append(f"--quantize: must be one of {', '.join(_RECIPES)}, got {quantize!r}")
-    if problems:
-        raise ConfigError(problems)
     options = FinalizeOptions(
         best=best,
         average=average,

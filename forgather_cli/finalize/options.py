@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.errors import ConfigError, DataError
@@ -33,8 +33,13 @@ class FinalizeOptions:
     """Whether data that the run's saved config names by ``_target_`` may be loaded."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError with all that contradicts itself."""
+        """Raise ConfigError with all that is not there or contradicts itself."""
         problems = []
+        dtypes, recipes = get_args(DtypeName), get_args(QuantizeRecipe)
+        if self.dtype is not None and self.dtype not in dtypes:
+            problems.append(f"--dtype: must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got {self.dtype!r}")
+        if self.quantize is not None and self.quantize not in recipes:
+            problems.append(f"--quantize: must be one of {', '.join(recipes)}, got {self.quantize!r}")
         if self.best and self.average is not None:
             problems.append("--best: excludes --average; leave one out")
         if self.average is not None and self.average < 2:
