@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from forgather_cli.checkpoint.components import Component, LocalShard, encode_components, total_bytes
 from forgather_cli.checkpoint.files import remove, sibling, write_file
 from forgather_cli.checkpoint.format import Piece, plan
-from forgather_cli.distributed import gather
+from forgather_cli.distributed import gather, on_rank_0
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 
@@ -39,7 +39,14 @@ def try_save(
     ``planned`` False: a signal or a command alone will save, so what is wrong with the directory is a warning. It costs
     no more than the copies of the components' states and one file of a few bytes. Raises SetupError on all ranks alike.
     """
-    shares = _agree(_share, components, rows, num_bytes, rank, group=group)
+
+    def share() -> tuple[list[Piece], float]:
+        """What this rank holds, and how many times as much it will be."""
+        encode_components(components, rank)
+        now = total_bytes(rows)
+        return [row.piece(name) for name, row in rows.items()], 1 + num_bytes / now if now else 1.0
+
+    shares = _on_all(share, group)
     files = plan([pieces for pieces, _ in shares], "trial").files
     growth = max(growth for _, growth in shares)
     need = int(growth * sum(spec.num_bytes for file in files for spec in file.specs))
@@ -56,11 +63,9 @@ def try_save(
 
 def _try_directory(run: RunDir, need: int, *, group: Any, rank: int) -> None:
     """Collective. See that all ranks write to one directory, and that it has room for ``need`` bytes."""
-    name = _agree(_make_probe, run, need, rank, group=group)[0]
-    assert name is not None
-    probe = run.checkpoints / name
+    probe = run.checkpoints / on_rank_0(lambda: _make_probe(run, need), group)
     try:
-        _agree(_write, probe, rank, group=group)
+        _on_all(lambda: _write(probe, rank), group)
     finally:
         if rank == 0:
             remove(probe)
@@ -79,11 +84,11 @@ def _no_new_directories(path: Path) -> Iterator[None]:
                 directory.rmdir()
 
 
-def _agree(action: Callable[..., T], *args: Any, group: Any) -> list[T]:
+def _on_all(action: Callable[[], T], group: Any) -> list[T]:
     """Collective. What ``action`` returns on each rank, by rank. Where it raises SetupError, all ranks do."""
     answer, failure = None, None
     try:
-        answer = action(*args)
+        answer = action()
     except SetupError as error:
         failure = str(error)
     answers = gather((answer, failure), group)
@@ -94,19 +99,8 @@ def _agree(action: Callable[..., T], *args: Any, group: Any) -> list[T]:
     return list(results)
 
 
-def _share(
-    components: Iterable[Component], rows: Mapping[str, LocalShard], num_bytes: int, rank: int
-) -> tuple[list[Piece], float]:
-    """What this rank holds, and how many times as much it will be."""
-    encode_components(components, rank)
-    now = total_bytes(rows)
-    return [row.piece(name) for name, row in rows.items()], 1 + num_bytes / now if now else 1.0
-
-
-def _make_probe(run: RunDir, need: int, rank: int) -> str | None:
-    """On rank 0: the name of a new directory where checkpoints will be, if there is room for one."""
-    if rank != 0:
-        return None
+def _make_probe(run: RunDir, need: int) -> str:
+    """The name of a new directory where checkpoints will be, if there is room for one."""
     probe = sibling(run.checkpoints / "trial", "tmp")
     try:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
