@@ -78,9 +78,9 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) ->
         return build_causal_lm(option, vocab_size=vocab_size, seq_len=seq_len)
     factory = import_target(option.path, "model")
     wanted = inspect.signature(factory).parameters
-    sizes = (
-        {"vocab_size": vocab_size, "seq_len": seq_len} if vocab_size else {"seq_len": seq_len}
-    )  # else its own counts
+    sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
+    if not vocab_size:  # it asks for none, or its own default counts
+        del sizes["vocab_size"]
     sizes = {key: value for key, value in sizes.items() if key in wanted and key not in option.kwargs}
     model = factory(**sizes, **option.kwargs)
     if not isinstance(model, nn.Module):
