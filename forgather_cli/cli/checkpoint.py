@@ -295,9 +295,9 @@ def _reader(source: Path) -> Reader:
 
 def _composed(reader: Reader, words: list[str], trust_config: bool) -> Loaded:
     """The checkpoint's own config with the changes. Raises ConfigError, also for a setting that no state holds."""
+    from forgather_cli.checkpoint.edit import EDITABLE, saved_config
     from forgather_cli.config.decode import dump_tree
     from forgather_cli.config.load import load_resumed
-    from forgather_cli.checkpoint.edit import EDITABLE, saved_config
 
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "config.yaml"
