@@ -64,8 +64,6 @@ def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     Linux only (PR_SET_PDEATHSIG): elsewhere the parent has to be watched (``is_orphan``).
     """
     if sys.platform.startswith("linux"):
-        import ctypes
-
         set_death_signal = 1
         ctypes.CDLL(None).prctl(set_death_signal, int(signum))
     if is_orphan(parent):

@@ -161,23 +161,19 @@ class _CurrentStderr(logging.StreamHandler[Any]):
     def stream(self, value: Any) -> None: ...
 
 
-def configure_logging() -> logging.Handler:
-    """Send our log from INFO and other libraries' from WARNING to standard error; returns the handler."""
-    handler = _CurrentStderr()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    logging.getLogger().addHandler(handler)
-    logging.getLogger("forgather_cli").setLevel(logging.INFO)
-    return handler
-
-
 @contextlib.contextmanager
 def rank_log(path: Path, *, terminal: bool = True) -> Iterator[LogFile]:
     """Copy standard output, standard error and the log to ``path`` (appended); SIGUSR2 prints stacks to it.
 
+    The log is ours from INFO and other libraries' from WARNING on, which go to standard error.
+
     Without ``terminal`` nothing of them goes anywhere else, what C code and child processes write included.
     """
     with contextlib.closing(LogFile(path)) as log, _copied(log) if terminal else _moved(log):
-        handler = configure_logging()
+        handler = _CurrentStderr()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        logging.getLogger().addHandler(handler)
+        logging.getLogger("forgather_cli").setLevel(logging.INFO)
         faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
         try:
             yield log
