@@ -6,23 +6,22 @@ One call evaluates in one process, or is one rank's part in it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from forgather_cli.callbacks.bars import CorpusBar, close_bar, open_bar
+from forgather_cli.callbacks.bars import Bar
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
-from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pick_device, world
 from forgather_cli.errors import DataError, ModelError
@@ -38,9 +37,6 @@ from forgather_cli.tally import Tally
 from forgather_cli.trainer.build import eval_loader, model_spec
 from forgather_cli.trainer.evaluate import evaluate
 from forgather_cli.trainer.resume import load_model
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 
 def evaluate_source(
@@ -65,8 +61,9 @@ def evaluate_source(
     found = _located(source, group, trust_config=trust_config)
     if own_tokenizer and not isinstance(config.data, Target):
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
-    with contextlib.closing(CorpusBar()) as bar:
-        data = load_data(config.data, seed=max(config.seed, 0), progress=bar if world().rank == 0 else None)
+    with contextlib.closing(Bar("tokenizing", of_bytes=True)) as bar:
+        progress = bar.update if world().rank == 0 else None
+        data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
     if data.eval is None:
         raise DataError(
             "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
@@ -147,9 +144,18 @@ def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits,
     here = world()
     data_ranks = None if here.size == 1 else DataRanks(cpu_group(), here.rank, strategy.data_rank)
     loader = eval_loader(config, strategy, data.eval, data_ranks)
-    with contextlib.closing(_Bar(loader, shown=here.rank == 0)) as bar:
+    total, done = None, itertools.count()
+    with contextlib.suppress(TypeError):  # data without a length
+        total = len(loader)
+    with contextlib.closing(Bar("evaluating")) as bar:
+
+        def on_batch() -> None:
+            if here.rank == 0:
+                bar.update(next(done), total)
+
+        on_batch()
         metrics: dict[str, Any] = evaluate(
-            strategy, loader, config, what="the evaluation", prefix="eval", on_batch=bar.advance, group=group
+            strategy, loader, config, what="the evaluation", prefix="eval", on_batch=on_batch, group=group
         )
     loader.close()
     correct, num_bytes = all_sum(torch.stack([tally.correct, tally.num_bytes]), here.group).tolist()
@@ -161,30 +167,3 @@ def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits,
         "eval_bytes": num_bytes or None,
         "eval_samples": round(metrics["eval_samples_per_second"] * metrics["eval_runtime"]),
     }
-
-
-class _Bar:
-    """A bar over this rank's batches on the terminal of standard error; nothing where there is none."""
-
-    def __init__(self, loader: EvalLoader, *, shown: bool) -> None:
-        self._bar: Progress | None = None
-        if not (shown and sys.stderr.isatty()):
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        total = None
-        with contextlib.suppress(TypeError):  # data without a length
-            total = len(loader)
-        self._task = self._bar.add_task("", total=total)
-        open_bar(self._bar)
-
-    def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            close_bar(self._bar)

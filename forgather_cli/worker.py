@@ -69,7 +69,7 @@ def run(
     ``on_step`` is called with the number of each step that is done. ``stacks`` tells where all ranks stand, for those
     who ask the job.
     """
-    from forgather_cli.callbacks.bars import CorpusBar
+    from forgather_cli.callbacks.bars import Bar
     from forgather_cli.callbacks.base import TrainerCallback
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.data.build import load_data
@@ -85,8 +85,8 @@ def run(
     tree = written_tree(config, run.newest_config())
     if config.logging_dir is not None:
         run = replace(run, logging_dir=Path(config.logging_dir))
-    with contextlib.closing(CorpusBar()) as bar:
-        progress = bar if world().rank == 0 else None
+    with contextlib.closing(Bar("tokenizing", of_bytes=True)) as bar:
+        progress = bar.update if world().rank == 0 else None
         model_path = getattr(config.model, "path", None)
         data = load_data(config.data, seed=max(config.seed, 0), progress=progress, model_path=model_path)
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Bars on the terminal: which are open, so that every way out of a process gives the cursor back, and the corpus's."""
+"""Bars on the terminal: which are open, so that every way out of a process gives the cursor back, and simple ones."""
 
 from __future__ import annotations
 
@@ -31,18 +31,28 @@ def close_bars() -> None:
         close_bar(bar)
 
 
-class CorpusBar:
-    """A bar while a corpus is tokenized, called with bytes done and in all; nothing where there is no terminal."""
+class Bar:
+    """A bar on the terminal of standard error, from its first update on; nothing where there is no terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, *, of_bytes: bool = False) -> None:
+        self._what, self._of_bytes = what, of_bytes
         self._bar: Progress | None = None
 
-    def __call__(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int | None) -> None:
+        """``total`` None: it is not known."""
         if self._bar is None and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
-            columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            count = DownloadColumn() if self._of_bytes else MofNCompleteColumn()
+            columns = (TextColumn(self._what), BarColumn(), count, TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=total)
             open_bar(self._bar)
