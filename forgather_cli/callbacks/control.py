@@ -184,17 +184,14 @@ class TrainerControlCallback(TrainerCallback):
             self._leave()
             return
         log.info("control: this is %s", job_id)
-        self._warn()
-
-    def _warn(self) -> None:
         reach = "any process of this machine"
-        if not self.settings.host.startswith(_LOOPBACK):
+        if not settings.host.startswith(_LOOPBACK):
             reach = "whoever reaches this machine"
             log.warning(
                 "callbacks.control.host=%s: other machines reach this job, and the token travels unencrypted",
-                self.settings.host,
+                settings.host,
             )
-        if self.settings.disable_auth:
+        if settings.disable_auth:
             log.warning("callbacks.control.disable_auth=true: %s can stop this job", reach)
 
     def _leave(self) -> None:
@@ -220,13 +217,17 @@ class TrainerControlCallback(TrainerCallback):
         evaluation: dict[str, Any] = next((record for record in newest if "eval_loss" in record), {})
         metrics = {key: value for key, value in evaluation.items() if key.startswith("eval_")}
         metrics |= {key: value for key, value in logs.items() if key != "step"}
+        seconds_left = None
+        if self._pace is not None and state.max_steps and step > self._pace[1]:
+            since, first = self._pace  # by the mean time of this process's steps, with evaluations and saves
+            seconds_left = max(0, state.max_steps - step) * (time.monotonic() - since) / (step - first)
         document = {
             **self._about,
             "state": self._state(),
             "step": step,
             "max_steps": state.max_steps or None,
             "epoch": state.epoch,
-            "eta_seconds": self._seconds_left(step, state.max_steps),
+            "eta_seconds": seconds_left,
             "metrics": metrics,
             "checkpoints": [{"step": n, "path": str(run.checkpoint(n).absolute())} for n in run.checkpoint_steps()],
             "commands": [command.document() for command in self._open()],
@@ -247,13 +248,6 @@ class TrainerControlCallback(TrainerCallback):
         if not trainer.checkpoints.is_done:
             return "saving"
         return "starting" if self._pace is None else "training"
-
-    def _seconds_left(self, step: int, max_steps: int) -> float | None:
-        """By the mean time of this process's steps, with evaluations and saves."""
-        if self._pace is None or not max_steps or step <= self._pace[1]:
-            return None
-        since, first = self._pace
-        return max(0, max_steps - step) * (time.monotonic() - since) / (step - first)
 
 
 def _told(error: object) -> str:
