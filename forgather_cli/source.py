@@ -86,8 +86,13 @@ def load_located(found: Located, *, device: str = "auto", dtype: torch.dtype | N
     tokenizer = load_tokenizer(str(found.directory))
     if is_model_directory(found.directory):
         model = _from_directory(found.directory, tokenizer, dtype)
-    else:
-        model = _model_of_users(found, tokenizer)
+    elif found.reader is None or found.run is None:
+        raise ModelError(f"{found.path}: has no config.json, and no run's config.yaml says how to build the model")
+    else:  # a model of the user's, which the run's config builds from _target_
+        config = load_saved(found.run.newest_config())
+        seq_len = getattr(config.data, "seq_len", 1024)
+        model = build_model(config.model, vocab_size=tokenizer.vocab_size, seq_len=seq_len)
+        load_model(found.reader, named_tensors([model]))
     model.to(where).eval()
     return Source(model, tokenizer, None if found.reader is None else found.reader.step, where)
 
@@ -118,20 +123,8 @@ def _reader(source: Path) -> Reader | None:
     if is_model_directory(source):
         return None
     run = RunDir(source)
-    reader_or_none = newest_valid(run)
-    if reader_or_none is None and (note := run.note_set_aside()) is not None:
-        raise ModelError(note)
-    if reader_or_none is None:
-        raise ModelError(f"{source}: the run has no checkpoint yet; train it with save_strategy=steps or epoch")
-    return reader_or_none
-
-
-def _model_of_users(found: Located, tokenizer: Tokenizer) -> nn.Module:
-    """A model that a run's config builds from ``_target_``, with the checkpoint's weights."""
-    if found.reader is None or found.run is None:
-        raise ModelError(f"{found.path}: has no config.json, and no run's config.yaml says how to build the model")
-    config = load_saved(found.run.newest_config())
-    seq_len = getattr(config.data, "seq_len", 1024)
-    model = build_model(config.model, vocab_size=tokenizer.vocab_size, seq_len=seq_len)
-    load_model(found.reader, named_tensors([model]))
-    return model
+    reader = newest_valid(run)
+    if reader is None:
+        none = f"{source}: the run has no checkpoint yet; train it with save_strategy=steps or epoch"
+        raise ModelError(run.note_set_aside() or none)
+    return reader
