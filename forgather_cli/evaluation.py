@@ -26,14 +26,13 @@ from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pick_device, world
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
-from forgather_cli.loss import build_loss
+from forgather_cli.loss import EvalMetrics, build_loss
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import Located, load_located, locate
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
-from forgather_cli.tally import Tally
 from forgather_cli.trainer.build import eval_loader, model_spec
 from forgather_cli.trainer.evaluate import evaluate
 from forgather_cli.trainer.resume import load_model
@@ -71,7 +70,7 @@ def evaluate_source(
     loss = build_loss(config.loss, device=device)
     count = getattr(data.tokenizer, "bytes_of_tokens", None)  # a user's tokenizer has none
     num_bytes = count() if count is not None and loss.is_likelihood else None  # (V,) int64
-    loss.tally = tally = Tally(device, None if num_bytes is None else torch.from_numpy(num_bytes))
+    loss.eval_metrics = seen = EvalMetrics(device, None if num_bytes is None else torch.from_numpy(num_bytes))
     strategy = build_strategy(config, loss=loss)
     _materialize(strategy, found, config, data, group)
     _check_vocabulary(strategy, data, group)
@@ -82,7 +81,7 @@ def evaluate_source(
         "ranks": world().size,
         "precision": config.precision.type,
         "data": data.description,
-        **_measure(strategy, tally, config, data, group),
+        **_measure(strategy, seen, config, data, group),
     }
 
 
@@ -139,7 +138,7 @@ def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- the numbers
 
 
-def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits, group: Any) -> dict[str, Any]:
+def _measure(strategy: Strategy, seen: EvalMetrics, config: Config, data: DataSplits, group: Any) -> dict[str, Any]:
     """Collective. One pass over the split."""
     here = world()
     data_ranks = None if here.size == 1 else DataRanks(cpu_group(), here.rank, strategy.data_rank)
@@ -158,7 +157,7 @@ def _measure(strategy: Strategy, tally: Tally, config: Config, data: DataSplits,
             strategy, loader, config, what="the evaluation", prefix="eval", on_batch=on_batch, group=group
         )
     loader.close()
-    correct, num_bytes = all_sum(torch.stack([tally.correct, tally.num_bytes]), here.group).tolist()
+    correct, num_bytes = all_sum(torch.stack([seen.correct, seen.num_bytes]), here.group).tolist()
     targets = metrics["eval_tokens"]
     return {
         **metrics,

@@ -71,7 +71,6 @@ ALLOWED = {
     "data": {"checkpoint.files", "distributed"},
     "optim": set(),
     "loss": set(),
-    "tally": {"loss"},
     "precision": {"loss"},
 }  # fmt: skip
 

@@ -6,28 +6,19 @@ Legend: B sequences, T tokens, V vocabulary, E hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
+from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.loss.model_io import model_kwargs
-
-
-class Counter(Protocol):
-    """What looks at predictions in passing: see ``tally.py``."""
-
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Logits (B, T, V) of a batch with labels (B, T)."""
-
-    def add_hidden(self, head: Any, hidden: Tensor, labels: Tensor, *, chunk_size: int = 256) -> None:
-        """What ``head`` is applied to, (B, T, E); logits of only ``chunk_size`` tokens may be made at a time."""
 
 
 class Loss(ABC):
     """What is minimised: a sum over the targets of a batch."""
 
-    tally: Counter | None = None
+    eval_metrics: EvalMetrics | None = None
     """Set by an evaluation that counts more than the loss."""
     is_likelihood: bool = False
     """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
@@ -54,13 +45,18 @@ def check_fusable(model: nn.Module, what: str) -> None:
 
 
 def head_and_hidden(
-    model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, tally: Counter | None, *, chunk_size: int = 256
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    labels: Tensor,
+    eval_metrics: EvalMetrics | None,
+    *,
+    chunk_size: int = 256,
 ) -> tuple[Any, Tensor]:
-    """The output layer and what it is applied to, (B, T, E); ``tally`` gets to see both."""
+    """The output layer and what it is applied to, (B, T, E); ``eval_metrics`` get to see both."""
     fusable: Any = model
     head, hidden = fusable.head, fusable.hidden_states(**inputs)
-    if tally is not None:
-        tally.add_hidden(head, hidden, labels, chunk_size=chunk_size)
+    if eval_metrics is not None:
+        eval_metrics.add_hidden(head, hidden, labels, chunk_size=chunk_size)
     return head, hidden
 
 

@@ -45,7 +45,7 @@ class Liger(Loss):
         check_fusable(model, "loss=liger")
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
-        head, hidden = head_and_hidden(model, inputs, labels, self.tally)
+        head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # below a trained head all may be frozen: liger-kernel 0.8.5 makes no gradient without the hidden states'
             hidden = hidden.detach().requires_grad_()
@@ -78,7 +78,7 @@ class CutCrossEntropy(Loss):
             )
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
-        head, hidden = head_and_hidden(model, inputs, labels, self.tally)
+        head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics)
         kind, dtype = hidden.device.type, product_dtype(hidden)
         if kind == "cuda" and dtype == torch.float32 and torch.is_grad_enabled():
             raise ModelError(

@@ -32,8 +32,8 @@ class CrossEntropy(Loss):
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
         logits = model_logits(model, inputs)
-        if self.tally is not None:
-            self.tally.add(logits, labels)
+        if self.eval_metrics is not None:
+            self.eval_metrics.add(logits, labels)
         return cross_entropy_sum(logits, labels, z_loss=self._z_loss, label_smoothing=self._label_smoothing)
 
 
@@ -52,7 +52,7 @@ class LinearCrossEntropy(Loss):
         check_fusable(model, "loss=linear_cross_entropy")
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
-        head, hidden = head_and_hidden(model, inputs, labels, self.tally, chunk_size=self._options["chunk_size"])
+        head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics, chunk_size=self._options["chunk_size"])
         return linear_cross_entropy_sum(hidden, head.weight, labels, bias=head.bias, **self._options)
 
 
@@ -68,8 +68,8 @@ class UserLoss(Loss):
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
         logits = model_logits(model, inputs)
-        if self.tally is not None:
-            self.tally.add(logits, labels)
+        if self.eval_metrics is not None:
+            self.eval_metrics.add(logits, labels)
         return _weighted(self._loss_fn, self._counted, logits, labels, num_items)
 
 
@@ -83,7 +83,7 @@ class UserFusedLoss(Loss):
         check_fusable(model, "fused_loss_factory")
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
-        head, hidden = head_and_hidden(model, inputs, labels, self.tally)
+        head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics)
         loss_fn = self._factory(head)
         counted = "num_items_in_batch" in inspect.signature(loss_fn).parameters
         return _weighted(loss_fn, counted, hidden, labels, num_items)

@@ -20,8 +20,7 @@ from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.evaluation import evaluate_source
 from forgather_cli.launch.processes import is_running
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, UserFusedLoss, UserLoss
-from forgather_cli.tally import Tally
+from forgather_cli.loss import CrossEntropy, EvalMetrics, LinearCrossEntropy, UserFusedLoss, UserLoss
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -202,7 +201,7 @@ def test_precision_and_a_fused_loss_are_settings_of_it(run: Path, evaluate: Call
     assert (smooth["eval_bits_per_byte"], smooth["eval_bytes"]) == (None, None)
 
 
-def test_a_tally_counts_what_a_plain_comparison_counts() -> None:
+def test_an_evaluation_counts_what_a_plain_comparison_counts() -> None:
     """Of logits and of hidden states in chunks, with positions that do not count."""
     model = decoder()
     ids = torch.randint(0, 64, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -222,11 +221,11 @@ def test_a_tally_counts_what_a_plain_comparison_counts() -> None:
     losses = [CrossEntropy(), LinearCrossEntropy(chunk_size=4), UserLoss(mean)]
     losses += [UserFusedLoss(lambda head: lambda hidden, labels: mean(head(hidden), labels))]
     for loss in losses:
-        loss.tally = tally = Tally(torch.device("cpu"), sizes)
+        loss.eval_metrics = seen = EvalMetrics(torch.device("cpu"), sizes)
         with torch.no_grad():
             loss.total(model, {"input_ids": ids}, labels, None)
-        assert tally.correct.item() == expected
-        assert tally.num_bytes.item() == labels[:, 1:][counted].sum().item()
+        assert seen.correct.item() == expected
+        assert seen.num_bytes.item() == labels[:, 1:][counted].sum().item()
 
 
 # ------------------------------------------------------------------------------------------------- bytes and tokenizers

@@ -37,13 +37,12 @@ from forgather_cli.config.schema import (
     PipelineSettings,
 )
 from forgather_cli.errors import ModelError, SetupError
-from forgather_cli.loss import CutCrossEntropy, Liger, Loss, ModelWithLoss, build_loss
+from forgather_cli.loss import CutCrossEntropy, EvalMetrics, Liger, Loss, ModelWithLoss, build_loss
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.ddp import DataParallel
 from forgather_cli.strategies.fsdp2 import FullyShard
-from forgather_cli.tally import Tally
 
 CPU = torch.device("cpu")
 STANDINS = Path(__file__).parents[1] / "standins"
@@ -170,9 +169,9 @@ def test_an_evaluation_counts_predictions_beside_them(standins: None) -> None:
     model, given = Head(), batch()
     right = (model(given["input_ids"]).argmax(-1)[:, :-1] == given["labels"][:, 1:]).sum()
     for loss in (Liger(), CutCrossEntropy()):
-        loss.tally = tally = Tally(CPU)
+        loss.eval_metrics = seen = EvalMetrics(CPU)
         ModelWithLoss(model, loss)(given)
-        assert tally.correct == right
+        assert seen.correct == right
 
 
 # ------------------------------------------------------------------------------------------------------ several ranks

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgather_cli.loss import IGNORED, product_dtype, shifted
+from forgather_cli.loss.model_io import IGNORED, shifted
+from forgather_cli.loss.sums import product_dtype
 
 
-class Tally:
+class EvalMetrics:
     """Of the targets that come by: how many the model finds likeliest, and how many bytes of text they stand for.
 
     ``token_bytes`` (V,) int64: bytes of each token; None where the tokenizer cannot say. The sums are this rank's
@@ -33,7 +34,7 @@ class Tally:
         self._add_bytes(targets)
 
     def add_hidden(self, head: Any, hidden: Tensor, labels: Tensor, *, chunk_size: int = 256) -> None:
-        """What ``head`` is applied to, (B, T, E); makes logits of ``chunk_size`` tokens at a time."""
+        """What ``head`` is applied to, (B, T, E); makes logits of only ``chunk_size`` tokens at a time."""
         dtype, flat, targets = product_dtype(hidden), hidden.flatten(0, 1), shifted(labels)
         with torch.autocast(hidden.device.type, enabled=False):
             weight = head.weight.to(dtype)
