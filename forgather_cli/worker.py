@@ -19,9 +19,9 @@ from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import ExitStatus, done
-from forgather_cli.launch.hang import standings_of_all
 from forgather_cli.launch.processes import collect_less, keep_heap, leave
 from forgather_cli.launch.rank import main as rank_process
+from forgather_cli.launch.stacks import standings_of_all
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ ALLOWED = {
     "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed"},
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.exit_status", "launch.layout",
-        "launch.temporary",
+        "launch.processes",
         "models", "optim.groups", "precision", "trainer.metrics",
     },
     "report": {"launch.exit_status", "launch.processes"},

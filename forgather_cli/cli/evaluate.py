@@ -178,9 +178,9 @@ def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[
     """
     from forgather_cli.config.decode import dump_tree
     from forgather_cli.launch.exit_status import ExitStatus, Kind
+    from forgather_cli.launch.processes import keep, temporary_folder
     from forgather_cli.launch.rank_log import lasting_output
     from forgather_cli.launch.start import supervised
-    from forgather_cli.launch.temporary import keep, temporary_folder
 
     def leave_directory(status: ExitStatus) -> None:
         if not status.failed or status.kind in (Kind.MISTAKE, Kind.CUT):

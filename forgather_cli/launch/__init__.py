@@ -4,8 +4,9 @@
     run_lock.py   one job at a time in a run directory; layout.py  how many ranks, where; place.py  which one this is
     supervise.py  the launcher while its ranks train; agent.py  torchrun's part of it; job.py  their common folder
     rank.py       one rank from start to end; context.py  what its parts share; rank_log.py  what it prints
-    rendezvous.py what ranks tell each other, in a store; watch.py, hang.py  threads that look after a rank
-    signals.py    stop signals; failures.py  what becomes of an error; exit_status.py  how it ended, and exit.json
+    rendezvous.py what ranks tell each other, in a store; stacks.py  where they stand; hang.py  when nothing goes on
+    signals.py    stop signals; failures.py  what becomes of an error, and the threads that watch for one
+    exit_status.py how a rank and a run ended, exit.json; error_report.py  how that is shown; processes.py  of the system
 
 How a fact gets from where it happens to who must know:
 

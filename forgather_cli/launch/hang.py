@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from forgather_cli.config.schema import Config, PipelineSettings
@@ -27,16 +27,14 @@ from forgather_cli.launch.stacks import (
     COMPILES,
     DEBUGGED,
     SAVES,
-    SILENT,
-    WAITS,
     Collective,
     Standing,
     is_debugged,
     main_thread_stack,
     own_standing,
     saves,
-    silent_standing,
     standing_at,
+    standings_of_all,
     table,
     thread_stack,
     waits_for_others,
@@ -48,7 +46,6 @@ _MEDIANS = 5  # steps of the usual length without progress are suspicious
 _FEW = 3  # steps whose lengths must be known; the first ones compile and warm up
 _LOOKS = 100  # within hang_report_after
 _ASKED = 1.0  # seconds between two looks at whether others ask where this rank stands
-_ANSWER = 3.0  # seconds that a rank gets to answer
 
 
 @contextmanager
@@ -208,52 +205,6 @@ class HangReport:
             me = self._rank.place.rank
             answer = {"asked": asked, "standing": asdict(own_standing(me, self._rank.step, self._rank.still))}
             rendezvous.store.set(f"stands/{me}", json.dumps(answer))
-
-
-def standings_of_all(rank: RankContext) -> list[Standing]:
-    """Where all ranks stand, the odd ones first. Waits some seconds for ranks that do not answer."""
-    own = own_standing(rank.place.rank, rank.step, rank.still)
-    rendezvous = rank.rendezvous
-    if rendezvous is None:
-        return [own]
-    found = {own.rank: own}
-    before = {other: rendezvous.store.get(f"stands/{other}") for other in range(rank.place.size) if other != own.rank}
-    rendezvous.store.set("where", f"{own.rank} {time.time_ns()}")
-    until = time.monotonic() + _ANSWER
-    while before and time.monotonic() < until:
-        time.sleep(0.05)
-        for other, old in list(before.items()):
-            text = rendezvous.store.get(f"stands/{other}")
-            if text is not None and text != old:
-                found[other] = Standing.from_document(json.loads(text)["standing"])
-                del before[other]
-    for other in before:
-        found[other] = silent_standing(other, rendezvous.store.get(f"place/{other}"), rank.still)
-    return odd_first([found[each] for each in sorted(found)])
-
-
-def odd_first(standings: Sequence[Standing]) -> list[Standing]:
-    """With a reason for each rank that the others wait for, as far as that can be known.
-
-    That is one that does not answer, or that does not wait while others do; where that tells nothing, one whose last
-    collective fewer ranks have come to than another, and of equally many those for which it is ``unusual``.
-    """
-    reasons = {standing.rank: SILENT for standing in standings if standing.doing == SILENT}
-    awake = [standing for standing in standings if standing.doing != SILENT]
-    busy = [standing for standing in awake if standing.doing != WAITS]
-    if 0 < len(busy) < len(awake):
-        reasons |= {standing.rank: "is what the others wait for" for standing in busy}
-    elif not reasons:
-        shared = Counter(str(standing.collective) for standing in awake)
-        few, many = min(shared.values()), max(shared.values())
-        strange = [standing.rank for standing in awake if standing.unusual]
-        if few < many:
-            rare = [standing.rank for standing in awake if shared[str(standing.collective)] < many]
-            reasons |= dict.fromkeys(rare, "is in another collective than most")
-        elif len(shared) > 1 and len(strange) < len(awake):
-            reasons |= dict.fromkeys(strange, "is in a collective that never came there before")
-    named = [replace(standing, odd=reasons.get(standing.rank, "")) for standing in standings]
-    return sorted(named, key=lambda standing: (standing.doing != SILENT, not standing.odd, standing.rank))
 
 
 def report_text(standings: Sequence[Standing], seconds: float, hang_timeout: float) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import ExitStatus
-from forgather_cli.launch.temporary import temporary_folder
+from forgather_cli.launch.processes import temporary_folder
 
 _VARIABLE = "FORGATHER_JOB"
 

@@ -1,15 +1,21 @@
-"""Processes: how those that import torch begin and leave, and how they end with the process that started them."""
+"""Processes: how those that import torch begin and leave, how they end with the process that started them, and folders
+that go with the process that made them.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -105,3 +111,41 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+# ----------------------------------------------------------------------------------------------- temporary folders
+
+_OWNER = "owner"
+"""File of a folder whose owner is to remove it; made once the owner holds the folder."""
+
+
+@contextlib.contextmanager
+def temporary_folder(name: str) -> Iterator[Path]:
+    """A folder that only this user may read, until the end. Those of this user whose owners were killed go now."""
+    for owner in Path(tempfile.gettempdir()).glob(f"forgather-*/{_OWNER}"):
+        with contextlib.suppress(OSError), _locked(owner.parent):
+            shutil.rmtree(owner.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"forgather-{name}-"))
+    with _locked(folder):
+        (folder / _OWNER).touch(mode=0o600)
+        try:
+            yield folder
+        finally:
+            if (folder / _OWNER).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep(folder: Path) -> None:
+    """Leave a temporary folder for people to look at."""
+    (folder / _OWNER).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder while this process lives, in whatever container. Raises OSError if another one holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

@@ -18,7 +18,7 @@ from typing import Any
 
 from forgather_cli.config.schema import Config, SingleSettings
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.launch import failures, hang, watch
+from forgather_cli.launch import failures, hang
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import FAILED, MISTAKE, ExitStatus
 from forgather_cli.launch.job import Job
@@ -53,7 +53,7 @@ def train(rank: RankContext, find: Callable[[RankContext], Start], work: Work) -
     """Do the work that ``find`` says. Never raises: errors are told, shown, and returned as the exit status."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(watch.watched(rank))
+            stack.enter_context(failures.watched(rank))
             if rank.rendezvous_folder:  # nobody has to be waited for there, so that even a wrong config is told to all
                 rank.connect()
             start = find(rank)

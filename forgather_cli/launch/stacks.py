@@ -13,11 +13,14 @@ import socket
 import sys
 import sysconfig
 import threading
+import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.processes import process_state
 
 _OURS = f"{os.sep}forgather_cli{os.sep}"
@@ -31,6 +34,7 @@ WAITS, SAVES, COMPILES, DEBUGGED, READS, RUNS = (
     "waits for others", "saves", "compiles", "at a breakpoint", "reads data", "runs",
 )  # fmt: skip
 SILENT = "does not answer"
+_ANSWER = 3.0  # seconds that a rank gets to tell where it stands
 _CONTEXT = 2  # collectives before one, by which what used to follow them is known
 _COMPILER = (
     f"{os.sep}torch{os.sep}_dynamo{os.sep}convert_frame.py",
@@ -172,6 +176,52 @@ def silent_standing(rank: int, place: str | None, seconds: float) -> Standing:
             process_state(pid), f"process {pid} is alive, but runs no Python"
         )
     return Standing(rank, host, pid, None, round(seconds, 1), SILENT, None, False, where)
+
+
+def standings_of_all(rank: RankContext) -> list[Standing]:
+    """Where all ranks stand, the odd ones first. Waits some seconds for ranks that do not answer."""
+    own = own_standing(rank.place.rank, rank.step, rank.still)
+    rendezvous = rank.rendezvous
+    if rendezvous is None:
+        return [own]
+    found = {own.rank: own}
+    before = {other: rendezvous.store.get(f"stands/{other}") for other in range(rank.place.size) if other != own.rank}
+    rendezvous.store.set("where", f"{own.rank} {time.time_ns()}")
+    until = time.monotonic() + _ANSWER
+    while before and time.monotonic() < until:
+        time.sleep(0.05)
+        for other, old in list(before.items()):
+            text = rendezvous.store.get(f"stands/{other}")
+            if text is not None and text != old:
+                found[other] = Standing.from_document(json.loads(text)["standing"])
+                del before[other]
+    for other in before:
+        found[other] = silent_standing(other, rendezvous.store.get(f"place/{other}"), rank.still)
+    return odd_first([found[each] for each in sorted(found)])
+
+
+def odd_first(standings: Sequence[Standing]) -> list[Standing]:
+    """With a reason for each rank that the others wait for, as far as that can be known.
+
+    That is one that does not answer, or that does not wait while others do; where that tells nothing, one whose last
+    collective fewer ranks have come to than another, and of equally many those for which it is ``unusual``.
+    """
+    reasons = {standing.rank: SILENT for standing in standings if standing.doing == SILENT}
+    awake = [standing for standing in standings if standing.doing != SILENT]
+    busy = [standing for standing in awake if standing.doing != WAITS]
+    if 0 < len(busy) < len(awake):
+        reasons |= {standing.rank: "is what the others wait for" for standing in busy}
+    elif not reasons:
+        shared = Counter(str(standing.collective) for standing in awake)
+        few, many = min(shared.values()), max(shared.values())
+        strange = [standing.rank for standing in awake if standing.unusual]
+        if few < many:
+            rare = [standing.rank for standing in awake if shared[str(standing.collective)] < many]
+            reasons |= dict.fromkeys(rare, "is in another collective than most")
+        elif len(shared) > 1 and len(strange) < len(awake):
+            reasons |= dict.fromkeys(strange, "is in a collective that never came there before")
+    named = [replace(standing, odd=reasons.get(standing.rank, "")) for standing in standings]
+    return sorted(named, key=lambda standing: (standing.doing != SILENT, not standing.odd, standing.rank))
 
 
 def table(standings: Sequence[Standing]) -> list[str]:

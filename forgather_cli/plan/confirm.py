@@ -22,7 +22,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.exit_status import read_exit_record
-from forgather_cli.launch.temporary import temporary_folder
+from forgather_cli.launch.processes import temporary_folder
 from forgather_cli.plan.fit import Budget
 from forgather_cli.plan.run import RunPlan
 from forgather_cli.run_dir import RunDir

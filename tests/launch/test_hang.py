@@ -15,8 +15,17 @@ from program import Process, forgather
 from two_ranks import RUN, start
 
 from forgather_cli import distributed
-from forgather_cli.launch.hang import odd_first
-from forgather_cli.launch.stacks import COMPILES, RUNS, SILENT, WAITS, Collective, Standing, table, waits_for_others
+from forgather_cli.launch.stacks import (
+    COMPILES,
+    RUNS,
+    SILENT,
+    WAITS,
+    Collective,
+    Standing,
+    odd_first,
+    table,
+    waits_for_others,
+)
 
 
 @pytest.fixture(autouse=True)

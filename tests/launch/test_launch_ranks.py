@@ -28,10 +28,9 @@ from forgather_cli.launch.exit_status import ExitStatus, Kind, done, first_cause
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import count_gpus, plan_layout
 from forgather_cli.launch.place import Place, first_host, joined, launched
-from forgather_cli.launch.processes import children, is_running
+from forgather_cli.launch.processes import children, is_running, keep, temporary_folder
 from forgather_cli.launch.rank import shared
 from forgather_cli.launch.rendezvous import Rendezvous
-from forgather_cli.launch.temporary import keep, temporary_folder
 from forgather_cli.run_dir import RunDir
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
