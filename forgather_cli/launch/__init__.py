@@ -6,7 +6,7 @@
     rank.py       one rank from start to end; context.py  what its parts share; rank_log.py  what it prints
     rendezvous.py what ranks tell each other, in a store; stacks.py  where they stand; hang.py  when nothing goes on
     signals.py    stop signals; failures.py  what becomes of an error, and the threads that watch for one
-    exit_status.py how a rank and a run ended, exit.json; error_report.py  how that is shown; processes.py  of the system
+    exit_status.py how a rank and a run ended, exit.json; error_report.py  how it is shown; processes.py  the system's
 
 How a fact gets from where it happens to who must know:
 
