@@ -73,7 +73,15 @@ class RunLock:
             )
         with _writing(run.root):
             if run.is_used() and overwrite:
-                self._set_aside()
+                # moved away until the first step is done: a mistake in the settings costs no run
+                self._undo.callback(_restore_overwritten, run)
+                try:
+                    run.being_set_aside.mkdir()
+                    for found in _files_of(run):
+                        found.rename(run.being_set_aside / found.name)
+                    run.being_set_aside.rename(run.set_aside)
+                finally:
+                    self._traces = self._training_traces()
             for log in map(run.rank_log, range(ranks)):
                 if log.exists():  # it is appended to
                     self._undo.callback(os.truncate, log, log.stat().st_size)
@@ -110,16 +118,6 @@ class RunLock:
             self._undo.callback(path.rename(path.with_name(f"{_HIDDEN}{path.name}")).replace, path)
         else:
             self._undo.callback(path.unlink, missing_ok=True)
-
-    def _set_aside(self) -> None:
-        """Move away what a run left here, until the first step is done: a mistake in the settings costs no run."""
-        self._undo.callback(_restore_overwritten, self.run)
-        moving = self.run.being_set_aside
-        moving.mkdir()
-        for path in _files_of(self.run):
-            path.rename(moving / path.name)
-        moving.rename(self.run.set_aside)
-        self._traces = self._training_traces()
 
     def _training_traces(self) -> tuple[object, ...]:
         metrics = self.run.metrics
