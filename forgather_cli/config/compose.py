@@ -32,7 +32,10 @@ def compose(
     """
     # Hydra takes 0.1 s; eval, plan --fit and sweeps compose the same files several times
     files = [file for root in path.conf for names in ("*", "*/*", "*/*/*") for file in root.glob(f"{names}.yaml")]
-    key = repr((primary, nodes, groups, [(file, file.stat().st_mtime_ns) for file in files], os.environ))
+    own = [file.read_text(errors="replace") for file in files if not file.is_relative_to(path.conf[0])]
+    key = repr((primary, nodes, groups, own, [(file, file.stat().st_mtime_ns) for file in files]))
+    if "oc.env" in key:  # defaults lists may choose by it
+        key += repr(os.environ)
     if key not in _COMPOSED:
         while len(_COMPOSED) >= 32:
             del _COMPOSED[next(iter(_COMPOSED))]
