@@ -279,7 +279,7 @@ class CallbackList:
 
     def _report_full_disk(self, name: str, event: str, error: OSError) -> None:
         if not self.lost[name, event]:
-            log.error("callback %s in %s: %s; training goes on, what it writes is lost", name, event, error.strerror)
+            log.error("callback %s in %s: %s; training continues, what it writes is lost", name, event, error.strerror)
         self.lost[name, event] += 1
 
     def emit_quietly(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

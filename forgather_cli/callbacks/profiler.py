@@ -168,5 +168,5 @@ def _write_trace(profiler: profile, path: Path) -> bool:
     if not whole:
         if path.is_file():
             path.unlink()
-        logger.error("callbacks.profiler: the trace %s could not be written (disk full?); training goes on", path)
+        logger.error("callbacks.profiler: the trace %s could not be written (disk full?); training continues", path)
     return whole

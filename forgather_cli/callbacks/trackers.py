@@ -154,7 +154,7 @@ class _Tracker:
         except Exception as error:
             if not self._failures:
                 logger.error(
-                    "callbacks.trackers: %s failed in %s: %s: %s; training goes on, and it is tried again",
+                    "callbacks.trackers: %s failed in %s: %s: %s; training continues, and it is tried again",
                     self.name, what, type(error).__name__, error,
                 )  # fmt: skip
             self._failures += 1

@@ -358,7 +358,7 @@ def restore_components(
             if component.required:
                 raise CheckpointError(
                     f"{reader.path}: {key} was saved by each of {saved} ranks for itself, without which a run of "
-                    f"{size} cannot go on; resume it with {saved} ranks"
+                    f"{size} cannot resume it; resume with {saved} ranks"
                 )
             foreign.append(key)
             continue

@@ -154,7 +154,7 @@ def _ended(run: RunDir) -> str:
         return f"was started on {holder.hostname} and has not told of its end; ask there"
     if holder is not None and holder.is_running:
         return "is ending"
-    return f"was cut: it told nothing of its end; {resume_command(run)} goes on"
+    return f"was cut: it wrote nothing at its end; {resume_command(run)} continues it"
 
 
 # -------------------------------------------------------------------------------------------------------------- stacks
@@ -206,7 +206,7 @@ def _without_commands(run: RunDir) -> str:
 
 @app.command(cls=Command)
 def save(job: Job = None, no_wait: NoWait = False, timeout: Timeout = None, as_json: AsJson = False) -> None:
-    """Have a checkpoint written now, and go on training."""
+    """Write a checkpoint now, and train on."""
     _tell(SAVE, _find(job), no_wait, timeout, as_json)
 
 
@@ -218,7 +218,7 @@ def stop(job: Job = None, no_wait: NoWait = False, timeout: Timeout = None, as_j
 
 @app.command("save-and-stop", cls=Command)
 def save_and_stop(job: Job = None, no_wait: NoWait = False, timeout: Timeout = None, as_json: AsJson = False) -> None:
-    """Have a checkpoint written, then end training. [cyan]forgather resume[/] goes on from it."""
+    """Write a checkpoint, then end training. [cyan]forgather resume[/] continues from it."""
     _tell(SAVE_AND_STOP, _find(job), no_wait, timeout, as_json)
 
 
@@ -251,7 +251,7 @@ def _tell(command: str, entry: Entry, no_wait: bool, timeout: float | None, as_j
         try:
             told = client.wait(entry, told, timeout=timeout)
         except KeyboardInterrupt:
-            typer.echo(f"\n{entry.job_id} goes on with {command}; {later}", err=True)
+            typer.echo(f"\n{entry.job_id} continues with {command}; {later}", err=True)
             raise typer.Exit(130) from None
     if as_json:
         print_json(told.document())

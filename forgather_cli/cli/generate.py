@@ -36,7 +36,7 @@ def generate(
     ctx: typer.Context,
     source: SourcePath,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Text to go on from; without it standard input is read.")
+        str | None, typer.Option(metavar="TEXT", help="Text to continue; without it standard input is read.")
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -54,7 +54,7 @@ def generate(
         bool, typer.Option("--chat", help="Talk to the model; lines of a pipe are turns.", rich_help_panel=_CHAT)
     ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What the model is told first.", rich_help_panel=_CHAT)
+        str | None, typer.Option(metavar="TEXT", help="System prompt: what the model is told before the conversation.", rich_help_panel=_CHAT)
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to make at most.")] = 200,
     stop: Annotated[

@@ -22,7 +22,7 @@ def resume(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
 ) -> None:
-    """Go on with a run from its saved config and its newest valid checkpoint.
+    """Resume a run from its saved config and its newest valid checkpoint.
 
     Settings given here count from now on. Free to change are trainer, batch sizes per device, max_steps,
     logging, evaluation, saving and callbacks; [cyan]group=option[/] replaces the whole group.

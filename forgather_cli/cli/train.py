@@ -33,11 +33,11 @@ def train(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a recipe, with settings of yours.
+    """Train a recipe, with your settings.
 
     Without RECIPE the [cyan]default[/] one. The run goes to [cyan]output_dir[/], or to
     outputs/RECIPE/DATE_TIME. The exit code is 0 when done, 2 for a mistake in the
-    settings or in what they name, 75 after a signal, with a checkpoint to go on from.
+    settings or in what they name, 75 after a signal, with a checkpoint to resume from.
     """
     if as_json and not dry_run:
         raise ConfigError("--json: training prints no document; use it with --dry-run, or see RUN/metrics.jsonl")

@@ -82,7 +82,7 @@ Overrides = Annotated[
 ]
 ConfigDir = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Folder with groups and recipes of yours, beside ./conf and ./recipes."),
+    typer.Option(metavar="DIR", help="Folder with your groups and recipes, beside ./conf and ./recipes."),
 ]
 
 

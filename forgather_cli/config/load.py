@@ -135,9 +135,9 @@ def reload_config(
     if not run.config.exists():
         raise ConfigError(f"{run.root}: is not a run's directory (no config.yaml); start one with forgather train")
     of_new_runs = {
-        "output_dir": f"resume goes on in {run_dir}; for a new run from its weights use "
+        "output_dir": f"resume continues in {run_dir}; for a new run from its weights use "
         f"forgather train output_dir=... resume_from_checkpoint={run_dir}/checkpoints/step-...",
-        "overwrite_output_dir": "resume goes on with the run, it deletes nothing; leave it out",
+        "overwrite_output_dir": "resume continues the run and deletes nothing; leave it out",
     }
     typed = {item.key_or_group for item in parse_lines(overrides)[0]}
     if problems := [f"{name}: {remedy}" for name, remedy in of_new_runs.items() if name in typed]:

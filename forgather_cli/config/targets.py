@@ -39,7 +39,7 @@ def target_problems(config: Config) -> list[str]:
     if objects := [where for where, target, _ in found if target.is_object]:
         return [
             f"{', '.join(objects)}: made by a Python script, which a config cannot hold; run the script again, with "
-            "trainer.train(resume_from_checkpoint=True) to go on"
+            "trainer.train(resume_from_checkpoint=True) to resume"
         ]
     return [problem for where, target, call in found if (problem := _problem(where, target, call))]
 

@@ -83,7 +83,7 @@ class ControlServer:
         except asyncio.CancelledError:  # by close
             pass
         except Exception as error:  # the edge of the thread
-            log.error("control: the server ended (%s: %s); training goes on", type(error).__name__, error)
+            log.error("control: the server ended (%s: %s); training continues", type(error).__name__, error)
         finally:
             self._loop.close()
 

@@ -179,7 +179,7 @@ class HangReport:
             self._report["ended_after_seconds"] = round(self._still, 1)
             self._write()
             self._report = {}
-            self._say(f"training goes on after {self._still:.0f} s")
+            self._say(f"training continues after {self._still:.0f} s")
 
     def _write(self) -> None:
         assert self._rank.run is not None

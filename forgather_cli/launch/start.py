@@ -62,7 +62,7 @@ def launch(loaded: Loaded, work: Work) -> int:
     check_port(layout)
     root = output_dir(loaded)
     if layout.nodes == 1 and (reason := _nothing_left(RunDir(root), loaded)) is not None:
-        print(f"nothing left to train: {reason}; raise max_steps or num_train_epochs to go on")
+        print(f"nothing left to train: {reason}; raise max_steps or num_train_epochs to train further")
         return DONE
     with RunLock(root) as held:
         config, path = _begin(held, loaded, layout)
@@ -181,7 +181,7 @@ def _until_it_fits(held: RunLock, config: Config, path: Path, train_once: Callab
         status = train_once(config)
     if tried and not status.failed:
         size = config.per_device_train_batch_size
-        print(f"{name}: found per_device_train_batch_size={size}, with which forgather resume goes on", flush=True)
+        print(f"{name}: found per_device_train_batch_size={size}, which forgather resume uses too", flush=True)
     return status
 
 
@@ -211,7 +211,7 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
     if steps and 0 < config.max_steps < steps[-1] and config.resume_components == "all":
         raise ConfigError(
             f"max_steps: the run has a checkpoint of step {steps[-1]}, got {config.max_steps}; give {steps[-1]} or "
-            f"more, or remove the later checkpoints from {run.checkpoints} to go on from an earlier one"
+            f"more, or remove the later checkpoints from {run.checkpoints} to resume from an earlier one"
         )
     ended = read_exit_record(run)
     if ended is None or ended.state != "done" or (steps and steps[-1] != ended.step):
@@ -273,7 +273,7 @@ def _leave_directory(held: RunLock, status: ExitStatus) -> None:
     if kept:
         told = "" if status.failed else f"{status.message}; "
         stream = sys.stderr if status.code == FAILED else sys.stdout
-        print(f"\n{told}to go on from step {kept[-1].step}:\n{resume_command(held.run)}", file=stream, flush=True)
+        print(f"\n{told}to resume from step {kept[-1].step}:\n{resume_command(held.run)}", file=stream, flush=True)
 
 
 # ----------------------------------------------------------------------------------------------- before ranks are there

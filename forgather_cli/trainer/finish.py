@@ -35,12 +35,12 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
         raise TrainingError(_but(run_dir, reason, "that step could not be saved (see above)", told))
     if status.state == "done" and 0 < step == run.state.resumed_step:
         setting = "max_steps" if args.max_steps > 0 else "num_train_epochs"
-        print(f"\nnothing left to train: step {step} is the last; raise {setting} to go on")
+        print(f"\nnothing left to train: step {step} is the last; raise {setting} to train further")
     try:
         write_exit_record(run_dir, status.state, status.code, status.message, step)
     except OSError as error:
         what = (
-            f"{run_dir.exit} cannot be written ({error.strerror}): make room, and go on with the run to have it written"
+            f"{run_dir.exit} cannot be written ({error.strerror}): make room, and resume the run to have it written"
         )
         raise TrainingError(_but(run_dir, reason, what, told)) from error
     _print_places(run_dir)

@@ -162,7 +162,7 @@ class Recovery:
             healthy = [each for each in list_checkpoints(run_dir) if each.usable and each.healthy]
             if healthy:
                 return (
-                    f"forgather resume {run_dir.root} goes on from the newest healthy checkpoint, "
+                    f"forgather resume {run_dir.root} resumes from the newest healthy checkpoint, "
                     f"{healthy[-1].path.name}: give it a lower learning_rate or a smaller max_grad_norm"
                 )
         return "the run has no healthy checkpoint: start again with a lower learning_rate or a smaller max_grad_norm"

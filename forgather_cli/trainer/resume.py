@@ -316,7 +316,7 @@ class Checkpoints:
                 tensors = reader.state(OWN_MOMENTS, run.world.rank)
             else:
                 log.warning(
-                    "each rank's own moments were saved by %d ranks: going on with their mean",
+                    "each rank's own moments were saved by %d ranks: continuing with their mean",
                     reader.manifest.world_size,
                 )
         if not tensors:

@@ -219,7 +219,7 @@ def test_an_edit_of_an_older_checkpoint_says_how_to_go_on_from_it(
     line, path = capsys.readouterr().out.splitlines()[-2:]
     assert path == str(RunDir(run).checkpoint(2))
     said, _, command = line.partition(": ")
-    assert said == "a plain forgather resume goes on from step-00000004; to go on from the edited one"
+    assert said == "a plain forgather resume starts from step-00000004; to resume from the edited one"
     words = shlex.split(command)
     assert words[0] == "forgather"
     assert forgather(*words[1:], "max_steps=3") == 0

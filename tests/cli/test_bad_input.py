@@ -381,7 +381,7 @@ def test_directories_that_cannot_be_made(program: Program, where: str, message: 
 
 def test_resume_deletes_nothing_and_says_so(program: Program, trained: Path) -> None:
     said = program.refuses("resume", "trained", "overwrite_output_dir=true")
-    assert said == "overwrite_output_dir: resume goes on with the run, it deletes nothing; leave it out"
+    assert said == "overwrite_output_dir: resume continues the run and deletes nothing; leave it out"
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -705,7 +705,7 @@ def test_a_disk_that_is_full_later_ends_no_run_early_and_a_lost_final_checkpoint
     lost = r"ERROR the checkpoint of step {} was not saved: No space left on device; the newest one is "
     for step in (4, 30):
         assert re.search(lost.format(step) + "run/checkpoints/step-00000002", done.err), done.err
-    assert done.err.count("callback json in on_log: No space left on device; training goes on") == 1
+    assert done.err.count("callback json in on_log: No space left on device; training continues") == 1
     assert "step 30/30" in done.out
     assert "run/checkpoints/step-00000002/manifest.json\n" in done.out
     assert "step-00000004/" not in done.out

@@ -238,7 +238,7 @@ def test_a_run_that_takes_no_commands_is_told_by_who_holds_its_directory(
     )
     killed = told("status", f"{ended[0]} on {here}")
     assert killed.startswith("error: run: no job runs there; the last one was cut")
-    assert killed.endswith("forgather resume run goes on")
+    assert killed.endswith("forgather resume run continues it")
     elsewhere = "error: run: no job is known there; the last one was started on afar and has not told of its end; "
     assert told("status", f"{alive} on afar").startswith(elsewhere)
     write_exit_record(run, "done", 0, "done", 7)  # as long as the process that has written this ends

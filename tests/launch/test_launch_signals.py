@@ -111,7 +111,7 @@ def test_a_signal_in_set_up_ends_at_once_and_a_run_with_a_checkpoint_can_go_on()
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 75, job.output
     assert "ended at once by SIGTERM before the first step; the newest checkpoint is step 2" in job.output
-    assert job.lines[-2:] == ["to go on from step 2:", "forgather resume run"]
+    assert job.lines[-2:] == ["to resume from step 2:", "forgather resume run"]
 
 
 def test_training_that_stands_still_ends_by_hang_timeout() -> None:

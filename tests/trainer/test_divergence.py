@@ -358,9 +358,9 @@ def test_a_divergence_ends_the_run_as_failed(action: str, ranks: tuple[str, ...]
         assert job.finish() == 1, job.output
     (last,) = [line for line in job.lines if re.match(r"error: (rank \d: )?loss diverged by step 12: smoothed ", line)]
     last = re.sub(r"rank \d: ", "", last)
-    assert job.lines[-2:] == ["to go on from step 8:", "forgather resume run"], job.output
+    assert job.lines[-2:] == ["to resume from step 8:", "forgather resume run"], job.output
     assert "restart 1" not in job.output
-    assert "forgather resume run goes on from the newest healthy checkpoint, step-00000008" in last
+    assert "forgather resume run resumes from the newest healthy checkpoint, step-00000008" in last
     ended = read_exit_record(RUN)
     assert ended is not None
     assert (ended.code, ended.reason) == (1, last.removeprefix("error: "))

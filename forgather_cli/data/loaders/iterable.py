@@ -134,7 +134,7 @@ class IterableRounds:
             raise DataError(
                 f"{self._name}: the checkpoint is of {shards} ranks that read a shard each (dispatch_batches=false), "
                 f"now {now}; resume as it was, or set ignore_data_skip=true; only runs with data.dispatch_batches=true "
-                "from the start can go on with another number of ranks"
+                "from the start can be resumed with another number of ranks"
             )
 
     # --------------------------------------------------------------------------------------------------------- reading
@@ -301,7 +301,7 @@ class Stream:
         if state["num_workers"] != self._workers.num:
             raise DataError(
                 f"dataloader_num_workers: the data position was saved with {state['num_workers']} workers, got "
-                f"{self._workers.num}; a stream goes on only with the same number (or ignore_data_skip=true)"
+                f"{self._workers.num}; a stream resumes only with the same number (or ignore_data_skip=true)"
             )
         self._holder.load_state_dict(copy.deepcopy(state["source"]))
         return int(state["used"])

@@ -148,7 +148,7 @@ class TokenizerWorkers:
                 code = process.wait()
                 how = f"signal {-code}, perhaps for lack of memory" if code < 0 else f"exit code {code}"
                 raise InterruptedBuildError(
-                    f"data.tokenize_processes: a process that tokenizes has ended ({how}); start again, which goes on "
+                    f"data.tokenize_processes: a process that tokenizes has ended ({how}); start again, which continues "
                     "where it was, or set a smaller number"
                 ) from error
             finally:
