@@ -58,7 +58,7 @@ def try_save(
         with contextlib.nullcontext() if rank != 0 else _no_new_directories(run.checkpoints):
             _try_directory(run, need, group=group, rank=rank)
     except SetupError as error:
-        log.warning("%s; training starts since save_strategy=no, but a signal would end the run without a checkpoint", error)
+        log.warning("%s; with save_strategy=no training starts, but a signal would end it without a checkpoint", error)
 
 
 def _try_directory(run: RunDir, need: int, *, group: Any, rank: int) -> None:

@@ -54,7 +54,8 @@ def generate(
         bool, typer.Option("--chat", help="Talk to the model; lines of a pipe are turns.", rich_help_panel=_CHAT)
     ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System prompt: what the model is told before the conversation.", rich_help_panel=_CHAT)
+        str | None,
+        typer.Option(metavar="TEXT", help="What the model is told before the conversation.", rich_help_panel=_CHAT),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to make at most.")] = 200,
     stop: Annotated[

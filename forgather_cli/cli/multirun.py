@@ -70,7 +70,7 @@ def run_sweep(recipe: str, overrides: list[str], *, config_dir: Path | None, dry
 
 
 def _tell_how_to_go_on() -> None:
-    typer.echo(f"not all jobs are done; the same command continues the sweep:\n{shlex.join(['forgather', *sys.argv[1:]])}")
+    typer.echo(f"not all jobs are done; the same command resumes them:\n{shlex.join(['forgather', *sys.argv[1:]])}")
 
 
 def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> list[Job]:

@@ -148,8 +148,8 @@ class TokenizerWorkers:
                 code = process.wait()
                 how = f"signal {-code}, perhaps for lack of memory" if code < 0 else f"exit code {code}"
                 raise InterruptedBuildError(
-                    f"data.tokenize_processes: a process that tokenizes has ended ({how}); start again, which continues "
-                    "where it was, or set a smaller number"
+                    f"data.tokenize_processes: a process that tokenizes has ended ({how}); start again, which "
+                    "continues where it was, or set a smaller number"
                 ) from error
             finally:
                 self._idle.put((connection, process))
