@@ -39,9 +39,7 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
     try:
         write_exit_record(run_dir, status.state, status.code, status.message, step)
     except OSError as error:
-        what = (
-            f"{run_dir.exit} cannot be written ({error.strerror}): make room, and resume the run to have it written"
-        )
+        what = f"{run_dir.exit} cannot be written ({error.strerror}): make room, and resume the run to have it written"
         raise TrainingError(_but(run_dir, reason, what, told)) from error
     _print_places(run_dir)
     if told:
