@@ -62,7 +62,7 @@ class Fault(TrainerCallback):
         if self._moment == "save":
             torch.get_rng_state = self._before("save", torch.default_generator.get_state)
         if self._moment == "generation":
-            generate._draw = self._before("generation", generate._draw)
+            generate._finite = self._before("generation", generate._finite)
 
     def _before(self, moment: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def with_fault(*args: Any) -> Any:

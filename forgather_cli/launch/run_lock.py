@@ -68,7 +68,7 @@ class RunLock:
         run = self.run
         if run.is_used() and not (resume or overwrite):
             raise SetupError(
-                f"output_dir: {run.root} already holds a run; go on with it by resume_from_checkpoint=true, "
+                f"output_dir: {run.root} already holds a run; continue it with resume_from_checkpoint=true, "
                 "or delete it by overwrite_output_dir=true"
             )
         with _writing(run.root):

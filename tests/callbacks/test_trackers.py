@@ -152,7 +152,7 @@ def test_one_that_fails_later_is_one_error_and_is_tried_again(
     train(tmp_path / "run", *words)
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert errors == [
-        "callbacks.trackers: wandb failed in log: ConnectionError: no route to host; training goes on, and it is "
+        "callbacks.trackers: wandb failed in log: ConnectionError: no route to host; training continues, and it is "
         "tried again"
     ]
     # tried at 1, spared 1; at 3, spared 3; at 7, spared 7; and the end is told whatever came before

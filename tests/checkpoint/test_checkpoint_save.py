@@ -400,7 +400,8 @@ def test_without_planned_saves_a_trial_warns_of_a_lack_of_room_and_leaves_no_dir
     assert record.levelno == logging.WARNING
     assert re.fullmatch(
         r"output_dir: one checkpoint needs 4.5e\+06 GB, .*/checkpoints has .* free; free some space, or set "
-        "output_dir to another disk; save_strategy=no goes on, but a signal would end the run without a checkpoint",
+        "output_dir to another disk; with save_strategy=no training starts, but a signal would end it without a "
+        "checkpoint",
         record.getMessage(),
     )
     assert list(tmp_path.iterdir()) == []

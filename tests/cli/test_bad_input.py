@@ -321,7 +321,7 @@ def test_pretrained_directories(program: Program, trained: Path, kind: str, mess
 def test_a_used_directory_names_both_remedies(program: Program, trained: Path) -> None:
     said = program.refuses("train", *SYNTHETIC, "output_dir=trained")
     assert said == (
-        "output_dir: trained already holds a run; go on with it by resume_from_checkpoint=true, or delete it by "
+        "output_dir: trained already holds a run; continue it with resume_from_checkpoint=true, or delete it by "
         "overwrite_output_dir=true"
     )
 

@@ -197,7 +197,7 @@ def test_mistakes_in_the_settings(word: str, message: str, capsys: pytest.Captur
             ["callbacks.control.enable_http=false", "callbacks.control.port=8901"],
             "callbacks.control.port: nothing reads",
         ),
-        (["~callbacks.control", "job_id=mine"], "add that callback with '+callbacks.control={}' or leave job_id"),
+        (["~callbacks.control", "job_id=mine"], "add '+callbacks.control={}' or leave job_id out"),
         (["callbacks.control.disable_auth=true", "callbacks.control.auth_token=0123456789abcdef"], "nothing reads it"),
     ],
 )

@@ -21,7 +21,7 @@ RUN = (
     "data.num_eval_samples=8", "callbacks=minimal", "eval_strategy=no", "save_strategy=no", "global_batch_size=8",
     "max_steps=3", "logging_steps=1", "warmup_steps=1",
 )  # fmt: skip
-FOUND = "auto_find_batch_size: found per_device_train_batch_size={}, with which forgather resume goes on"
+FOUND = "auto_find_batch_size: found per_device_train_batch_size={}, which forgather resume uses too"
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def assert_restarted(output: str, faults: tuple[str, ...]) -> None:
 def assert_ended(output: str, last: str) -> None:
     """The fault that ended the job: one message, one traceback if it raised, and the run can be gone on with."""
     if RUN.checkpoint_steps():
-        output, _, told = output.rpartition("\n\nto go on from step ")
+        output, _, told = output.rpartition("\n\nto resume from step ")
         assert told.strip() == f"{RUN.checkpoint_steps()[-1]}:\nforgather resume run"
     raised = last.endswith(("raise", "exit"))
     assert output.count("Traceback (most recent call last)") == raised, output

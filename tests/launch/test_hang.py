@@ -64,7 +64,7 @@ def test_who_is_waited_for_is_named_and_training_goes_on(capsys: pytest.CaptureF
             assert odd["doing"] == does
             assert odd["collective"]["state"] == "completed"
             Path(f"end-{number}").touch()
-            job.read_until(r"training goes on after \d+ s")
+            job.read_until(r"training continues after \d+ s")
             assert json.loads(RUN.hang.read_text())["ended_after_seconds"] >= 1
         Path("go-2").touch()
         odd = reported(job)
@@ -91,7 +91,7 @@ def test_a_stopped_process_does_not_answer() -> None:
         assert odd["doing"] == "does not answer"
         assert f"kill -CONT {pid}" in odd["where"]
         os.kill(pid, signal.SIGCONT)
-        job.read_until(r"training goes on after \d+ s")
+        job.read_until(r"training continues after \d+ s")
 
 
 def test_a_disk_that_hangs_and_a_wrong_collective_are_named() -> None:
@@ -108,7 +108,7 @@ def test_a_disk_that_hangs_and_a_wrong_collective_are_named() -> None:
         assert odd["seconds"] >= 3
         assert "stalls.py" in odd["where"]
         Path("end-1").touch()
-        job.read_until(r"training goes on after \d+ s")
+        job.read_until(r"training continues after \d+ s")
         Path("go-2").touch()
         odd = reported(job)
         assert odd["collective"]["name"] == "broadcast"

@@ -135,7 +135,7 @@ def test_resume_takes_group_overrides_and_never_deletes(tmp_path: Path) -> None:
     [
         (["max_stepz=3"], "max_stepz: unknown setting; did you mean max_steps"),
         (["n_microbatches=3"], "only trainer=pipeline"),
-        (["output_dir=other"], "output_dir: resume goes on in run"),
+        (["output_dir=other"], "output_dir: resume continues in run"),
     ],
 )
 def test_resume_is_strict(overrides: list[str], message: str) -> None:

@@ -258,7 +258,7 @@ def test_gradients_that_always_overflow_end_the_run(tmp_path: Path) -> None:
     trainer = Trainer(Overflows(sound=3), arguments, train_dataset=tiny.RandomTokens())
     message = (
         r"precision=fp16: the gradients of 3 steps in a row overflowed, by step 6, with a loss scale down to 1; "
-        r"precision=bf16 has the range of fp32; forgather resume .* goes on from .*step-00000004"
+        r"precision=bf16 has the range of fp32; forgather resume .* resumes from .*step-00000004"
     )
     with pytest.raises(DivergenceError, match=message):
         trainer.train()

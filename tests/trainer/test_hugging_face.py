@@ -42,7 +42,7 @@ def test_the_table_has_every_argument_of_the_library_with_its_default() -> None:
 def test_at_its_default_every_argument_is_accepted() -> None:
     ours = TrainingArguments(**DEFAULTS)
     assert ours == TrainingArguments()
-    theirs = transformers.TrainingArguments("trainer_output", use_cpu=True)
+    theirs = transformers.TrainingArguments("trainer_output", use_cpu=True, disable_tqdm=False)
     assert TrainingArguments(**theirs.to_dict()) == TrainingArguments(
         use_cpu=True, disable_tqdm=False, dataloader_pin_memory=False
     )
