@@ -1,6 +1,10 @@
-"""Main of every rank: read the config, build the parts, ``Trainer.train()``.
+"""The main of every rank: ``run`` builds data, model and callbacks from the config and trains.
 
-What needs torch is imported where it is used: a rank tells its launcher of itself and watches signals before that.
+``python -m forgather_cli.worker`` is a rank that our launcher started; ``trainer=single``, and ranks that torchrun or
+the like started, run in the process of the command. In both ``launch/rank.py`` sets up log, signals and process group
+around ``work``.
+
+What needs torch is imported where it is used: before that a rank reports to its launcher and watches for signals.
 """
 
 from __future__ import annotations
@@ -28,8 +32,13 @@ if TYPE_CHECKING:
     from forgather_cli.trainer.trainer import Trainer
 
 
+def main() -> int:
+    """A rank that our launcher started, as a process; returns its exit code."""
+    return rank_process(work)
+
+
 def work(config: Config, run_dir: RunDir, rank: RankContext) -> ExitStatus:
-    """Train, or evaluate for ``forgather eval``, as one rank; returns how that has ended."""
+    """Train, or evaluate for ``forgather eval``, as one rank; returns how that ended."""
     if run_dir.evaluation.exists():
         return _evaluate(config, run_dir, rank.place.rank)
     return run(
@@ -42,32 +51,19 @@ def work(config: Config, run_dir: RunDir, rank: RankContext) -> ExitStatus:
     ).finish()
 
 
-def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:
-    """Of ``forgather eval``. Signals end it at once, since nobody asks for them."""
-    from forgather_cli.evaluation import evaluate_source
-
-    logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
-    request = json.loads(run_dir.evaluation.read_text(encoding="utf-8"))
-    with contextlib.redirect_stdout(sys.stderr):  # what the launcher prints is one document
-        report = evaluate_source(Path(request.pop("source")), config, **request)
-    if rank == 0:
-        run_dir.report.write_text(json.dumps(report), encoding="utf-8")
-    return done(rank)
-
-
 def run(
     config: Config,
-    run: RunDir,
+    run_dir: RunDir,
     *,
     should_stop: Callable[[], int | None] = lambda: None,
     on_stop: Callable[[int], None] = lambda signum: None,
     on_step: Callable[[int], None] = lambda step: None,
     stacks: Callable[[], dict[str, Any]] | None = None,
 ) -> Trainer:
-    """Train as ``config`` says in ``run``; returns the trainer as training left it.
+    """Train by ``config`` in ``run_dir``; returns the trainer as training left it.
 
-    ``on_step`` is called with the number of each step that is done. ``stacks`` tells where all ranks stand, for those
-    who ask the job.
+    ``should_stop`` and ``on_stop`` are the Trainer's; ``on_step`` is called with the number of each step that is done;
+    ``stacks`` returns what ``forgather control stacks`` shows, the stack of every rank.
     """
     from forgather_cli.callbacks.bars import Bar
     from forgather_cli.callbacks.base import TrainerCallback
@@ -82,9 +78,9 @@ def run(
             on_step(state.global_step)
 
     device = pick_device(config.device)
-    tree = written_tree(config, run.newest_config())
+    tree = written_tree(config, run_dir.newest_config())
     if config.logging_dir is not None:
-        run = replace(run, logging_dir=Path(config.logging_dir))
+        run_dir = replace(run_dir, logging_dir=Path(config.logging_dir))
     with contextlib.closing(Bar("tokenizing", of_bytes=True)) as bar:
         progress = bar.update if world().rank == 0 else None
         model_path = getattr(config.model, "path", None)
@@ -92,11 +88,11 @@ def run(
     trainer = Trainer(
         model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
         init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
-        args=replace(config, output_dir=str(run.root)),
+        args=replace(config, output_dir=str(run_dir.root)),
         train_dataset=data.train,
         eval_dataset=data.eval,
         processing_class=data.tokenizer,
-        callbacks=[_Steps(), *build_callbacks(config.callbacks, run, config_tree=tree, stacks=stacks)],
+        callbacks=[_Steps(), *build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)],
         should_stop=should_stop,
         on_stop=on_stop,
         config_tree=tree,
@@ -106,9 +102,17 @@ def run(
     return trainer
 
 
-def main() -> int:
-    """The process of a rank that our launcher started."""
-    return rank_process(work)
+def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:
+    """Evaluate for ``forgather eval``. A signal ends the process at once, since nothing here polls for it."""
+    from forgather_cli.evaluation import evaluate_source
+
+    logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
+    request = json.loads(run_dir.evaluation.read_text(encoding="utf-8"))
+    with contextlib.redirect_stdout(sys.stderr):  # what the launcher prints is one document
+        report = evaluate_source(Path(request.pop("source")), config, **request)
+    if rank == 0:
+        run_dir.report.write_text(json.dumps(report), encoding="utf-8")
+    return done(rank)
 
 
 if __name__ == "__main__":

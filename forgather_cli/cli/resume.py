@@ -1,4 +1,4 @@
-"""``forgather resume``: go on with a run."""
+"""``forgather resume``: continue a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.train import start
+from forgather_cli.cli.train import run_training
 from forgather_cli.cli.words import ConfigDir, Overrides, check_overrides
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir
@@ -40,11 +40,11 @@ def resume(
         return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
 
     with contextlib.chdir(directory):  # for all that the run reads, its own modules and its ranks too
-        raise typer.Exit(start(joined(overrides or []), compose))
+        raise typer.Exit(run_training(joined(overrides or []), compose))
 
 
 def _edited(run_dir: Path) -> dict[str, Any]:
-    """What the checkpoint to go on from was given by ``forgather checkpoint edit``."""
+    """The settings that ``forgather checkpoint edit`` has written into the checkpoint to resume from."""
     from forgather_cli.checkpoint.retention import pending
 
     found = pending(RunDir(run_dir))

@@ -55,11 +55,15 @@ def train(
     if dry_run:
         _show(load(words, config_dir), train_command(*split_words(words), config_dir), as_json)
         return
-    raise typer.Exit(start(place, partial(load, words, config_dir)))
+    raise typer.Exit(run_training(place, partial(load, words, config_dir)))
 
 
-def start(place: Place | None, compose: Callable[[], Loaded]) -> int:
-    """Train what ``compose`` returns, which is not called in a rank that has to ask rank 0; returns the exit code."""
+def run_training(place: Place | None, compose: Callable[[], Loaded]) -> int:
+    """Train the config that ``compose`` returns, in this process or in ranks that it starts; returns the exit code.
+
+    ``place``: this process's rank where torchrun or the like has started it, else None. Of such ranks only rank 0
+    composes; it shares the config with the others.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
     from forgather_cli.launch import start
     from forgather_cli.worker import work
@@ -68,13 +72,13 @@ def start(place: Place | None, compose: Callable[[], Loaded]) -> int:
 
 
 def train_command(recipe: str, overrides: list[str], config_dir: Path | None) -> list[str]:
-    """The words that start this run in a shell."""
+    """The command that starts this run in a shell, as a list of words."""
     extra = ["--config-dir", str(config_dir)] if config_dir else []
     return ["forgather", "train", recipe, *overrides, *extra]
 
 
 def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
-    """Print what ``--dry-run`` promises."""
+    """Print the config, the plan and the command, for ``--dry-run``."""
     from forgather_cli.cli.config import print_config
     from forgather_cli.cli.plan import plan_document, print_plan
     from forgather_cli.launch.layout import plan_layout

@@ -1,4 +1,4 @@
-"""The words of a command line: RECIPE, OVERRIDEs and SOURCE, read, checked and completed in the shell."""
+"""The words of a command line, RECIPE, OVERRIDEs and SOURCE: read to configs, completed in the shell, and declared."""
 
 from __future__ import annotations
 
@@ -17,90 +17,6 @@ from forgather_cli.run_dir import RunDir, run_of, step_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
-
-Candidate = tuple[str, str]
-"""What may stand there, and what it is."""
-
-
-def complete_words(ctx: typer.Context, incomplete: str) -> list[Candidate]:
-    """What may follow: recipes, settings, options of a group."""
-    return _completions(ctx, "words", incomplete)
-
-
-def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
-    """Settings and options of a group, without recipes."""
-    return _completions(ctx, "overrides", incomplete)
-
-
-def _completions(ctx: typer.Context, argument: str, incomplete: str) -> list[Candidate]:
-    """What may follow the words that ``argument`` has so far, with what the user's ``--config-dir`` adds."""
-    with contextlib.suppress(Exception):  # a broken recipe must not print into the user's prompt
-        from forgather_cli.config.complete import complete
-
-        candidates = partial(complete, config_dir=ctx.params.get("config_dir"))
-        words, incomplete, given = _joined(list(ctx.params.get(argument) or []), incomplete, candidates)
-        found = candidates(incomplete, words)
-        if argument == "overrides":
-            found = [(text, about) for text, about in found if is_override(text)]
-        return [(text[given:], about) for text, about in found]
-    return []
-
-
-def _joined(
-    words: list[str], incomplete: str, candidates: Callable[[str, list[str]], list[Candidate]]
-) -> tuple[list[str], str, int]:
-    """Undo bash's splitting at ``=`` (COMP_WORDBREAKS): ``["model", "="], "na"`` is ``model=na``.
-
-    Of a word that ends with the ``=`` only the key arrives, so a setting's bare name before nothing is taken for that.
-    Returns also how many characters of the joined word the shell has settled and wants left out.
-    """
-    if len(words) >= 2 and words[-1] == "=":
-        return words[:-2], f"{words[-2]}={incomplete}", len(words[-2]) + 1
-    if not incomplete and words and "=" not in words[-1] and candidates(f"{words[-1]}=", words[:-1]):
-        return words[:-1], f"{words[-1]}=", len(words[-1]) + 1
-    return words, incomplete, 0
-
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RECIPE] [OVERRIDE]...",
-        help="A recipe's name or file, and settings as [cyan]key=value[/], [cyan]group=option[/], [cyan]+key=value[/], "
-        "[cyan]~key[/].",
-        autocompletion=complete_words,
-        show_default=False,
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[OVERRIDE]...",
-        help="Settings to change, as [cyan]key=value[/] or [cyan]group=option[/].",
-        autocompletion=complete_override,
-        show_default=False,
-    ),
-]
-ConfigDir = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Folder with your groups and recipes, beside ./conf and ./recipes."),
-]
-
-
-SourcePath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SOURCE",
-        help="A run (its newest checkpoint), a checkpoint, or a model directory.",
-        show_default=False,
-    ),
-]
-TrustConfig = Annotated[
-    bool,
-    typer.Option(
-        "--trust-config",
-        help="Run what the run's saved config names by [cyan]_target_[/], and let it read your environment.",
-    ),
-]
 
 
 def is_override(word: str) -> bool:
@@ -164,3 +80,92 @@ def check_source(source: Path) -> None:
             RunDir(source).note_set_aside()
             or f"{source}: is no run (config.yaml), no checkpoint (manifest.json) and no model directory (config.json)"
         )
+
+
+# ---------------------------------------------------------------------------------------------- completion in the shell
+
+
+Candidate = tuple[str, str]
+"""A possible word, and its description."""
+
+
+def complete_words(ctx: typer.Context, incomplete: str) -> list[Candidate]:
+    """Completions of RECIPE or OVERRIDE: recipes, settings, options of a group."""
+    return _completions(ctx, "words", incomplete)
+
+
+def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
+    """Completions of OVERRIDE: settings and options of a group, no recipes."""
+    return _completions(ctx, "overrides", incomplete)
+
+
+def _completions(ctx: typer.Context, argument: str, incomplete: str) -> list[Candidate]:
+    """Completions of ``incomplete`` after the words in ``argument``, those of the user's ``--config-dir`` included."""
+    with contextlib.suppress(Exception):  # a broken recipe must not print into the user's prompt
+        from forgather_cli.config.complete import complete
+
+        candidates = partial(complete, config_dir=ctx.params.get("config_dir"))
+        words, incomplete, given = _joined(list(ctx.params.get(argument) or []), incomplete, candidates)
+        found = candidates(incomplete, words)
+        if argument == "overrides":
+            found = [(text, about) for text, about in found if is_override(text)]
+        return [(text[given:], about) for text, about in found]
+    return []
+
+
+def _joined(
+    words: list[str], incomplete: str, candidates: Callable[[str, list[str]], list[Candidate]]
+) -> tuple[list[str], str, int]:
+    """Undo bash's splitting at ``=`` (COMP_WORDBREAKS): ``["model", "="], "na"`` is ``model=na``.
+
+    Of a word that ends with ``=`` bash passes only the key, so a last word without ``=`` is joined if it is a setting.
+    The number returned: how many characters of the joined word the shell already has and wants left out.
+    """
+    if len(words) >= 2 and words[-1] == "=":
+        return words[:-2], f"{words[-2]}={incomplete}", len(words[-2]) + 1
+    if not incomplete and words and "=" not in words[-1] and candidates(f"{words[-1]}=", words[:-1]):
+        return words[:-1], f"{words[-1]}=", len(words[-1]) + 1
+    return words, incomplete, 0
+
+
+# ------------------------------------------------------------------------------------ arguments and options of commands
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [OVERRIDE]...",
+        help="A recipe's name or file, and settings as [cyan]key=value[/], [cyan]group=option[/], [cyan]+key=value[/], "
+        "[cyan]~key[/].",
+        autocompletion=complete_words,
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDE]...",
+        help="Settings to change, as [cyan]key=value[/] or [cyan]group=option[/].",
+        autocompletion=complete_override,
+        show_default=False,
+    ),
+]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder with your groups and recipes, beside ./conf and ./recipes."),
+]
+SourcePath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A run (its newest checkpoint), a checkpoint, or a model directory.",
+        show_default=False,
+    ),
+]
+TrustConfig = Annotated[
+    bool,
+    typer.Option(
+        "--trust-config",
+        help="Run what the run's saved config names by [cyan]_target_[/], and let it read your environment.",
+    ),
+]

@@ -1,8 +1,8 @@
-"""Hydra's and OmegaConf's part: choose options, merge their files, resolve interpolations.
+"""What Hydra and OmegaConf do here: choose options, merge their files, resolve interpolations.
 
-References to the environment, ``${oc.env:NAME}``, hold what should not be written down (keys) or differs by machine
-(folders): they are resolved at each load and written as typed. Ranks and later starts read them from their own
-environment.
+References to the environment, ``${oc.env:NAME}``, are for what should not be written down (keys) or differs by machine
+(folders): ``config.yaml`` has them as typed, and they are resolved at each load, by ranks and later starts from their
+own environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def compose(
 ) -> tuple[DictConfig, dict[str, str]]:
     """``primary`` (one of ``nodes``, or ``train``) with group overrides: the config, and each group's chosen option.
 
-    No output directory, no logging, and no trace in Hydra's global state. Raises ConfigError with what Hydra says.
+    Makes no output directory, sets up no logging, leaves Hydra's global state as it was. Raises ConfigError with
+    Hydra's message.
     """
     # Hydra takes 0.1 s; eval, plan --fit and sweeps compose the same files several times
     files = [file for root in path.conf for names in ("*", "*/*", "*/*/*") for file in root.glob(f"{names}.yaml")]
@@ -65,7 +66,7 @@ def _compose(
         with initialize_config_dir(str(path.conf[0]), version_base="1.3"):
             cfg = hydra_compose(primary, [*search, *groups], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(_said(error)) from error
+        raise ConfigError(_in_one_line(error)) from error
     finally:
         for name in nodes:
             store.repo.pop(f"{name}.yaml", None)
@@ -79,8 +80,8 @@ def _compose(
     }
 
 
-def _said(error: BaseException) -> str:
-    """An exception of Hydra's in one line."""
+def _in_one_line(error: BaseException) -> str:
+    """The message of an exception of Hydra's, in one line."""
     text = str(error) or str(error.__cause__ or type(error).__name__)
     return "config cannot be composed: " + " ".join(text.split())
 
@@ -88,8 +89,8 @@ def _said(error: BaseException) -> str:
 def plain(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """The config as plain dicts and lists, interpolations resolved; and the problem of each path where that failed.
 
-    Those hold ``???`` as missing values do. The problem is empty where a missing value, which is reported itself, is
-    all there is to it.
+    Such a path holds ``???``, as a missing value does. Its problem is empty where it only refers to a missing value,
+    which is reported itself.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -103,7 +104,7 @@ def plain(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
         except OmegaConfBaseException as error:
             key, reason = str(error.full_key or ""), str(error).partition("\n")[0]
             if not key or key in failed:
-                raise ConfigError([*filter(None, failed.values()), _said(error)]) from error
+                raise ConfigError([*filter(None, failed.values()), _in_one_line(error)]) from error
             if unset := re.search(r"Environment variable '(.+)' not found", reason):
                 remedy = f"export it, or give a default: ${{oc.env:{unset[1]},DEFAULT}}"
                 failed[key] = f"{key}: environment variable {unset[1]} is not set; {remedy}"
@@ -115,7 +116,7 @@ def plain(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def resolved(tree: dict[str, Any]) -> dict[str, Any]:
-    """A tree that ``written`` has made, with the values of this environment. Raises ConfigError with all mistakes."""
+    """A tree made by ``written``, references resolved in this environment. Raises ConfigError with all mistakes."""
     if not any("${" in text for _, text in walk(tree) if isinstance(text, str)):
         return tree
     from omegaconf import OmegaConf
@@ -132,12 +133,12 @@ def is_reference(text: object) -> bool:
 
 
 def references(tree: Any) -> dict[str, str]:
-    """Path -> text of each setting of an unresolved tree that the environment is part of, if through others."""
+    """Path -> text of each setting of an unresolved tree that depends on the environment, through others too."""
     texts = {path: text for path, text in walk(tree) if is_reference(text)}
     found = {path: text for path, text in texts.items() if "oc.env" in text}
 
     def reads_one(text: str) -> bool:
-        """It names a setting, from the root or from where it is named, that is or holds one of ``found``."""
+        """True if it refers to a setting, absolutely or relatively, that is one of ``found`` or holds one."""
         names = [name.strip().lstrip(".") for name in re.findall(r"\$\{([^{}:]+)\}", text)]
         return any(f".{name}." in f".{path}." for name in names for path in found)
 
@@ -147,8 +148,8 @@ def references(tree: Any) -> dict[str, str]:
 
 
 def written(tree: Any, typed: dict[str, str], prefix: str = "") -> Any:
-    """A resolved tree as it is written: references as ``typed``, other texts such that a later load takes them as they
-    are, and no token of the job."""
+    """A resolved tree for ``config.yaml``: references as ``typed``, ``${`` in other texts escaped so that a later load
+    leaves it, and without the job's token."""
     if prefix in typed:
         return typed[prefix]
     if prefix == "callbacks.control.auth_token":

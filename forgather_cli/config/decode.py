@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forgather_cli.config import mistakes
 from forgather_cli.config.compose import references, resolved, written
-from forgather_cli.config.mistakes import Speech
+from forgather_cli.config.mistakes import Naming
 from forgather_cli.config.options import GROUPS
 from forgather_cli.config.paths import walk
 from forgather_cli.config.schema import CallbackSettings, Config, Target
@@ -27,35 +27,35 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def decode(tree: dict[str, Any], *, speech: Speech | None = None, unresolved: Collection[str] = ()) -> Config:
+def decode(tree: dict[str, Any], *, naming: Naming | None = None, unresolved: Collection[str] = ()) -> Config:
     """A plain resolved tree as ``Config``. Unknown keys, wrong types and missing values raise one ConfigError.
 
-    ``speech`` says how paths were typed. Nothing is said of ``unresolved`` paths, which another message covers: a
+    ``naming`` tells how paths were typed. ``unresolved`` paths are reported already: they get no message here, and a
     ConfigError of them alone has no problems.
     """
-    say = speech or Speech(options=option_types(tree))
+    naming = naming or Naming(options=option_types(tree))
     missing = [path for path, value in walk(tree, lists=False) if value == "???"]
-    problems = [mistakes.missing(path, say) for path in missing if path not in unresolved]
-    return _validated(Config, _without_missing(tree), say, problems, {*missing, *unresolved})
+    problems = [mistakes.missing(path, naming) for path in missing if path not in unresolved]
+    return _validated(Config, _without_missing(tree), naming, problems, {*missing, *unresolved})
 
 
 def decode_settings(cls: type[_T], values: dict[str, Any]) -> _T:
     """Values by field name as a settings dataclass of the schema, strictly. Raises ConfigError with all problems."""
-    speech = Speech(fields=tuple(field.name for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
-    return _validated(cls, values, speech, [], set())
+    naming = Naming(fields=tuple(field.name for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
+    return _validated(cls, values, naming, [], set())
 
 
-def _validated(cls: type[_T], tree: dict[str, Any], say: Speech, problems: list[str], known: set[str]) -> _T:
-    """What pydantic makes of a tree. Raises ConfigError with ``problems`` and those of paths that are not ``known``."""
+def _validated(cls: type[_T], tree: dict[str, Any], naming: Naming, problems: list[str], known: set[str]) -> _T:
+    """A tree as ``cls``. Raises ConfigError with ``problems`` and pydantic's errors of paths that are not ``known``."""
     from pydantic import ValidationError
 
     # comparisons with bounds would let infinities and NaNs pass
     infinite = {path: value for path, value in walk(tree) if isinstance(value, float) and not math.isfinite(value)}
-    problems += [f"{say.name(path)}: must be a finite number, got {value}" for path, value in infinite.items()]
+    problems += [f"{naming.name(path)}: must be a finite number, got {value}" for path, value in infinite.items()]
     try:
         decoded: _T = _adapter(cls).validate_json(json.dumps(tree, default=str))  # type: ignore[arg-type]
     except ValidationError as error:
-        problems += mistakes.from_pydantic(error.errors(include_url=False), tree, say, {*known, *infinite})
+        problems += mistakes.from_pydantic(error.errors(include_url=False), tree, naming, {*known, *infinite})
         raise ConfigError(problems) from error  # without problems where other messages cover all of them
     if problems:
         raise ConfigError(problems)
@@ -84,7 +84,7 @@ def option_types(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def to_tree(settings: Any) -> Any:
-    """Settings of the schema as plain dicts and lists; of a ``Config``, ``decode`` gives back an equal one."""
+    """Settings of the schema as plain dicts and lists; ``decode`` turns a ``Config``'s tree back into an equal one."""
     if isinstance(settings, dict):
         return {key: to_tree(item) for key, item in settings.items()}
     if isinstance(settings, list | tuple):
@@ -102,7 +102,7 @@ def to_tree(settings: Any) -> Any:
 
 
 def without_tokens(tree: Any) -> Any:
-    """A tree of settings that may be sent away: of ``auth_token`` and the like only the name is left."""
+    """A tree of settings that others may see: the value of ``auth_token`` and the like is replaced by its name."""
     if isinstance(tree, Mapping):
         return {
             key: f"<{str(key).upper()}>" if str(key).endswith("_token") and value is not None else without_tokens(value)
@@ -140,8 +140,8 @@ _PATHS = (
 def _absolute(value: Any, directory: Path, path: str = "", is_argument: bool = False) -> Any:
     """A run's tree with the relative paths, which count from ``directory``, made absolute.
 
-    Words such as ``bytes`` stay: where a setting may be one, and among arguments of a ``_target_`` where a text looks
-    like a path (with a slash or an ending), it is a path if that is there.
+    A setting that may be a path or a word such as ``bytes`` is taken for a path if one of that name exists. So is an
+    argument of a ``_target_`` that looks like a path: with a slash or an ending.
     """
     if isinstance(value, dict):
         is_argument |= "_target_" in value
@@ -160,7 +160,7 @@ def _absolute(value: Any, directory: Path, path: str = "", is_argument: bool = F
 
 
 def written_tree(config: Config, path: Path) -> dict[str, Any]:
-    """The tree of a config that was started from the file at ``path``, with the references that it has there."""
+    """The tree of a config that was loaded from the file at ``path``, with that file's references unresolved."""
     tree: dict[str, Any] = written(to_tree(config), references(load_tree(path)) if path.is_file() else {})
     return tree
 

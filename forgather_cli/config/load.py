@@ -1,7 +1,10 @@
 """A checked ``Config`` from a recipe and overrides, or from the config that a run has saved.
 
+``load_config`` reads top to bottom: read the recipe, parse the overrides, let Hydra compose them (``compose``), then
+apply the overrides that set values, decode and check (``builder``).
+
 A saved config may be somebody else's: what it imports or reads from the environment is taken out, unless it is trusted.
-A prefix of a ``_target_`` is no boundary: whatever can be imported has functions that import or run what they are told.
+Allowing a ``_target_`` by its package would not help: any package has functions that import or run their arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.config.accelerate_file import is_launched_for_fsdp
-from forgather_cli.config.build import Build
+from forgather_cli.config.builder import ConfigBuilder
 from forgather_cli.config.compose import compose, is_reference
 from forgather_cli.config.decode import decode_saved, load_tree, option_types
 from forgather_cli.config.options import GROUPS, search_path
@@ -29,8 +32,8 @@ from forgather_cli.run_dir import RunDir, is_model_directory, step_of
 class Loaded:
     """A checked config and where it came from.
 
-    ``tree`` is the config as it is written: complete and resolved but for references to the environment, without the
-    job's token; ``given`` the dotted paths that recipe or command line set, groups whose option was chosen among them.
+    ``tree`` is the config as ``config.yaml`` has it: complete, references to the environment unresolved, without the
+    job's token. ``given`` are the dotted paths set in recipe or command line, chosen groups included.
     """
 
     config: Config
@@ -61,9 +64,11 @@ def load_config(
             cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    build = Build(search, cfg, options, source.name, parsed.chosen, problems, dict(source.given), source.files)
-    build.change([*source.bare, *parsed.changes])
-    return Loaded(*build.finish(), source.name, source.path, source.text, tuple(overrides))
+    builder = ConfigBuilder(
+        search, cfg, options, source.name, parsed.chosen, problems, dict(source.given), source.files
+    )
+    builder.apply_changes([*source.bare, *parsed.changes])
+    return Loaded(*builder.build(), source.name, source.path, source.text, tuple(overrides))
 
 
 def load_resumed(
@@ -77,7 +82,7 @@ def load_resumed(
 ) -> Loaded:
     """A run's saved ``config.yaml`` with overrides, checked. A group override replaces the whole group by that option.
 
-    ``edited``: parts of the tree that stand in the place of the saved ones before the overrides are applied.
+    ``edited``: parts of the tree that replace the saved ones before the overrides are applied.
     ``reads``: None trusts the saved config; else the groups that the command reads, which may neither name code nor
     read the environment. Other groups that do are replaced by shipped options.
     ``recipe_path`` and ``recipe_text`` are those of the saved config. Raises ConfigError with every problem found.
@@ -87,7 +92,7 @@ def load_resumed(
     search = search_path(config_dir, (cwd or Path.cwd()).resolve())
     tree = {**load_tree(saved), **(edited or {})}
     if isinstance(trainer := tree.get("trainer"), dict) and trainer.get("accelerate_config"):
-        trainer["accelerate_config"] = None  # what the file said then stands in the tree
+        trainer["accelerate_config"] = None  # the tree holds the file's settings already
     parsed = parse(overrides, search)
     if is_launched_for_fsdp() and option_types(tree).get("trainer") != "fsdp2" and "trainer" not in parsed.chosen:
         parsed = parse([*overrides, "trainer=fsdp2"], search)
@@ -107,9 +112,9 @@ def load_resumed(
             tree[group] = fresh.get(group, {})
         options |= {group: option for group, option in chosen.items() if group in parsed.chosen}
     name = str(tree.pop("recipe", "default"))
-    build = Build(search, OmegaConf.create(tree), options, name, parsed.chosen, problems)
-    build.change(parsed.changes)
-    return Loaded(*build.finish(), name, saved, read_text(saved, ConfigError), tuple(overrides))
+    builder = ConfigBuilder(search, OmegaConf.create(tree), options, name, parsed.chosen, problems)
+    builder.apply_changes(parsed.changes)
+    return Loaded(*builder.build(), name, saved, read_text(saved, ConfigError), tuple(overrides))
 
 
 def reload_config(
@@ -119,9 +124,9 @@ def reload_config(
     config_dir: Path | None = None,
     edited: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """The config of a run's newest start with overrides, set to go on from its newest valid checkpoint.
+    """The config of a run's newest start with overrides, set to resume from its newest valid checkpoint.
 
-    ``edited``: what that checkpoint was given by ``forgather checkpoint edit``; overrides win.
+    ``edited``: settings that ``forgather checkpoint edit`` wrote into that checkpoint; overrides win.
     Strict as ``load_config``; a group override replaces that group by the option. Raises ConfigError.
     """
     run = RunDir(run_dir)
@@ -152,17 +157,17 @@ def reload_config(
 
 
 def load_untrusted(path: Path) -> tuple[Config, dict[str, str]]:
-    """The config a run was started with, but for what ``take_out_code`` takes out and returns. Raises ConfigError."""
+    """The config a run was started with after ``take_out_code``, and what that returned. Raises ConfigError."""
     tree = load_tree(path)
     wanted = take_out_code(tree)
     return decode_saved(tree, path), wanted
 
 
 def take_out_code(tree: dict[str, Any]) -> dict[str, str]:
-    """Put the default recipe's option in the place of each group that names code or reads the environment.
+    """Replace each group that names code or reads the environment by the default recipe's option.
 
-    Returns what each of these groups wants, by group, and so for settings of the run itself. Callbacks, which can name
-    code in more ways, go without a word: whoever does not train reads none of them.
+    Run-level settings that do are removed. Returns the reason by group or setting. Callbacks, which can name code in
+    more ways, are all removed without a reason: only training reads them.
     """
     tree["callbacks"] = {}
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Config mistakes in words: ``path: what is wrong, got X; what to do``."""
+"""The messages of config mistakes: ``path: what is wrong, got X; what to do``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _SHORT = {
     "data.files": "data_path data_dir dataset_path train_file train_files",
     "callbacks.trackers": "report_to wandb",
 }
-"""What is suggested -> names that it has elsewhere, or for short."""
+"""What is suggested -> its names in other libraries, and short ones."""
 ELSEWHERE = {name: setting for setting, names in _SHORT.items() for name in names.split()}
 
 _MUST_BE = {
@@ -76,10 +76,10 @@ _MUST_BE = {
 
 
 @dataclass(frozen=True)
-class Speech:
-    """How to speak of paths: as the user typed them, where they stand, and which options are chosen.
+class Naming:
+    """How messages name a setting: as the user typed it, with the file it is in.
 
-    ``typed``: path -> key as typed; ``sources``: path -> the user's file it stands in; ``options``: group -> option.
+    ``options``: group -> option; ``typed``: path -> key as typed; ``sources``: path -> the user's file that sets it.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
@@ -87,10 +87,10 @@ class Speech:
     sources: Mapping[str, Path] = field(default_factory=dict)
     search: SearchPath | None = None
     fields: tuple[str, ...] = ()
-    """All names there are, where it is not a whole config that is decoded."""
+    """The names to suggest, where one settings class is decoded and no whole config."""
 
     def name(self, path: str) -> str:
-        """The path as it was typed, or what was typed above or below it."""
+        """The path as it was typed: the key typed for it, or for a path above or below it."""
         if path in self.typed:
             return self.typed[path]
         if above := next((known for known in self.typed if path.startswith(f"{known}.")), None):
@@ -99,31 +99,31 @@ class Speech:
         return path if lookup(path) else next(below, path)
 
     def where(self, path: str) -> str:
-        """`` in FILE`` if the path stands in a file of the user's, empty if on the command line."""
+        """`` in FILE`` if a file of the user's sets the path, empty if the command line does."""
         if path in self.typed and path not in self.sources:
             return ""
         file = self.sources.get(path) or next((f for p, f in self.sources.items() if p.startswith(f"{path}.")), None)
         return f" in {file}" if file else ""
 
 
-def missing(path: str, say: Speech) -> str:
-    """A mandatory value that nobody gave."""
+def missing(path: str, naming: Naming) -> str:
+    """The message for a required setting without a value."""
     group, setting = path.split(".")[0], lookup(path)
     if path in GROUPS:
-        return f"{path}: required; choose an option: {path}={'|'.join(_options(path, say))}"
-    by = f" by {group}={say.options[group]}" if group in say.options else ""
+        return f"{path}: required; choose an option: {path}={'|'.join(_options(path, naming))}"
+    by = f" by {group}={naming.options[group]}" if group in naming.options else ""
     return f"{path}: required{by}; set {path}={'[...]' if setting and is_list(setting.annotation) else '...'}"
 
 
-def from_pydantic(errors: Sequence[Any], tree: dict[str, Any], say: Speech, known: set[str]) -> list[str]:
+def from_pydantic(errors: Sequence[Any], tree: dict[str, Any], naming: Naming, known: set[str]) -> list[str]:
     """Pydantic's errors in our words, one per path; ``known`` paths are reported already."""
     by_path: dict[str, list[Any]] = {}
     for error in errors:
         by_path.setdefault(_path(error, tree), []).append(error)
     return [
-        _words(path, by_path[path], say)
+        _message(path, by_path[path], naming)
         for path in by_path
-        if not any(other.startswith(f"{path}.") for other in by_path)  # what is wrong below it says it all
+        if not any(other.startswith(f"{path}.") for other in by_path)  # the error below it is the more precise one
         and not any(f"{path}.".startswith(f"{each}.") for each in known)
     ]
 
@@ -144,20 +144,20 @@ def _path(error: Any, tree: Any) -> str:
     return ".".join(map(str, parts))
 
 
-def _words(path: str, errors: list[Any], say: Speech) -> str:
+def _message(path: str, errors: list[Any], naming: Naming) -> str:
     first = errors[0]
-    kind, value, name = first["type"], first["input"], say.name(path)
-    got = f"got {_shown(value)}{say.where(path)}"
+    kind, value, name = first["type"], first["input"], naming.name(path)
+    got = f"got {_shown(value)}{naming.where(path)}"
     if kind == "missing" and isinstance(first["loc"][-1], int):
         return f"{name}: must have more values, {got}; give {first['loc'][-1] + 1} or more"
     if kind == "missing":
-        return missing(path, say)
+        return missing(path, naming)
     if kind == "too_long":
         return f"{name}: must have {first['ctx']['max_length']} values, {got}; give fewer"
     if kind == "unexpected_keyword_argument":
-        return unknown(path, say)
+        return unknown(path, naming)
     if kind.startswith("union_tag"):
-        got = f"got {_shown(value.get('type') if isinstance(value, dict) else value)}{say.where(path)}"
+        got = f"got {_shown(value.get('type') if isinstance(value, dict) else value)}{naming.where(path)}"
         types = ", ".join(_types(path.rpartition(".")[2]))
         return f"{name}: an option names a _target_ or its type, {got}; types: {types}"
     wanted, literals = [], []
@@ -189,29 +189,29 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def unknown(path: str, say: Speech) -> str:
-    """A setting that the selected options do not have, or nobody has."""
-    name, where, setting = say.name(path), say.where(path), lookup(path)
+def unknown(path: str, naming: Naming) -> str:
+    """The message for a setting of an option that is not selected, or of none at all."""
+    name, where, setting = naming.name(path), naming.where(path), lookup(path)
     group, _, word = path.partition(".")
-    if setting is not None and setting.types and group in say.options:  # another option has it
-        kinds = {option: _type_of(group, option, say) for option in _options(group, say)}
+    if setting is not None and setting.types and group in naming.options:  # an option that is not selected has it
+        kinds = {option: _type_of(group, option, naming) for option in _options(group, naming)}
         having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
         having = having or list(setting.types)
         remedy = f"choose {group}={having[0]} or {f'remove it with ~{name}' if where else f'leave {name} out'}"
-        chosen = f"{group}={say.options[group]} is selected"
+        chosen = f"{group}={naming.options[group]} is selected"
         return f"{name}: only {group}={'|'.join(having)} has this setting, but {chosen}{where}; {remedy}"
     if group == "callbacks" and word and "." not in word:
         near = did_you_mean(word, [each.split(".")[1] for each in settings() if each.startswith("callbacks.")])
         if not near and word in (*schema.TRACKERS, "comet"):
             near = f" did you mean callbacks.trackers.names=[{word}]?"
         return f"{name}: unknown callback{where};{near} One of your own needs {path}._target_=module.Class"
-    if say.fields and "." not in path:
-        return f"{name}: unknown setting;{did_you_mean(name, list(say.fields)) or ' leave it out'}"
+    if naming.fields and "." not in path:
+        return f"{name}: unknown setting;{did_you_mean(name, list(naming.fields)) or ' leave it out'}"
     return f"{name}: unknown setting{where};{_nearest(name) or ' forgather config show lists all'}"
 
 
 def _nearest(name: str) -> str:
-    """`` did you mean ...?``: siblings of a dotted name, else what may stand alone, or a callback's setting in full."""
+    """`` did you mean ...?``: our name for another library's, a sibling of a dotted name, or a bare key."""
     parent, dot, last = name.rpartition(".")
     siblings = {setting.leaf: path for path, setting in settings().items() if path == f"{parent}.{setting.leaf}"}
     if last in ELSEWHERE:  # model.n_layer too
@@ -228,8 +228,8 @@ def _nearest(name: str) -> str:
     return did_you_mean(name, [*root_keys(), *GROUPS, *dict.fromkeys(leaves)])
 
 
-def _options(group: str, say: Speech) -> list[str]:
-    return say.search.option_names(group) if say.search else _types(group)
+def _options(group: str, naming: Naming) -> list[str]:
+    return naming.search.option_names(group) if naming.search else _types(group)
 
 
 def _types(group: str) -> list[str]:
@@ -238,13 +238,13 @@ def _types(group: str) -> list[str]:
     return [cls.type for cls in members(get_type_hints(schema.Config, include_extras=True)[group])]
 
 
-def _type_of(group: str, option: str, say: Speech) -> str:
+def _type_of(group: str, option: str, naming: Naming) -> str:
     """The type of an option, read from its file or from the one it starts from; ``_target_`` and the like have none."""
-    file = say.search.option(group, option) if say.search else None
+    file = naming.search.option(group, option) if naming.search else None
     if file is None:
         return option
     text = read_text(file, ConfigError)
     if match := re.search(r"^type: *(\w+)", text, re.MULTILINE):
         return match[1]
     parent = re.search(r"^ *- (\w+)$", text, re.MULTILINE)
-    return _type_of(group, parent[1], say) if parent and parent[1] not in ("_self_", option) else ""
+    return _type_of(group, parent[1], naming) if parent and parent[1] not in ("_self_", option) else ""

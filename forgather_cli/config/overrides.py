@@ -1,6 +1,7 @@
-"""Command-line overrides: Hydra's grammar, bare keys that stand for the one path they end, and sweeps.
+"""Command-line overrides: Hydra's grammar, bare keys (``n_microbatches`` for ``trainer.n_microbatches``), and sweeps.
 
-Whether a setting exists is not asked here: every change is applied and the strict decoding reports what nobody has.
+A key that no setting has is no error here: it is set all the same, and strict decoding (``decode``) reports it together
+with all other mistakes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """One value override: ``key`` as typed, ``source`` the recipe it stands in, None for the command line."""
+    """One value override: ``key`` as typed, ``source`` the recipe file that has it, None for the command line."""
 
     key: str
     value: Any
@@ -35,7 +36,7 @@ class Change:
 
 @dataclass
 class Parsed:
-    """Overrides by kind: ``groups`` choose options (as typed), of the groups ``chosen``; ``changes`` set values."""
+    """Overrides by kind: ``groups`` as typed (``model=nano``), ``chosen`` their names, ``changes`` of values."""
 
     groups: list[str]
     chosen: set[str]
@@ -44,7 +45,7 @@ class Parsed:
 
 
 def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """Hydra's parse of each override, and one problem per override that is none."""
+    """Each override as Hydra parses it, and a problem for each that is no override."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -96,8 +97,8 @@ def wrong_option(group: str, name: object, path: SearchPath) -> str | None:
     return f"{group}={typed}: no such option;{remedy} Options: {', '.join(names)}"
 
 
-def resolve(key: str, cfg_leaves: Iterable[str], selected: dict[str, str]) -> tuple[str, str | None]:
-    """The full path a key stands for, and the problem if it stands for several.
+def full_path(key: str, cfg_leaves: Iterable[str], selected: dict[str, str]) -> tuple[str, str | None]:
+    """The path that a key stands for (itself if no setting ends with it), and the problem if it stands for several.
 
     ``selected`` maps each group to the type of its option; ``cfg_leaves`` are the leaves of the composed options.
     """
@@ -109,7 +110,7 @@ def resolve(key: str, cfg_leaves: Iterable[str], selected: dict[str, str]) -> tu
         return key, f"{key}: follows from the option; choose one with {first}=..." if is_type else None
     here = {leaf for leaf in cfg_leaves if leaf.split(".")[0] in BARE_GROUPS}
     candidates = ending_with(key, here)
-    # those that the selected options have
+    # of several candidates, those that the selected options have
     fitting = [
         path
         for path in candidates
@@ -135,7 +136,7 @@ def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
         present = OmegaConf.select(cfg, path, throw_on_missing=False) is not None
         if change.action == "add" and present and not isinstance(change.value, dict | list):
             return f"+{change.key}: is there already; leave the + out to change it"
-        setting = lookup(path)  # below a mapping of free names, a misspelt one would make a new entry silently
+        setting = lookup(path)  # in a mapping of free names, a misspelt one would silently become a new entry
         if change.action == "set" and not present and setting is not None and setting.open and setting.path != path:
             return f"{change.key}: nothing of that name there; write +{change.key}=... to add it"
         OmegaConf.update(cfg, path, change.value, merge=True, force_add=True)

@@ -17,9 +17,9 @@ from forgather_cli.input_files import read_text, read_yaml
 class Recipe:
     """A recipe with those it starts from.
 
-    ``nodes`` are the configs that Hydra composes, by name, ``primary`` the outermost. ``bare`` are root keys that
-    stand for a path in a group, innermost recipe first; ``given`` the paths set in the ordinary way; ``files`` those of
-    all recipes, innermost first.
+    ``nodes`` are the configs that Hydra composes, by name, ``primary`` the outermost one's name. ``bare`` are bare keys
+    (``seq_len`` for ``data.seq_len``), innermost recipe first; ``given`` the paths set in full; ``files`` those of all
+    recipes, innermost first.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
             continue
         if entry != "_self_":
             defaults.append(entry)
-    kept: dict[str, Any] = {}  # what Hydra merges as it stands
+    kept: dict[str, Any] = {}  # what Hydra merges
     for key, value in body.items():
         if key == "hydra":
             recipe.problems.append(f"hydra: Hydra's own settings have no effect here; remove them from {file}")

@@ -1,7 +1,7 @@
-"""What settings ask of each other. The rules stand beside the settings, in the schema; here they are asked of a config.
+"""Checks the rules between settings. They are declared beside the settings, in ``config/schema/``.
 
-A class says what contradicts others in ``problems(config)``, and a field that counts only under another setting has an
-``OnlyIf`` in its annotation.
+A settings class yields its contradictions with others from ``problems(config)``; a field that counts only under
+another setting has an ``OnlyIf`` in its annotation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from forgather_cli.config.schema import CallbackSettings, Config, OnlyIf, Settin
 def rule_problems(config: Config, layers: Mapping[str, int] = MappingProxyType({})) -> list[str]:
     """Every mistake between settings, each naming both and the remedy.
 
-    ``layers`` are the paths that recipe or command line set, with how late that was. A setting that a later one makes
-    void (``save_strategy=no`` on the command line, ``save_steps`` in the recipe) is no mistake.
+    ``layers``: path -> number of the layer that set it, innermost recipe first, command line last. A setting that a
+    later layer makes void (``save_steps`` in the recipe, ``save_strategy=no`` on the command line) is no mistake.
     """
     owners = dict(_owners("", config))
     contradictions = [
@@ -29,12 +29,12 @@ def rule_problems(config: Config, layers: Mapping[str, int] = MappingProxyType({
 
 
 def world_problems(config: Config, world: int) -> list[str]:
-    """Mistakes of a config that is to be trained by ``world`` ranks, however it says so itself."""
+    """Mistakes of a config that is to be trained by ``world`` ranks, whatever its own settings of ranks."""
     return rule_problems(dataclasses.replace(config, nproc_per_node=world, nnodes=1, node_rank=0))
 
 
 def _owners(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Everything that has fields, by what stands before their names: the run, each option, what is nested in them."""
+    """Every settings object with the prefix of its fields' paths: the run, each option, what is nested in them."""
     yield prefix, value
     for field in dataclasses.fields(value):
         child = getattr(value, field.name)
@@ -44,7 +44,7 @@ def _owners(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _unread(config: Config, owners: Mapping[str, Any], layers: Mapping[str, int]) -> Iterator[str]:
     """One problem for each path of ``layers`` that nothing reads."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for prefix, owner in owners.items():
         cls: type = type(owner)
         for name, condition in _conditions(cls):
@@ -54,12 +54,12 @@ def _unread(config: Config, owners: Mapping[str, Any], layers: Mapping[str, int]
             path = f"{prefix}{name}"
             given = {path} if path in layers else {each for each in layers if each.startswith(f"{path}.")}
             since = max(layers.get(void.because, -1), layers.get(void.because.partition(".")[0], -1))
-            for each in sorted(given - told):
+            for each in sorted(given - reported):
                 if layers[each] >= since:
-                    told.add(each)
-                    said = each if each.startswith("callbacks.") else each.rpartition(".")[2]
+                    reported.add(each)
+                    shown = each if each.startswith("callbacks.") else each.rpartition(".")[2]
                     cause = f"{void.because.rpartition('.')[2]}={typed(value_at(config, void.because))}"
-                    yield f"{said}: {void.what} with {cause}; {void.remedy} or leave {said} out"
+                    yield f"{shown}: {void.what} with {cause}; {void.remedy} or leave {shown} out"
 
 
 @cache

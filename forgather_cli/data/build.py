@@ -1,4 +1,4 @@
-"""A data option to datasets, and what a plan may know of it without building anything."""
+"""From a data option to datasets (``load_data``); and its token counts for a plan, without building anything."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def load_data(
 ) -> DataSplits:
     """Datasets and tokenizer of a data option; builds the token cache when it is missing.
 
-    ``seed`` is that of synthetic data; ``model_path`` the directory of a pretrained model, whose tokenizer data of the
-    user's get that name none. ``progress(done, total)`` is called in bytes while a cache is built. Raises
-    DataError for data or a tokenizer that cannot be used.
+    ``seed``: of synthetic data. ``model_path``: the directory of a pretrained model, whose tokenizer is used for custom
+    data that name none. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data
+    or a tokenizer that cannot be used.
     """
     if isinstance(option, Target):
         return custom_data(option, model_path)
@@ -54,12 +54,12 @@ def load_data(
 
 
 def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
-    """What a plan may know of the data: nothing is built, no text read, no torch imported; None if it is not cached.
+    """Counts for a plan: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...).
 
-    Keys: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...); samples are None
-    where the packing has not been computed. Raises DataError when files do not exist.
+    None if the tokens are not cached: nothing is built, no text read, no torch imported. Samples are None where the
+    packing has not been computed. Raises DataError when files do not exist.
     """
-    if isinstance(option, Target | HfSettings):  # it takes the datasets library to know which data that is
+    if isinstance(option, Target | HfSettings):  # only the datasets library, or the user's code, knows which data it is
         return None
     samples: Mapping[str, int | None]
     if isinstance(option, SyntheticSettings):
@@ -111,7 +111,7 @@ def _tokenized(option: Stored, cache: Cache) -> tuple[Tokenized, Tokenizer]:
 
 
 def _stream(option: HfSettings, cache: Cache, seed: int) -> DataSplits:
-    """Documents that are tokenized and packed while they are read."""
+    """The splits of a stream, whose documents are tokenized and packed while they are read."""
     from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
     from forgather_cli.data.text.token_stream import TokenStream
 
@@ -126,14 +126,14 @@ def _stream(option: HfSettings, cache: Cache, seed: int) -> DataSplits:
 
 
 def _tables(option: Stored, data: Tokenized, cache: Cache) -> dict[Split, PackingTable]:
-    """Which pieces of documents make up each sample, by split; nothing where samples are cut whatever the documents."""
+    """Which pieces of documents make up each sample, by split; empty where samples are cut regardless of documents."""
     if isinstance(option, InstructSettings):
         return packed_tables(cache, data, option.seq_len, option.packing, too_long=option.too_long)
     return {} if option.packing == "concat" else packed_tables(cache, data, option.seq_len, option.packing)
 
 
 def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -> DataSplits:
-    """The samples of a tokenized corpus. Raises DataError where there is none to train on."""
+    """The splits of a tokenized corpus, packed into samples. Raises DataError where there is none to train on."""
     from forgather_cli.data.samples import ConcatDataset, PackedDataset
 
     isolate, length, pad = option.isolate_documents, option.seq_len, tokenizer.pad_token_id
@@ -153,7 +153,7 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
         if not len(tables["train"]):
             raise nothing_fits(option, data.train, tables["train"])
         more, rules = describe_chats(option, data.meta, tables), [*rules, option.too_long]
-        # of rows with one conversation, padded on the right, no token sees another's: the masks would only cost time
+        # in rows of one conversation, padded on the right, no token sees another document: masks would only cost time
         isolate = isolate and option.packing != "pad"
     made: dict[str, Batched] = {}
     for name, split in data.splits().items():

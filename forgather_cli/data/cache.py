@@ -34,9 +34,9 @@ from forgather_cli.input_files import write_whole
 log = logging.getLogger(__name__)
 
 Meta = dict[str, Any]
-_SILENCE = 3.0  # seconds that a wait for another process may take without a word
-_REMINDER = 60.0  # seconds between two later ones
-_LOOK = 0.05  # seconds
+_SILENCE = 3.0  # seconds of waiting for another process before the first message
+_REMINDER = 60.0  # seconds between later messages
+_LOOK = 0.05  # seconds between two attempts
 _PATIENCE = 10.0  # seconds that a rank leaves a cache to its node's first
 _ABANDONED = 14 * 86400.0  # seconds without a change after which nobody is still building
 
@@ -103,17 +103,17 @@ class Cache:
         return meta if whole else None
 
     def build_once(
-        self, kind: str, key: str, write: Callable[[Path], Meta], *, goes_on: bool = False
+        self, kind: str, key: str, write: Callable[[Path], Meta], *, resumable: bool = False
     ) -> tuple[Path, Meta]:
         """The directory ``<root>/<kind>/<key>`` and its meta data, made by ``write(temporary directory)`` if missing.
 
-        Other processes that want it wait for the one that builds. One that is killed leaves a temporary directory,
-        which the next removes, or with ``goes_on`` hands to ``write`` as it is.
+        Other processes that want it wait for the one that builds. A killed build leaves its temporary directory: the
+        next one removes it, or with ``resumable`` passes it to ``write`` as it is.
         """
         directory = self.root / kind / key
 
         def build() -> Meta:
-            return _build(directory, write, goes_on=goes_on)
+            return _build(directory, write, resumable=resumable)
 
         return directory, self._once(f"{kind}-{key}", lambda: self.find(kind, key), build, give_way=True)
 
@@ -139,7 +139,7 @@ class Cache:
     def _once(
         self, name: str, find: Callable[[], Meta | None], build: Callable[[], Meta], *, give_way: bool = False
     ) -> Meta:
-        """What ``find`` finds, and if that is nothing what ``build`` makes, in one process at a time."""
+        """``find()``, or if that is None ``build()``, in one process at a time."""
         if (found := find()) is not None:
             return found
         if not self._may_build:
@@ -159,7 +159,7 @@ class Cache:
             ) from error
 
 
-def _build(directory: Path, write: Callable[[Path], Meta], *, goes_on: bool) -> Meta:
+def _build(directory: Path, write: Callable[[Path], Meta], *, resumable: bool) -> Meta:
     temporary = directory.parent / f".tmp-{directory.name}"
     temporary.parent.mkdir(parents=True, exist_ok=True)
     for path in temporary.parent.glob(".tmp-*"):
@@ -167,7 +167,7 @@ def _build(directory: Path, write: Callable[[Path], Meta], *, goes_on: bool) -> 
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _ABANDONED:
                 shutil.rmtree(path, ignore_errors=True)
-    if not goes_on:
+    if not resumable:
         shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(exist_ok=True)
     try:
@@ -184,14 +184,14 @@ def _build(directory: Path, write: Callable[[Path], Meta], *, goes_on: bool) -> 
         return meta
     except BaseException as error:
         is_interruption = isinstance(error, InterruptedBuildError) or not isinstance(error, Exception)
-        if not (goes_on and is_interruption):
+        if not (resumable and is_interruption):
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def _give_way(path: Path, is_done: Callable[[], bool]) -> None:
-    """On a rank that is not its node's first: let that one take the lock, since what rank 0 does is shown on the
-    terminal. After a while a rank does it itself."""
+    """On a rank that is not its node's first: let the first take the lock, so that rank 0 builds and its progress is on
+    the terminal. After ``_PATIENCE`` a rank goes ahead itself."""
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline and not is_done():
         with path.open("a") as handle:
@@ -206,7 +206,7 @@ def _give_way(path: Path, is_done: Callable[[], bool]) -> None:
 def _locked(path: Path, what: str) -> Iterator[None]:
     """Hold an flock; the kernel drops it when the process dies. The file stays, since removing it would race.
 
-    It says who holds it, for those who wait and tell so.
+    Its content is the holder, for the messages of processes that wait.
     """
     with path.open("a") as handle:
         start, silence = time.monotonic(), _SILENCE

@@ -1,4 +1,4 @@
-"""What a data option becomes: datasets and their tokenizer, of a shipped option or of custom data."""
+"""``DataSplits``, the datasets and tokenizer of a data option; and those of custom data (``data._target_``)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from forgather_cli.targets import import_target
 
 @dataclass(frozen=True)
 class DataSplits:
-    """What training reads. ``train`` and ``eval`` are what ``TrainLoader`` takes; the shipped ones are map-style."""
+    """What training reads. ``train`` and ``eval`` are datasets for ``TrainLoader``; the shipped ones are map-style."""
 
     train: Any
     eval: Any | None
     tokenizer: Tokenizer | None
-    """None where data of the user's name none."""
+    """None where custom data name none."""
     fingerprint: str
     """Of content, tokenizer, split, seq_len, packing and isolation: equal fingerprints give equal samples."""
     seq_len: int
@@ -29,7 +29,7 @@ class DataSplits:
     description: dict[str, Any] = field(default_factory=dict)
     """Plain values for logs: type, documents, tokens and samples of each split, origin, what was replaced."""
     stated_vocab_size: int | None = None
-    """By data of the user's."""
+    """``vocab_size`` as custom data state it."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -38,7 +38,7 @@ class DataSplits:
 
 
 def custom_data(option: Target, model_path: str | None = None) -> DataSplits:
-    """What ``data._target_`` names has returned: a DataSplits, a mapping with ``train`` and, if any, ``eval``,
+    """Call ``data._target_`` and take what it returns: a DataSplits, a mapping with ``train`` and, if any, ``eval``,
     ``tokenizer`` (a name or an object) or ``vocab_size``, and ``seq_len``, a (train, eval) pair, or a training dataset
     alone. Raises DataError.
 
@@ -82,7 +82,7 @@ def _splits_of(option: Target, made: Any, model_path: str | None) -> DataSplits:
 
 
 def _check_dispatch(option: DataTarget, made: DataSplits) -> None:
-    """Raise DataError for settings that only data without numbers has, given for data with numbers."""
+    """Raise DataError for settings of iterable data that are given for map-style data."""
     from forgather_cli.data.loaders.map_style import is_map_style  # here, since it costs torch
 
     splits = {"train": made.train, "eval": made.eval}

@@ -1,4 +1,4 @@
-"""The one seam: a strategy computes one optimizer step's gradients.
+"""The interface between the training loop and strategies: a strategy computes one optimizer step's gradients.
 
 Legend: B sequences, T tokens, V vocabulary.
 """
@@ -15,16 +15,28 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.errors import ConfigError
+from forgather_cli.loss import IGNORED
 from forgather_cli.models.init import allocate
 
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, aligned (-100 = no target), and what else the model takes."""
 
 
+def without_targets(batch: Batch) -> Batch:
+    """``batch`` with every label -100, to take part in collectives without a loss; as it is without labels."""
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)} if "labels" in batch else batch
+
+
+def empty_batch(device: torch.device) -> Batch:
+    """A batch of two tokens and no target, for a rank that never had one."""
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    return without_targets({"input_ids": tokens, "labels": tokens})
+
+
 @dataclass
 class GradientSharing:
-    """With whom a rank averages its gradients, where that may change. What averages weights between steps says it
-    (``trainer/outer.py``), and the strategy does it from the next step on.
+    """With whom a rank averages its gradients, where that changes during a run: ``trainer/outer.py``, which averages
+    weights between steps, sets it, and the strategy follows it from the next step on.
     """
 
     settings: PostLocalSGD
@@ -35,15 +47,15 @@ class GradientSharing:
 
 
 Change = Callable[[nn.Module], nn.Module]
-"""Changes a module in place, or returns another one that stands in its place."""
+"""Changes a module in place, or returns a replacement."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How a model comes about. None: not wanted.
+    """How to make a model. A field that is None: that step is left out.
 
     The order is fixed, for each part of the model that a rank trains: build, adapt, cut, checkpoint, compile, shard,
-    allocate, init. Compiled code must hold the recomputation, and not a strategy's hooks.
+    allocate, init. Compiled code must include the recomputation of activations, and not a strategy's hooks.
     """
 
     build: Callable[[], nn.Module]
@@ -51,7 +63,7 @@ class ModelSpec:
     adapt: Change | None = None
     """Gives the whole model its dtype, and the layers of ``precision``."""
     checkpoint: Change | None = None
-    """Has a part recompute activations in the backward."""
+    """Activation checkpointing: makes a part recompute activations in the backward."""
     compile: Change | None = None
     """Compiles a part."""
     init: Callable[[nn.Module], None] | None = None
@@ -63,7 +75,7 @@ class ModelSpec:
         return model if self.adapt is None else self.adapt(model)
 
     def transformed(self, part: nn.Module) -> nn.Module:
-        """A part as it is to run, before it is sharded."""
+        """A part after ``checkpoint`` and ``compile``, before it is sharded."""
         for change in (self.checkpoint, self.compile):
             part = part if change is None else change(part)
         return part
@@ -89,11 +101,11 @@ class Strategy(ABC):
     """
 
     name: str
-    """As in ``trainer=NAME``; told in logs and checkpoints."""
+    """As in ``trainer=NAME``; logs and checkpoints hold it."""
     supports_fp16: bool = False
     supports_compile: bool = False
     supports_optimizer_in_backward: bool = False
-    """What a strategy of the user's can do, as it says itself; for ours the settings class says it to the config."""
+    """Checked for a user's strategy (``check_supported``); for ours config checks the facts of the settings class."""
     device: torch.device
     parts: list[nn.Module]
     """Modules whose parameters this rank trains; several when pipeline stages interleave."""
@@ -105,11 +117,11 @@ class Strategy(ABC):
     duplicates: frozenset[nn.Parameter] = frozenset()
     """Parameters of ``parts`` that another rank of ``model_group`` holds too and counts in the norm (tied weights)."""
     batch_multiple: int = 1
-    """Micro-batches must have a multiple of so many sequences."""
+    """The number of sequences in a micro-batch must be a multiple of it."""
     gradient_sharing: GradientSharing | None = None
     """Set where ranks' weights drift apart between averages."""
     own_state: Stateful | None = None
-    """What else of this rank belongs into checkpoints."""
+    """Further state of this rank for checkpoints."""
 
     @abstractmethod
     def materialize(self, spec: ModelSpec) -> None:
@@ -141,7 +153,7 @@ class Strategy(ABC):
 
 
 def check_supported(args: Any, strategy: Strategy) -> None:
-    """Raise ConfigError for what the settings ask of a strategy of the user's; of ours the config has refused it."""
+    """Raise ConfigError for settings that a user's strategy does not support; config checks ours."""
     name = f"the strategy {strategy.name}"
     problems = []
     if args.torch_compile and not strategy.supports_compile:

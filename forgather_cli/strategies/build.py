@@ -1,4 +1,4 @@
-"""The strategy that settings select. A new one of ours needs a line in ``_STRATEGIES``; a user's is a ``_target_``."""
+"""Makes the strategy that settings select: one of ``_STRATEGIES``, or a user's by ``_target_``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from forgather_cli.strategies.base import Strategy
 from forgather_cli.targets import call, import_target
 
 _STRATEGIES = {"single": "SingleDevice", "ddp": "DataParallel", "pipeline": "Pipeline", "fsdp2": "FullyShard"}
-"""Option of the group ``trainer``, which is its module's name too -> class."""
+"""Option of the group ``trainer``, also the name of its module -> class. A new strategy needs a line here."""
 
 
 def build_strategy(args: RunSettings, loss: Loss | None = None) -> Strategy:
     """Collective. The strategy of ``args.trainer`` with the settings' device and precision.
 
-    ``loss``: what it is to compute; None: the one that the settings select. A user's ``_target_`` is called as
+    ``loss`` replaces the one that the settings select. A user's ``_target_`` is called as
     ``(device, loss, autocast, **arguments)``. Raises SetupError.
     """
     device = pick_device(args.device)
@@ -31,6 +31,6 @@ def build_strategy(args: RunSettings, loss: Loss | None = None) -> Strategy:
         factory = import_target(option.path, "trainer")
         made: Strategy = call(factory, "trainer", device, loss, autocast_for(precision, device), **option.kwargs)
         return made
-    module = import_module(f"forgather_cli.strategies.{option.type}")  # one strategy's imports, not those of all
+    module = import_module(f"forgather_cli.strategies.{option.type}")  # imports this strategy only
     built: Strategy = getattr(module, _STRATEGIES[option.type]).from_settings(option, device, loss, precision)
     return built

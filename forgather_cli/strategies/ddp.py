@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from forgather_cli.config.schema import DDPSettings, PrecisionOption
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
-from forgather_cli.loss import IGNORED, Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
+from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
 from forgather_cli.precision import Autocast, autocast_for
-from forgather_cli.strategies.base import Batch, GradientSharing, ModelSpec, Strategy
+from forgather_cli.strategies.base import Batch, GradientSharing, ModelSpec, Strategy, empty_batch, without_targets
 from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, SharedAmong, compressed
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class DataParallel(Strategy):
     """PyTorch's DistributedDataParallel over all ranks of the default process group.
 
     With one rank, or without a process group, nothing is wrapped and nothing is sent. Evaluation and generation use the
-    bare model: they take part in no collective.
+    bare model, without collectives.
     """
 
     name = "ddp"
@@ -49,14 +49,14 @@ class DataParallel(Strategy):
         self._settings = settings or DDPSettings()
         self._arguments = _arguments(self._settings)
         self._replica: DistributedDataParallel | None = None
-        self._shared: SharedAmong | None = None
-        self._last: Batch | None = None
+        self._local_sgd: SharedAmong | None = None
+        self._last_batch: Batch | None = None
 
     @classmethod
     def from_settings(
         cls, option: DDPSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None
     ) -> DataParallel:
-        """As the config's options say."""
+        """Called by ``build_strategy`` with the options of the config."""
         return cls(device, loss, autocast_for(precision, device), option)
 
     # ------------------------------------------------------------------------------------------------------- set-up
@@ -71,7 +71,7 @@ class DataParallel(Strategy):
         self._with_loss = ModelWithLoss(model, self._loss)
         if self._world.size > 1:
             self._replica = DistributedDataParallel(
-                _OrNothing(self._with_loss),
+                _ModelOrZero(self._with_loss),
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 **self._arguments,
             )
@@ -82,18 +82,18 @@ class DataParallel(Strategy):
                 self._replica.register_comm_hook(None, lambda state, bucket: hook(bucket))
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
-        """Collective. A backward whose gradients are zero and thrown away; two of a static graph.
+        """Collective. A backward whose gradients are zero and thrown away; two of them with ``static_graph``.
 
-        DDP assigns gradients to other buckets after its first backward, of a static graph after its second (torch 2.13,
-        ``Reducer::rebuild_buckets``), and three ranks' sums then round differently: without this a resumed run would
-        differ from one that went on.
+        After its first backward (second with ``static_graph``) DDP assigns gradients to other buckets (torch 2.13,
+        ``Reducer::rebuild_buckets``), and sums over three ranks then round differently. Done before the first step, a
+        resumed run rounds as an uninterrupted one.
         """
         if self._settings.find_unused_parameters and not self._settings.static_graph:
             return  # DDP keeps its buckets
-        with _untouched(model, self.device):
+        with _state_restored(model, self.device):
             try:
                 for _ in range(2 if self._settings.static_graph else 1):
-                    self._backward_of_nothing()
+                    self._backward_without_batch()
             except Exception as error:  # of a user's model
                 if not self._settings.static_graph:
                     raise
@@ -110,8 +110,8 @@ class DataParallel(Strategy):
         settings, group = self._settings, self._world.group
         if settings.post_local_sgd.enabled:
             self.gradient_sharing = GradientSharing(settings.post_local_sgd)
-            self._shared = SharedAmong(self.gradient_sharing, self._world)
-            return self._shared
+            self._local_sgd = SharedAmong(self.gradient_sharing, self._world)
+            return self._local_sgd
         if settings.comm_hook == "powersgd":
             self.own_state = powersgd = PowerSGD(group, self.device)
             return powersgd
@@ -122,50 +122,44 @@ class DataParallel(Strategy):
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         synced = False
-        self._begin(num_tokens)
-        # which is the last is known where their number is, and gradients are exchanged in its backward
+        if self._local_sgd is not None and self._replica is not None and self.gradient_sharing is not None:
+            self._local_sgd.begin_step(num_tokens)
+            # while each rank trains by itself, buffers too are sent only where the weights were averaged
+            self._replica.broadcast_buffers = self._sends_buffers and self.gradient_sharing.weights_are_equal
+        # gradients are averaged in the backward of the last micro-batch, which is known only where their number is
         number = len(microbatches) if isinstance(microbatches, Sized) else 0
         for n, batch in enumerate(microbatches, 1):
             synced = n == number
-            with self._exchange(synced):
+            with self._gradient_sync(synced):
                 loss = self._forward(batch, num_tokens) / num_tokens
-                if self._shared is not None:
-                    self._shared.add_targets(num_targets(batch["labels"]))
-                (loss * self.data_size).backward()  # DDP divides by their number
+                if self._local_sgd is not None:
+                    self._local_sgd.add_targets(num_targets(batch["labels"]))
+                (loss * self.data_size).backward()  # DDP divides by the number of ranks
             share += loss.detach()
-            if self._watches_graph:
-                self._last = batch
+            if self._reads_graph:
+                self._last_batch = batch
         if not synced and self._replica is not None:
-            self._backward_of_nothing()
+            self._backward_without_batch()
         return share
 
-    def _begin(self, num_tokens: Tensor) -> None:
-        if self._shared is not None and self._replica is not None and self.gradient_sharing is not None:
-            self._shared.begin_step(num_tokens)
-            # while each rank trains by itself, buffers too are sent only where the weights were averaged
-            self._replica.broadcast_buffers = self._sends_buffers and self.gradient_sharing.weights_are_equal
-
     def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Any:
-        """Sum over targets; an exchange of gradients begins in its backward."""
+        """Model and loss: the sum over targets. Its backward averages gradients unless ``_gradient_sync`` is off."""
         with self._autocast():
             return (self._replica or self._with_loss)(batch, num_tokens)
 
-    def _exchange(self, now: bool) -> AbstractContextManager[None]:
-        """Around a forward and backward: the gradients so far are averaged over ranks, or only added up."""
-        return nullcontext() if now or self._replica is None else self._replica.no_sync()
+    def _gradient_sync(self, on: bool) -> AbstractContextManager[None]:
+        """Around a forward and backward: on, gradients so far are averaged over ranks; off, they only accumulate."""
+        return nullcontext() if on or self._replica is None else self._replica.no_sync()
 
-    def _backward_of_nothing(self) -> None:
-        """Collective. Take part in the exchange of gradients without a batch (an empty slice)."""
-        batch: Batch | None = None  # which reaches every parameter of any model and costs nothing
-        if self._watches_graph:  # one without targets
-            tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
-            like = self._last or {"input_ids": tokens, "labels": tokens}
-            batch = {**like, "labels": torch.full_like(like["labels"], IGNORED)}
+    def _backward_without_batch(self) -> None:
+        """Collective. Take part in the averaging of gradients on a rank whose slice is empty."""
+        # None costs nothing, and its zero reaches every parameter of any model
+        batch = without_targets(self._last_batch or empty_batch(self.device)) if self._reads_graph else None
         self._forward(batch, None).backward()
 
     @property
-    def _watches_graph(self) -> bool:
-        """DDP reads from the graph of a step which parameters it uses: they must be those of a real batch."""
+    def _reads_graph(self) -> bool:
+        """DDP finds the used parameters in the graph of each step, which must therefore be that of a real batch."""
         return self._settings.static_graph or self._settings.find_unused_parameters
 
     @torch.no_grad()
@@ -179,8 +173,8 @@ class DataParallel(Strategy):
             return model_logits(self.parts[0], model_kwargs(batch), last_only=last_only, cache=cache)
 
 
-class _OrNothing(nn.Module):
-    """The model with its loss, or, for no batch, a zero that depends on every parameter."""
+class _ModelOrZero(nn.Module):
+    """The model with its loss; without a batch, a zero that depends on every parameter."""
 
     def __init__(self, with_loss: ModelWithLoss) -> None:
         super().__init__()
@@ -196,8 +190,8 @@ class _OrNothing(nn.Module):
 
 
 @contextmanager
-def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random state and buffers are afterwards what they were, and nothing is compiled for the shapes inside."""
+def _state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores random state and buffers at the end, and compiles nothing for the shapes inside."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
@@ -208,7 +202,7 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _arguments(settings: DDPSettings) -> dict[str, Any]:
-    """What DDP is called with. Raises ConfigError for what the installed torch cannot do."""
+    """DDP's arguments. Raises ConfigError for a setting that the installed torch does not have."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     # torch 2.13 renamed it, and warns at the old name
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

@@ -18,7 +18,7 @@ from forgather_cli.errors import SetupError
 from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, have_a_group, mesh_of
-from forgather_cli.strategies.parallelize import Rounds, Sharding, parallelize, precision_policy
+from forgather_cli.strategies.parallelize import EvenMicrobatches, Sharding, parallelize, precision_policy
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +59,13 @@ class FullyShard(Strategy):
         mesh = mesh_of(device, Degrees(replicate=settings.replicate, shard=shards))
         self.model_group = mesh.get_group("shard") if shards > 1 else None
         self._sharding = Sharding(mesh, everybody.group, device, settings, precision_policy(settings, precision))
-        self._rounds = Rounds(cpu_group(), device)
+        self._even_microbatches = EvenMicrobatches(cpu_group(), device)
 
     @classmethod
     def from_settings(
         cls, option: FSDP2Settings, device: torch.device, loss: Loss, precision: PrecisionOption | None
     ) -> FullyShard:
-        """As the config's options say."""
+        """Called by ``build_strategy`` with the options of the config."""
         source = option.accelerate_config or (LAUNCHED if is_launched_for_fsdp() else None)
         if source is not None and world().rank == 0:
             log.info("%s was read; here it is always so: %s", source, ", ".join(ALWAYS_SO))
@@ -82,11 +82,11 @@ class FullyShard(Strategy):
 
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
-        for batch in self._rounds.of(microbatches):
+        for batch in self._even_microbatches.of(microbatches):
             loss: Tensor = self._root(lambda batch=batch: self._with_loss(batch, num_tokens)) / num_tokens
             if self._sharding.settings.replicate > 1:
                 # between copies of the model, which are further apart, gradients are summed once per step
-                cast(FSDPModule, self._root).set_requires_all_reduce(self._rounds.is_last)
+                cast(FSDPModule, self._root).set_requires_all_reduce(self._even_microbatches.is_last)
             loss.backward()  # type: ignore[no-untyped-call]
             share += loss.detach()
         return share
@@ -102,7 +102,7 @@ class FullyShard(Strategy):
         return found
 
     def _evaluate(self, run: Callable[[], Any]) -> Any:
-        """Collective. ``run`` with the weights gathered, and freed again, which otherwise a backward would do."""
+        """Collective. ``run()`` with the weights gathered. Frees them afterwards, since no backward will."""
         found = self._root(run)
         for unit in self._units:
             unit.reshard()
@@ -110,7 +110,7 @@ class FullyShard(Strategy):
 
 
 class _Root(nn.Module):
-    """What is sharded as a whole: anything that runs in its forward finds weights gathered, the head's among them."""
+    """The module that ``fully_shard`` wraps as a whole: in its forward all weights are gathered, the head's too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks share in each way, outermost first: ranks that differ in the last one alone are neighbours.
+    """Number of ranks in each kind of parallelism, outermost first: ranks that differ only in the last are neighbours.
 
     Tensor and context parallel will have their places after ``shard``: the more often ranks talk, the nearer they are.
     """
@@ -40,7 +40,7 @@ def mesh_of(device: torch.device, degrees: Degrees) -> DeviceMesh:
 
 
 def have_a_group(device: torch.device) -> None:
-    """Collective. A mesh wants a process group, of one rank too: make one where there is none to join."""
+    """Collective. Join the process group, or make one of this rank alone: a mesh needs one."""
     join_world(device)
     if dist.is_initialized():
         return

@@ -25,11 +25,10 @@ from torch.distributed.fsdp import (
 from forgather_cli.config.schema import FSDP2Settings, PrecisionOption
 from forgather_cli.distributed import all_sum
 from forgather_cli.errors import ModelError
-from forgather_cli.loss import IGNORED
 from forgather_cli.models.init import allocate
 from forgather_cli.models.transform import blocks_of
 from forgather_cli.precision import half_dtype
-from forgather_cli.strategies.base import Batch, ModelSpec
+from forgather_cli.strategies.base import Batch, ModelSpec, empty_batch, without_targets
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +117,12 @@ def parallelize(root: nn.Module, model: nn.Module, spec: ModelSpec, sharding: Sh
     return units
 
 
-class Rounds:
-    """The micro-batches of a step, as many on every rank that shares parameters, since all take part in every gather.
+class EvenMicrobatches:
+    """Gives every rank that shares parameters the same number of micro-batches in a step, since all ranks take part in
+    every gather.
 
-    Slices of a step may differ by a micro-batch, at the end of the data: a rank that has run out goes on with empty
-    ones. The highest number of all ranks is under way on the host while something else is computed.
+    At the end of the data ranks' slices may differ by a micro-batch: a rank that has run out gets batches without
+    targets. The largest number of all ranks is agreed on over the CPU while the first micro-batches are computed.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -132,7 +132,7 @@ class Rounds:
         self._work: Any = None
 
     def of(self, microbatches: Iterable[Batch]) -> Iterator[Batch]:
-        """Collective."""
+        """Collective. This rank's micro-batches, then as many without targets as it takes."""
         batches = microbatches if isinstance(microbatches, Sized) else list(microbatches)
         self._highest, self._begun = torch.tensor(len(batches)), 0
         if self._group is not None:
@@ -147,17 +147,15 @@ class Rounds:
 
     @property
     def is_last(self) -> bool:
-        """True if no rank has another micro-batch after the one at work. Waits until all ranks have begun the step."""
+        """True if no rank has another micro-batch after the present one. Waits until all ranks have begun the step."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         return self._begun == int(self._highest)
 
     def empty(self) -> Batch:
-        """A batch without targets."""
-        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
-        like = self._newest or {"input_ids": tokens, "labels": tokens}
-        return {**like, "labels": torch.full_like(like["labels"], IGNORED)}
+        """A batch without targets, shaped like the newest one."""
+        return without_targets(self._newest or empty_batch(self._device))
 
 
 def blocks_to_shard(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:

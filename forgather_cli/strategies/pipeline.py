@@ -26,20 +26,20 @@ from forgather_cli.precision import autocast_for
 from forgather_cli.shards import local
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, mesh_of
-from forgather_cli.strategies.parallelize import Rounds, Sharding, parallelize, precision_policy
+from forgather_cli.strategies.parallelize import EvenMicrobatches, Sharding, parallelize, precision_policy
 from forgather_cli.strategies.pipeline_schedule import Boundary, StageModule, TrainingSchedule, forward_through
 
 log = logging.getLogger(__name__)
 
 MASKS = ("attention_mask", "document_ids", "position_ids")
-"""What a batch may hold beside ``input_ids`` and ``labels``; each stage makes its own mask and angles of them."""
+"""Keys that a batch may have beside ``input_ids`` and ``labels``; each stage computes mask and angles from them."""
 
 
 class Pipeline(Strategy):
     """Trains with one of torch's pipeline schedules; evaluates and generates with a plain pass through the stages.
 
-    With ``shard`` there are so many pipelines, of ranks that are ``shard`` apart: each reads its slice of the data, and
-    the ranks of a stage, which are neighbours, each hold some rows of its parameters. Weights are gathered once for
+    With ``shard`` there are that many pipelines, each of ranks that are ``shard`` apart and with its own slice of the
+    data. The ranks of a stage are neighbours and each hold some rows of its parameters. Weights are gathered once for
     all micro-batches of a schedule step, and gradients are summed at its end.
     """
 
@@ -77,13 +77,13 @@ class Pipeline(Strategy):
             gathering = FSDP2Settings(reshard_after_forward=False)
             policy = precision_policy(gathering, precision)
             self._sharding = Sharding(mesh["shard"], mesh.get_group("shard"), device, gathering, policy)
-        self._rounds = Rounds(distributed.cpu_group() if settings.shard > 1 else None, device)
+        self._even_microbatches = EvenMicrobatches(distributed.cpu_group() if settings.shard > 1 else None, device)
 
     @classmethod
     def from_settings(
         cls, option: PipelineSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None
     ) -> Pipeline:
-        """As the config's options say."""
+        """Called by ``build_strategy`` with the options of the config."""
         return cls(option, device, loss, precision)
 
     # ------------------------------------------------------------------------------------------------------- building
@@ -109,7 +109,7 @@ class Pipeline(Strategy):
         self._owners = [stage.rank * shard + self.data_rank for stage in layout]
         self._schedule = TrainingSchedule(self._settings, self._modules, len(layout), self.device, self._group)
 
-        # what each stage holds, told to all: ties are found, and rank 0 logs the layout
+        # all ranks learn what each stage holds: they find tied parameters, and rank 0 logs the layout
         mine = {m.stage.index: {name: p.numel() for name, p in m.model.named_parameters()} for m in self._modules}
         held = gather(mine, dist.group.WORLD)
         sizes = [held[stage.rank * shard][stage.index] for stage in layout]
@@ -164,12 +164,13 @@ class Pipeline(Strategy):
     def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         ran = False
-        for batch in self._rounds.of(microbatches):
+        for batch in self._even_microbatches.of(microbatches):
             labels_of(batch)
             if len(batch["input_ids"]) == 0:
                 if self._sharding is None:
                     continue
-                batch = self._rounds.empty()  # the other pipelines wait for this one at the end of a schedule step
+                # the other pipelines wait for this one at the end of a schedule step
+                batch = self._even_microbatches.empty()
             with self._autocast():
                 losses = self._schedule.step(padded(stage_inputs(batch), self.batch_multiple), num_tokens)
             for loss in losses:
@@ -219,7 +220,7 @@ class Pipeline(Strategy):
         logits = found[0] if found else None
         if not last_only:
             return logits
-        # told to all ranks of the pipeline, (B, 1, V) in fp32
+        # broadcast to all ranks of the pipeline, (B, 1, V) in fp32
         source = self._owners[-1]
         if self._vocab_size is None:
             size = torch.tensor(0 if logits is None else logits.shape[-1], device=self.device)
@@ -238,8 +239,8 @@ class Pipeline(Strategy):
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Collective with ``shard``. The weights of this rank's stages, gathered once: pipelines may differ in what
-        they compute inside.
+        """Collective with ``shard``. Inside, the weights of this rank's stages are gathered, so that pipelines may run
+        different numbers of forwards.
         """
         for unit in self._units:
             unit.unshard()

@@ -40,8 +40,8 @@ class Boundary:
 
 
 class StageModule(nn.Module):
-    """What runs a stage: its layers; in the last stage the head and the loss too. With ``shard`` it is what is sharded
-    as a whole, so that all that runs in its forward finds weights gathered, the head's among them.
+    """The module that runs a stage: its layers; in the last stage the head and the loss too. With ``shard``
+    ``fully_shard`` wraps it as a whole: whatever runs in its forward has weights gathered, the head's too.
     """
 
     def __init__(self, model: nn.Module, stage: Stage, boundary: Boundary, loss: Loss) -> None:
@@ -54,7 +54,7 @@ class StageModule(nn.Module):
         """Hidden states (b, T, E), or of the last stage the 0-dim share of the step's loss.
 
         ``x`` is token ids (b, T) in the first stage, else hidden states; ``batch`` holds masks and, on the rank of the
-        last stage, ``labels``. With ``run`` what that makes of the stage and its batch.
+        last stage, ``labels``. With ``run``: ``run(self, batch)``, ``x`` being its ``input_ids``.
         """
         if run is not None:
             return run(self, {**batch, "input_ids": x})
@@ -71,7 +71,7 @@ class StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Keeps the gradients of the optimizer step's earlier micro-batches when it begins with another shape."""
+    """A stage that keeps the gradients of earlier micro-batches of the optimizer step when the shape changes."""
 
     def _post_metadata_inference_cleanup(self) -> None:
         """torch sets gradients of sharded parameters to None here, as it would leave some from finding shapes by a
@@ -148,7 +148,7 @@ class TrainingSchedule:
             stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
             n_microbatches=self._settings.n_microbatches,
             loss_fn=lambda loss, labels: loss,  # the last stage has made it already
-            # it would divide all of .grad at each step, and so the sum over several steps wrongly; ``num_tokens`` does
+            # it would divide all of .grad at each step, wrong for a sum over several; ``num_tokens`` divides the loss
             scale_grads=False,
         )
 

@@ -34,7 +34,7 @@ class SingleDevice(Strategy):
     def from_settings(
         cls, option: SingleSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None
     ) -> SingleDevice:
-        """As the config's options say."""
+        """Called by ``build_strategy`` with the options of the config."""
         return cls(device, loss, autocast_for(precision, device))
 
     def materialize(self, spec: ModelSpec) -> None:

@@ -374,10 +374,13 @@ def as_arguments(args: Config | TrainingArguments | dict[str, Any] | None) -> Co
     raise ConfigError(f"args: got a {type(args).__name__}; give TrainingArguments or a dict of its settings")
 
 
-def placed(
+def with_strategy(
     args: Config | TrainingArguments, given: Strategy | TrainerOption | str | None
 ) -> tuple[Config | TrainingArguments, Strategy | None]:
-    """``args`` and the strategy that was made already; an option in its place is ``args``'s. Raises ConfigError."""
+    """A Trainer's ``strategy`` argument: the object, if it is one; an option or its name replaces ``args.trainer``.
+
+    Returns (``args``, the object or None). Raises ConfigError.
+    """
     if given is None or isinstance(given, Strategy):
         return args, given
     trainer = as_groups({"trainer": given}).trainer

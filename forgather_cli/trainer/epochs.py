@@ -1,4 +1,4 @@
-"""Where training stands in its data: the next step, epochs and their length, and when training ends."""
+"""The position of training in its data: the next step's batches, epochs, and the step at which training ends."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from forgather_cli.trainer.step_sync import Counts, StepSync
 
 
 @dataclass(frozen=True)
-class WorldStep:
-    """This rank's batches of one optimizer step, and what all ranks' batches hold together."""
+class StepData:
+    """The data of one optimizer step."""
 
     microbatches: list[Batch]
+    """This rank's."""
     counts: Counts
+    """Of all ranks together."""
 
 
-class Microbatches:
-    """A step's batches on this rank, with the events around each: the strategy asks for the next when it is done."""
+class MicrobatchEvents:
+    """A step's micro-batches on this rank, with the events around each, for a strategy to iterate: it takes the next
+    one when it has finished the one before."""
 
     EVENTS = ("on_forward_backward_begin", "on_forward_backward_end", "on_substep_end")
 
@@ -43,12 +46,13 @@ class Microbatches:
 
 
 class Epochs:
-    """Hands out steps and knows how many epochs lie behind.
+    """Returns the data of each step, counts epochs, and is what a checkpoint saves as the position in the data
+    (component ``data``).
 
-    Where there are several ranks, which agree on each step by ``sync``, the step after the one that is trained is
-    fetched already, since the agreement on it travels meanwhile; the position that is saved does not count it. An epoch
-    ends for all ranks when one has no more data, when a callback asks for that, or after ``epoch_train_steps``, which
-    leaves the data where it is. Raises DataError for a part of an epoch whose length is not known.
+    Several ranks agree on each step through ``sync``. So that they need not wait for the agreement, the step after the
+    one in training is fetched already; the saved position does not count it. An epoch ends for all ranks when one has
+    no more data, when a callback asks for it, or after ``epoch_train_steps``, which leaves the data where it is. Raises
+    DataError for a fraction of an epoch of unknown length.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Epochs:
         sync: StepSync | None,
         is_saved: Callable[[], bool],
     ) -> None:
-        """``is_saved``: whether this rank has written its part of the newest checkpoint, which ``sync`` tells all."""
+        """``is_saved``: whether this rank has written its part of the newest checkpoint, which ``sync`` shares."""
         self._args, self._state, self._control, self.loader = args, state, control, loader
         self._sync, self._is_saved = sync, is_saved
         try:
@@ -71,7 +75,7 @@ class Epochs:
         self._steps_per_epoch = args.epoch_train_steps or self._data_length
         epochs = args.num_train_epochs
         if self._steps_per_epoch is None and args.max_steps <= 0 and epochs >= 0 and not epochs.is_integer():
-            raise DataError(  # nobody can tell where a part of an epoch of unknown length ends
+            raise DataError(
                 f"num_train_epochs: {epochs:g} is no whole number, and the training data does not tell its length; "
                 "set whole epochs, max_steps, or epoch_train_steps"
             )
@@ -79,17 +83,17 @@ class Epochs:
         self._skipped = 0
         """Steps by which epochs of ``epoch_train_steps`` were cut short."""
         self._first = 0
-        """The step after which the present epoch began."""
+        """``global_step`` when the present epoch began."""
         self._before = 0.0
-        """Epochs of the data that lay behind when steps were counted from 0."""
+        """Epochs of the data that were done at ``global_step`` 0."""
         self._stream: Iterator[Step] | None = None
         self._ahead: tuple[Step | None, dict[str, Any]] | None = None
         """A step that was fetched before its turn (None: this rank has no more data), and the position after it."""
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
-    def next_step(self) -> WorldStep | None:
-        """Collective. The next step's data; None once a rank has none left."""
+    def next_step(self) -> StepData | None:
+        """Collective. The next step's data, after which the position is behind it; None once a rank has none left."""
         step, position = self._ahead or self._fetch()
         has_data, counts = True, None
         if self._sync is not None:
@@ -103,7 +107,7 @@ class Epochs:
         self._position = position
         if self._sync is not None:
             self._fetch()
-        return WorldStep(step.microbatches, counts or Counts.of(step))
+        return StepData(step.microbatches, counts or Counts.of(step))
 
     def _fetch(self) -> tuple[Step | None, dict[str, Any]]:
         if self._stream is None:
@@ -122,7 +126,7 @@ class Epochs:
         return int(self._position["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data after the last step handed out: of the next epoch where this one is to stop."""
+        """The position after the last step returned; the start of the next epoch where this one is to stop."""
         stops = self._control.should_epoch_stop
         position = {"epoch": self.epoch + 1, "sample": 0} if stops else dict(self._position)
         skipped = self._skipped + (self._steps_left() if stops else 0)
@@ -135,26 +139,26 @@ class Epochs:
         self._restart()
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Note that an epoch begins."""
         self._control.should_epoch_stop = False
         self._first = self._state.global_step
 
     def end(self, *, data_ended: bool) -> None:
-        """The present epoch is over. Goes to the start of the data if that has ended or a callback wants the next one,
-        and says anew when training ends: epochs were asked for, and this one may not have had its length.
+        """Note that the present epoch is over. Goes to the start of the data if they ended or a callback stopped the
+        epoch, and updates ``max_steps``: an epoch that was cut short moves the end of training by epochs.
         """
         stopped = self._control.should_epoch_stop
         self._skipped += self._steps_left() if stopped else 0
-        # map-style data may have no whole step left in this epoch; other data tells when it is asked for one
+        # map-style data may have no whole step left; of other data that shows only when the next step is fetched
         is_map_style = "stream" not in self._position and self._data_length is not None
-        if data_ended or stopped or (is_map_style and self._steps_behind() >= (self._data_length or 0)):
+        if data_ended or stopped or (is_map_style and self._steps_done() >= (self._data_length or 0)):
             self.loader.set_epoch(self.epoch + 1)
             self._restart()
         self._control.should_epoch_stop = False
         self.update_max_steps()
 
     def _restart(self) -> None:
-        """At the loader's position, with nothing fetched."""
+        """Go to the loader's position, with nothing fetched."""
         self._position, self._stream, self._ahead = self.loader.state_dict(), None, None
         if self._sync is not None:
             self._sync.clear()
@@ -162,7 +166,7 @@ class Epochs:
     # --------------------------------------------------------------------------------------------------------- epochs
 
     def update_max_steps(self) -> None:
-        """Say in the state how many epochs lie behind, and at which step training ends: 0 where the data will tell.
+        """Set ``state.epoch``, and ``state.max_steps``, the step at which training ends: 0 for when the data end.
 
         ``max_steps`` wins over epochs. A fraction of an epoch is rounded up to whole steps, as in Hugging Face.
         """
@@ -181,12 +185,12 @@ class Epochs:
             state.max_steps = step + math.ceil(left * self._steps_per_epoch - 1e-9)
 
     def done(self) -> float:
-        """Epochs behind, with the fraction of the current one where its length is known."""
+        """Epochs done, with the fraction of the present one where its length is known."""
         if self._args.epoch_train_steps:
             return (self._state.global_step + self._skipped) / self._args.epoch_train_steps
         if not self._data_length:
             return float(self.epoch)
-        return self.epoch + min(1.0, self._steps_behind() / self._data_length)
+        return self.epoch + min(1.0, self._steps_done() / self._data_length)
 
     def is_full(self) -> bool:
         """True if the present epoch has its ``epoch_train_steps``."""
@@ -195,10 +199,10 @@ class Epochs:
         return steps is not None and now > self._first and (now + self._skipped) % steps == 0
 
     def _steps_left(self) -> int:
-        """Steps that the present epoch lacks of its ``epoch_train_steps``; 0 without."""
+        """Steps to the end of the present epoch by ``epoch_train_steps``; 0 without it."""
         steps = self._args.epoch_train_steps
         return 0 if steps is None or self.is_full() else steps - (self._state.global_step + self._skipped) % steps
 
-    def _steps_behind(self) -> int:
-        """Steps of this epoch that are done: by the number of samples, so that it holds when the batch size changes."""
+    def _steps_done(self) -> int:
+        """Steps of this epoch that are done, by the samples behind, so that another batch size counts right."""
         return -(-int(self._position["sample"]) // self.loader.global_batch_size)

@@ -19,10 +19,10 @@ from forgather_cli.config.schema import RunSettings
 from forgather_cli.distributed import all_sum, gather, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.models.parts import evaluation_mode
-from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.strategies.base import Batch, Strategy, without_targets
 from forgather_cli.trainer.arguments import ScriptSettings
 from forgather_cli.trainer.device_errors import explain_evaluation
-from forgather_cli.trainer.step_sync import StepSync, Sum, without_targets
+from forgather_cli.trainer.step_sync import StepSync, Sum
 
 log = logging.getLogger(__name__)
 

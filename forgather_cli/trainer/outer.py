@@ -1,5 +1,5 @@
-"""Averages of weights between steps. Post-local SGD: ranks that train by themselves and average their weights now and
-then (Lin et al. 2018, arXiv:1808.07217).
+"""Averages weights between steps: post-local SGD, where ranks train by themselves and average their weights now and then
+(Lin et al. 2018, arXiv:1808.07217).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def outer_loop(strategy: Strategy, world: World) -> LocalSGD | None:
-    """What averages weights between the steps of ``strategy``; None: nothing does, they are equal after each step."""
+    """The object that averages weights between the steps of ``strategy``; None where they are equal after each step."""
     sharing = strategy.gradient_sharing
     return None if sharing is None else LocalSGD(sharing, world, strategy)
 
@@ -27,7 +27,7 @@ class LocalSGD:
 
     The first ``start_step`` steps are ordinary: gradients are averaged over all ranks. After them each rank divides its
     gradient by its own targets, averages it with its subgroup or with nobody, and every ``period`` steps all average
-    their weights. Its state is part of checkpoints, by this class's name.
+    their weights. Checkpoints hold its state under this class's name.
     """
 
     def __init__(self, sharing: GradientSharing, world: World, strategy: Strategy) -> None:
@@ -42,7 +42,7 @@ class LocalSGD:
         )
 
     @property
-    def settled(self) -> bool:
+    def weights_are_equal(self) -> bool:
         """True if all ranks hold equal weights now, so that a checkpoint may be saved."""
         return self._sharing.weights_are_equal
 
@@ -51,14 +51,14 @@ class LocalSGD:
         settings = self._sharing.settings
         self._sharing.weights_are_equal = self._sharing.among == "all"
         self._steps += 1
-        if not self.settled and (self._steps - settings.start_step) % settings.period == 0:
-            self.settle()
+        if not self.weights_are_equal and (self._steps - settings.start_step) % settings.period == 0:
+            self.average_weights()
         self._share_gradients()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Collective. Give all ranks the mean of their weights, unless they are equal."""
-        if self.settled:
+    def average_weights(self) -> None:
+        """Collective. Give all ranks the mean of their weights; nothing if they are equal already."""
+        if self.weights_are_equal:
             return
         works = [
             dist.all_reduce(p.detach().div_(self._world.size), group=self._world.group, async_op=True)

@@ -97,7 +97,7 @@ class StepEnd:
         # by save_strategy, a signal, or a command or callback
         if not aborted and (stopped or run.control.should_save or run.args.save_strategy != "no"):
             if run.outer is not None:
-                run.outer.settle()
+                run.outer.average_weights()
             self._save()
         self._checkpoints.wait()
         self._tell_published()
@@ -198,7 +198,7 @@ class StepEnd:
         Where ranks' weights differ between averages, it waits for the next one.
         """
         run, step = self._run, self._run.state.global_step
-        if run.outer is not None and not run.outer.settled:
+        if run.outer is not None and not run.outer.weights_are_equal:
             return
         run.control.should_save = False
         if step == self._saved_step:

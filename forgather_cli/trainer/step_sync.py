@@ -1,8 +1,8 @@
 """What ranks agree on: how much data the next step has, and whether the run was asked to save, to stop or to abort.
 
-A step's numbers are summed over an own CPU group. The sum is started when the step is fetched, while the one before it
-is computed, so the device never waits for it. On one device nothing is summed: after each step it looks for requests.
-Nothing else is agreed on between ranks, except where they all wait anyway (evaluation batches, generated tokens).
+The numbers of a step are summed over a CPU group of their own. The sum starts when the step's data are fetched, while
+the step before it is computed, so the device never waits for it. On one device nothing is summed: requests are polled
+after each step. Ranks agree on nothing else, except where they all wait anyway (evaluation batches, generated tokens).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forgather_cli.callbacks.base import Asked, Commands, TrainerControl
-from forgather_cli.data.loaders.collate import Batch, Step
+from forgather_cli.data.loaders.collate import Step
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """In the order in which they win, when ranks have got different ones."""
 
 
 class Sum:
-    """A sum over ranks under way. Without a group the numbers are their own sum."""
+    """A sum over ranks, started and not yet read. Without a group the sum is the numbers themselves."""
 
     def __init__(self, numbers: Sequence[int], group: Any) -> None:
         """Collective."""
@@ -65,24 +65,24 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know of the step that comes next."""
+    """What all ranks have agreed on for the next step."""
 
     counts: Counts
-    """Of the whole step: data that several ranks read alike counts once."""
+    """Of all ranks; data that several ranks read alike counts once."""
     has_data: bool
     """No rank has run out."""
     saved: bool
     """No rank is still writing a checkpoint."""
     requests: list[int]
-    """Sums of what ranks were asked for (``StepSync.requests``)."""
+    """``StepSync.requests``, summed over ranks."""
 
 
 class StepSync:
-    """The agreement of all ranks on each step, and on what the run is asked for: by a signal, which ``should_stop``
-    tells on the rank that got it and ``on_stop`` hears once all act on it, by ``commands``, or by a callback that
-    aborts on one rank.
+    """The agreement of all ranks on each step, and on requests to the run.
 
-    ``group``: a CPU group of all ranks, None on one device; ``copies``: ranks that read the same data.
+    A request comes by a signal (``should_stop`` returns it on the rank that got it; ``on_stop`` is called with it once
+    all ranks act on it), by ``commands``, or from a callback that aborts on one rank. ``group``: a CPU group of all
+    ranks, None on one device; ``copies``: how many ranks read the same data.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StepSync:
         self._under_way: Sum | None = None
         self._agreed: Agreed | None = None
         self.commands: Commands | None = None
-        """May be set until training begins, on every rank; on all but rank 0 it is asked for nothing."""
+        """May be set until training begins, on every rank; only on rank 0 does it ever return requests."""
         self.signum: int | None = None
         """The signal that ends training, once it is agreed on."""
         self.applied = Asked()
@@ -123,7 +123,7 @@ class StepSync:
         return self._agreed
 
     def clear(self) -> None:
-        """The next step is not fetched any more: it was handed out, or the data go on elsewhere."""
+        """Forget the step that was fetched: it was returned to the loop, or the data position has changed."""
         self._under_way = self._agreed = None
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -139,7 +139,7 @@ class StepSync:
         return self.apply_requests(self._as_numbers(stop, asked))
 
     def requests(self) -> list[int]:
-        """What this rank was asked for, as numbers to be summed over ranks."""
+        """This rank's requests, as numbers to be summed over ranks."""
         return self._as_numbers(self._should_stop(), Asked() if self.commands is None else self.commands.asked())
 
     def _as_numbers(self, stop: int | None, asked: Asked) -> list[int]:
@@ -148,7 +148,7 @@ class StepSync:
         return [int(self._control.should_abort_without_save), *stops, *asked]
 
     def apply_requests(self, sums: Sequence[int]) -> bool:
-        """Act on what any rank was asked for; True if an evaluation or a generation is to be given up."""
+        """Act on the requests of all ranks; True if an evaluation or a generation under way is to be given up."""
         control, commands = self._control, 1 + len(STOP_SIGNALS)
         control.should_abort_without_save |= sums[0] > 0
         signum = next((int(s) for s, count in zip(STOP_SIGNALS, sums[1:commands], strict=True) if count), None)
@@ -166,8 +166,3 @@ class StepSync:
                 self.commands.agreed(asked)
         stops = max(new.stops, new.aborts) > 0
         return control.should_abort_without_save or self.signum is not None or stops
-
-
-def without_targets(batch: Batch) -> Batch:
-    """``batch`` with every label -100: it takes part in collectives and counts nothing."""
-    return {**batch, "labels": torch.full_like(batch["labels"], -100)} if "labels" in batch else batch

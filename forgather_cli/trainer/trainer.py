@@ -1,7 +1,8 @@
 """The training loop: one for all models, data and strategies.
 
-``Trainer.train`` repeats epochs, ``Trainer.step`` is one optimizer step, ``Strategy.forward_backward`` computes its
-gradients. What to do after a step (log, evaluate, save, stop) is decided by absolute step numbers (``StepEnd``).
+``Trainer.train`` prepares and repeats ``_train_epoch``; ``step`` is one optimizer step, whose gradients
+``Strategy.forward_backward`` computes. ``StepEnd`` decides by absolute step numbers what follows a step: log,
+evaluate, save, stop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.loaders.data_ranks import DataRanks
-from forgather_cli.data.loaders.loader import EvalLoader, Microbatched
+from forgather_cli.data.loaders.loader import EvalLoader, MicrobatchLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.launch.exit_status import ExitStatus
@@ -32,10 +33,16 @@ from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.trainer import from_python
-from forgather_cli.trainer.arguments import RecipeArguments, TrainingArguments, as_arguments, placed, script_settings
+from forgather_cli.trainer.arguments import (
+    RecipeArguments,
+    TrainingArguments,
+    as_arguments,
+    script_settings,
+    with_strategy,
+)
 from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num_parameters, strategy_of, train_loader
 from forgather_cli.trainer.device_errors import explain_step
-from forgather_cli.trainer.epochs import Epochs, Microbatches, WorldStep
+from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, track_best, users_metrics
 from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.from_python import Objects, RunFiles
@@ -104,7 +111,7 @@ class Trainer:
     ) -> None:
         if (model is None) == (model_init is None):
             raise ConfigError("model: give a model or a model_init, and not both")
-        self.args, made_strategy = placed(as_arguments(args), strategy)
+        self.args, made_strategy = with_strategy(as_arguments(args), strategy)
         self.processing_class = processing_class
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
@@ -166,7 +173,7 @@ class Trainer:
             outer=outer_loop(strategy, here),
         )
         self._start_over()
-        # what events carry: arguments of a script's own class as they are
+        # the ``args`` of events: a script's own object, or a recipe's settings under Hugging Face's names
         self._event_args: Any = RecipeArguments(self.args) if isinstance(self.args, Config) else self.args
         self.callbacks = CallbackList(callbacks)
         self.emit("on_init_end")
@@ -182,7 +189,7 @@ class Trainer:
         return self.callbacks.pop(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """``pop_callback`` without the answer."""
+        """Remove a callback: this object, or the first of this class."""
         self.callbacks.pop(callback)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
@@ -192,7 +199,7 @@ class Trainer:
         ``output_dir`` (a fresh start if there is none), a path is that one.
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        if self._files is None:  # whoever gave a recipe's settings has the directory
+        if self._files is None:  # of a recipe: its launch holds the run directory already
             return self._train(resume)
         with self._files.taken(self.run, self.callbacks, self.finish, resume=resume is not False):
             return self._train(resume)
@@ -243,7 +250,7 @@ class Trainer:
     def _evaluated(
         self, dataset: Any, prefix: str, what: str, sync: StepSync | None, predictions: Predictions | None
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Collective. What the model says of a split, by name, where ``predictions`` keeps it; and the metrics."""
+        """Collective. The arrays that ``predictions`` keeps of a split, by name, if it is given; and the metrics."""
         run = self.run
         metrics = evaluate(
             run.strategy,
@@ -262,13 +269,13 @@ class Trainer:
             metrics |= users_metrics(self.compute_metrics, arrays, prefix)
         return arrays, metrics
 
-    def get_train_dataloader(self) -> Microbatched:
+    def get_train_dataloader(self) -> MicrobatchLoader:
         """Collective. One epoch of this rank's training batches, from its beginning, in the order of training."""
         if self.train_dataset is None:
             raise DataError("train_dataset: missing; give the Trainer one")
         strategy = self.strategy
         self.run.batch_plan = batch_plan(self.args, strategy.data_size, multiple_of=strategy.batch_multiple)
-        return Microbatched(train_loader(self.run, self.train_dataset, self._collate_fn, self._data_ranks))
+        return MicrobatchLoader(train_loader(self.run, self.train_dataset, self._collate_fn, self._data_ranks))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:
         """Collective. This rank's batches of a split (default: ``eval_dataset``), every example once over all ranks."""
@@ -338,7 +345,7 @@ class Trainer:
     def tensorboard(self) -> Any:
         """The run's TensorBoard writer (``add_scalar``, ``add_histogram``, ``add_image``, ``add_figure``, ...): that of
         the active TensorBoard callback. On other ranks than 0, outside training and without such a callback one that
-        does nothing. Ask for it at each use: after a rollback it is another one.
+        does nothing. Read it anew at each use: a rollback replaces it.
         """
         found = (getattr(callback, "tb_writer", None) for callback in self.callbacks.by_name.values())
         return next((writer for writer in found if writer is not None), NoWriter())
@@ -348,19 +355,19 @@ class Trainer:
         return describe(self.run, self.num_parameters)
 
     def finish(self) -> ExitStatus:
-        """How training has ended; rank 0 leaves it in the run directory. Raises TrainingError (``finish``)."""
+        """How training ended; rank 0 writes it into the run directory. Raises TrainingError (``finish``)."""
         return finish(self.run, self.callbacks, self.checkpoints)
 
     # ---------------------------------------------------------------------------------------------------- preparation
 
     @cached_property
     def _data_ranks(self) -> DataRanks | None:
-        """Collective. The ranks as data sees them, with a group that rank 0 may send batches over; None alone."""
+        """Collective. Which rank reads which data, with a group over which rank 0 may send batches; None alone."""
         here = self.run.world
         return None if here.size == 1 else DataRanks(cpu_group(), here.rank, self.strategy.data_rank)
 
     def _start_over(self) -> None:
-        """Nothing was trained or asked for so far."""
+        """Set progress, flags and step sync to those of a run that begins."""
         run, args = self.run, self.args
         run.state, run.control = TrainerState(), TrainerControl()
         run.state.train_batch_size = args.per_device_train_batch_size
@@ -436,39 +443,39 @@ class Trainer:
         self.emit("on_epoch_begin")
         while not (self._is_finished() or control.should_epoch_stop or epochs.is_full()):
             start = time.perf_counter()
-            step = epochs.next_step()
+            data = epochs.next_step()
             run.metrics.data_seconds += time.perf_counter() - start
-            if step is None:
+            if data is None:
                 data_ended = True
                 break
             try:
-                loss, norm = self.step(step)
+                loss, norm = self.step(data)
             except (RuntimeError, MemoryError) as error:
-                explain_step(error, run, step.microbatches)
+                explain_step(error, run, data.microbatches)
                 raise
             run.state.epoch = epochs.done()
             self._step_end.after_step(loss, norm)
             self._garbage.after_step(run.state.global_step)
         if run.sync.signum is not None or control.should_abort_without_save:
-            return  # in the middle of an epoch, which a resume ends
+            return  # in the middle of an epoch, which a resumed run completes
         epochs.end(data_ended=data_ended)  # before a save, so that a resume from it begins the next epoch
         self._step_end.after_epoch()
 
-    def step(self, step: WorldStep) -> tuple[Tensor, Tensor | None]:
-        """One optimizer step: gradients of the whole step, clip, optimizer, scheduler. Waits for the device under fp16
-        alone: a step whose gradients overflowed is counted, but leaves weights, moments and schedule as they are.
+    def step(self, data: StepData) -> tuple[Tensor, Tensor | None]:
+        """One optimizer step: gradients of the whole step, clip, optimizer, scheduler.
 
-        Returns this rank's share of the loss and the global gradient norm before clipping, both 0-dim on the device; no
-        norm of a step that was skipped.
+        Waits for the device only under fp16: a step whose gradients overflowed is counted, but leaves weights, moments
+        and schedule as they are. Returns this rank's share of the loss and the global gradient norm before clipping
+        (None for such a step), both 0-dim on the device.
         """
-        run, args, strategy, counts = self.run, self.args, self.run.strategy, step.counts
+        run, args, strategy, counts = self.run, self.args, self.run.strategy, data.counts
         scaler = run.scaler
         self.emit("on_step_begin")
         seed_step(run.seed, run.state.global_step, run.world.rank, strategy.device)
-        targets = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
-        heard = any(map(self.callbacks.handlers.get, Microbatches.EVENTS))
-        batches = Microbatches(step.microbatches, self.emit) if heard else step.microbatches
-        loss = strategy.forward_backward(batches, targets)
+        num_tokens = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
+        any_handler = any(map(self.callbacks.handlers.get, MicrobatchEvents.EVENTS))
+        batches = MicrobatchEvents(data.microbatches, self.emit) if any_handler else data.microbatches
+        loss = strategy.forward_backward(batches, num_tokens)
 
         if args.fuse_optim_with_backward:
             norm: Tensor = run.optimizer.grad_norm(strategy.model_group, strategy.duplicates)
@@ -519,7 +526,7 @@ class Trainer:
     def emit(self, event: str, *, quietly: bool = False, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Send an event to the callbacks that handle it, with the run's objects; see ``CallbackList``.
 
-        ``state``: another one than the run's present one.
+        ``state`` replaces the run's.
         """
         if not self.callbacks.handlers[event]:
             return

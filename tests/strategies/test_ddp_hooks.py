@@ -113,10 +113,10 @@ def local_sgd(settings: PostLocalSGD, steps: int, resume_at: int = -1, slices: S
         if number == resume_at:
             run = resumed(run, post_local_sgd=settings)
         run.step(number, slices or even(dist.get_world_size(), 2))
-        settled.append(run.outer.settled)
+        settled.append(run.outer.weights_are_equal)
         norms.append(run.norms[-1])
     apart = weights_of(run.model)
-    run.outer.settle()
+    run.outer.average_weights()
     return {"settled": settled, "norms": norms, "apart": apart, "weights": weights_of(run.model)}
 
 

@@ -1,11 +1,11 @@
 """The typed settings of a run: run-level settings, and one dataclass per shipped option of each config group.
 
-Plain frozen dataclasses; no torch is imported. ``config/load.py`` decodes composed YAML into ``Config`` with pydantic,
-strictly: unknown keys and wrong types are errors. Names are those of Hugging Face ``TrainingArguments`` and
+Plain frozen dataclasses; no torch is imported. ``config/decode.py`` decodes composed YAML into ``Config`` with
+pydantic, strictly: unknown keys and wrong types are errors. Names are those of Hugging Face ``TrainingArguments`` and
 ``LlamaConfig`` wherever one exists.
 
-Every group option carries ``type``, which tells its class. An option with ``_target_`` becomes a ``Target``. Each class
-has its rules beside its fields (``base.Settings``, ``base.OnlyIf``), which ``config/rules.py`` asks.
+Every group option has a ``type``, by which its class is found; one with ``_target_`` becomes a ``Target``. Each class
+declares its rules beside its fields (``base.Settings.problems``, ``base.OnlyIf``); ``config/rules.py`` checks them.
 """
 
 from forgather_cli.config.schema.base import *

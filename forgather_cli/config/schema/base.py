@@ -1,4 +1,4 @@
-"""What all settings are made of: the class, numbers with bounds, ``OnlyIf``, and ``_target_``."""
+"""What settings classes are made of: the decorator, rules, types of numbers with bounds, and ``Target``."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def settings(cls: type[_T]) -> type[_T]:
 
 
 class Settings:
-    """A class of settings. What is true of a choice whatever else is set is a class variable beside its fields."""
+    """A class of settings. A fact about it that no other setting changes is a class variable beside its fields."""
 
     def problems(self, config: Any) -> Iterable[str]:
-        """What contradicts other settings of the whole ``Config``: ``name: what is wrong, got X; what to do`` each."""
+        """Its contradictions with other settings of the ``Config``, each ``name: what is wrong, got X; what to do``."""
         return ()
 
 
 @dataclass(frozen=True)
 class OnlyIf:
-    """Annotation of a field that counts only under another setting: given where it does not, it is a mistake.
+    """Annotation of a field that counts only under another setting: giving it where it does not count is a mistake.
 
-    ``void`` is asked with the whole ``Config``; None where the field counts.
+    ``void(config)`` returns why the field does not count under the whole ``Config``; None where it counts.
     """
 
     void: Callable[[Any], Void | None]
@@ -43,7 +43,7 @@ class OnlyIf:
 
 @dataclass(frozen=True)
 class Void:
-    """Why a field does not count: the setting that has it so, and what would make the field count."""
+    """Why a field does not count: the setting ``because`` of which it does not, and the remedy that makes it count."""
 
     because: str
     remedy: str
@@ -57,7 +57,7 @@ def only_if(setting: str, *values: Any, remedy: str = "") -> OnlyIf:
 
 
 def only_where(setting: str, counts: Callable[[Any], bool], remedy: str) -> OnlyIf:
-    """The field counts where ``counts`` says so of the setting's value."""
+    """The field counts where ``counts(the setting's value)`` is true."""
     void = Void(setting, remedy)
     return OnlyIf(lambda config: None if counts(value_at(config, setting)) else void)
 

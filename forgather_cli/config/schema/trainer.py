@@ -19,7 +19,7 @@ from forgather_cli.config.schema.base import (
 
 
 class _Trainer(Settings):
-    """Facts of a strategy, which config, plan and the strategy itself read. One of the user's says its own itself."""
+    """Facts about a strategy, which config, plan and the strategy read. A user's strategy states its own on itself."""
 
     type: str
 

@@ -1,4 +1,4 @@
-"""Samples to batches, what a batch must be, and which samples of a global batch are a rank's."""
+"""Samples to batches, checks on batches, and which samples of a global batch are a rank's (``Share``)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, labels aligned with them, -100 = no target, and what else there is."""
 CollateFn = Callable[[list[Any]], Any]
 Position = dict[str, Any]
-"""``epoch``, ``sample`` (samples consumed in it by all ranks); for iterable data ``stream``, which is None on ranks
-that rank 0 reads for, and ``shards``, how many there are, where ranks read shards of their own."""
-_MAPPING = (dict, Mapping)  # dict first: to ask the abstract class costs a Python call
+"""A position in the data: ``epoch`` and ``sample`` (samples consumed in it by all ranks). Iterable data add ``stream``,
+the source's state (None on ranks that rank 0 reads for), and ``shards``, the number of shards where each rank reads its
+own."""
+_MAPPING = (dict, Mapping)  # dict first: isinstance of the abstract class costs a Python call
 
 
 def start_of(epoch: int) -> Position:
@@ -32,7 +33,7 @@ class Step:
 
     microbatches: list[Batch]
     num_targets: int
-    """Counted on the CPU: labels[:, 1:] != -100."""
+    """labels[:, 1:] != -100, counted on the CPU."""
     num_samples: int
 
 
@@ -143,5 +144,5 @@ class Share:
         return length // per_step if self.drop_last else -(-length // per_step)
 
     def batches_per_step(self) -> int:
-        """Of a ready dataloader, over all ranks: one for each micro-step."""
+        """Batches of a ready dataloader in a step, over all ranks: one for each micro-step."""
         return max(1, self.global_batch // (self.micro_batch * self.size)) * self.size

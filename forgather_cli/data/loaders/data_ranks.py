@@ -1,5 +1,4 @@
-"""The ranks of a job as data sees them: how one of them sends batches to the others, and whether each reads data of
-its own."""
+"""Iterable data on several ranks: rank 0 sends batches to the others, or each rank reads a shard of its own."""
 
 from __future__ import annotations
 
@@ -75,8 +74,8 @@ class DataRanks:
         self.send(None, failure=(is_mistake, message))
 
     def receive(self) -> tuple[Any, list[Batch]]:
-        """Collective, on all ranks but 0. What rank 0 sends: its note and this data rank's batches. Raises DataError
-        and TrainingError for its failure."""
+        """Collective, on all ranks but 0. Rank 0's note and this data rank's batches. Raises rank 0's failure as
+        DataError or TrainingError."""
         sizes = torch.empty((len(self._receivers), 2), dtype=torch.int64)
         dist.broadcast(sizes, src=0, group=self._group)
         start, size = sizes[self._receivers.index(self.of_rank[self.rank])].tolist()
@@ -118,9 +117,9 @@ def samples_by_rank(dataset: Any) -> bool:
 
 def reads_own_shard(items: Sequence[Any], ranks: DataRanks, dataset: str) -> bool:
     """Collective. True if ranks see different data, so that each reads a shard of its own; False if all see the same,
-    of which each then takes its part. Told by the first samples, which ``items`` are on this rank.
+    of which each then takes its part. ``items``: this rank's first samples, which are compared.
 
-    Raises DataError where ranks that are to read the same data do not.
+    Raises DataError where ranks that should read the same data do not.
     """
     seen = ranks.gather(hashlib.blake2b(b"\0".join(_parts(items))).hexdigest())
     by_data_rank: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Iterable data: what can only be read in order, in rounds, from a position on.
+"""Iterable data, which can only be read in order: read in rounds, from a position on.
 
 A *round* is what all ranks take together: a global batch for training, a batch for each rank in evaluation. On several
 ranks rank 0 reads and sends (*dispatched*), or each rank reads by itself (*sharded*): its own shard, if the ranks turn
@@ -54,9 +54,8 @@ class FirstRound:
 class IterableRounds:
     """Iterable data in rounds; making one is collective where there are several ``ranks``.
 
-    ``name`` is that of the dataset in messages; ``check`` raises DataError for a first round that will not do;
-    ``chunk`` samples are what a worker reads at once, the same number in every layout; ``limit`` keeps the first so
-    many samples.
+    ``name``: of the dataset, for messages; ``check`` raises DataError for a first round that is too small; ``chunk``:
+    samples that a worker reads at once, the same in every layout; ``limit``: only the first so many samples are used.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class IterableRounds:
         return len(self) * (self._share.batches_per_step() // self._share.size)
 
     def check(self, state: Position) -> None:
-        """Raise DataError for a position that this data cannot go on from."""
+        """Raise DataError for a position that this data cannot resume from."""
         if state["sample"] and "stream" not in state:
             raise DataError(
                 f"{self._name}: the data position is that of a map-style dataset; set ignore_data_skip=true"
@@ -171,9 +170,9 @@ class IterableRounds:
                 yield parts[self._share.rank], after
 
     def _rounds(self, position: Position) -> Iterator[tuple[list[Any], Position, bool]]:
-        """The items of each round that this process is to make batches of: of all ranks where rank 0 reads for them,
-        else this rank's; the position behind it, and False where nothing follows, since the data ended within it (after
-        one that came out even there may be nothing too)."""
+        """For each round the items of which this process makes batches: those of all ranks where rank 0 reads for
+        them, else this rank's; the position after it; and False if the data ended within it. (True does not promise
+        another round: the data may end exactly with this one.)"""
         share, epoch, sample, left = self._share, position["epoch"], position["sample"], self._limit
         if self._tell_epoch:  # the dataset, and what a dataloader reads from
             parts = [getattr(self._dataset, name, None) for name in ("dataset", "sampler", "batch_sampler")]
@@ -263,10 +262,10 @@ def _first_samples(items: list[Any], count: int | None) -> list[Any]:
 class Stream:
     """One pass over the items of a dataset, from a state on.
 
-    Where the dataset, its iterator or the dataloader has ``state_dict`` and ``load_state_dict``, a pass goes on exactly
-    from a state; else the items before it are read again. Raises DataError if that cannot be done.
+    Where the dataset, its iterator or the dataloader has ``state_dict`` and ``load_state_dict``, a pass continues
+    exactly from a state; else the items before it are read again and dropped. Raises DataError if neither is possible.
 
-    ``chunk`` samples are read at once; their order depends on it where there are workers, who take turns by chunks.
+    ``chunk`` samples are read at once; with workers, which take turns by chunks, their order depends on it.
     """
 
     def __init__(self, dataset: Any, workers: Workers, seed: int, chunk: int, state: State | None) -> None:

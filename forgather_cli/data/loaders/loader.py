@@ -1,8 +1,8 @@
 """Loaders: one optimizer step at a time for training, one batch at a time for evaluation.
 
-The order of map-style data is a function of (seed, epoch), and of the samples' lengths where these group it; each rank
-reads its own slice of each global batch, and the position is the number of samples behind: another world size or batch
-size continues with exactly the next samples.
+The order of map-style data is a function of (seed, epoch), with ``group_by_length`` of the samples' lengths too. Each
+rank reads its own slice of each global batch. The position is the number of samples consumed, so a run resumed with
+another world size or batch size continues with exactly the next sample.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class TrainLoader:
     micro-batches. A slice is cut into micro-batches of ``micro_batch_size``; it may be empty. After the last step the
     position is the start of the next epoch. Raises DataError for data that cannot fill a step.
 
-    ``rank`` and ``size``: of the slices. With ``data_ranks`` iterable data is read by rank 0 for all ranks, or with
-    ``dispatch=False`` by each for itself, which may end at different steps (``IterableRounds``); making a loader and
-    every step are then collective. With ``vocab_size`` the ids of the first steps are compared with it. With
-    ``group_by_length`` samples of about one length come together; it names the column of lengths (``lengths_of``).
+    This rank reads slice ``rank`` of ``size``. With ``data_ranks`` iterable data is read by rank 0 for all ranks, or
+    with ``dispatch=False`` by each for itself, which may end at different steps (``IterableRounds``); making a loader
+    and every step are then collective. With ``vocab_size`` the ids of the first steps are checked against it. With
+    ``group_by_length``, the name of the column of lengths (``lengths_of``), samples of like length come together.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TrainLoader:
 
     @property
     def state_is_per_rank(self) -> bool:
-        """True if each rank has a position of its own, from which only as many ranks can resume."""
+        """True if each rank has a position of its own; then only the same number of ranks can resume."""
         return self._data.is_sharded
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class TrainLoader:
         return len(self._data)
 
     def num_microbatches(self) -> int:
-        """This rank's, of a whole epoch. Raises TypeError for data without a length."""
+        """This rank's micro-batches in a whole epoch. Raises TypeError for data without a length."""
         return self._data.num_microbatches()
 
     def __iter__(self) -> Iterator[Step]:
@@ -136,12 +136,12 @@ class TrainLoader:
             yield batches, (count_targets(batches), position)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the present one keeps its position."""
+        """Go to the start of ``epoch``; if it is the present one, keep the position."""
         if epoch != self.epoch:
             self._position = start_of(epoch)
 
     def state_dict(self) -> Position:
-        """The position after the last step handed out; what was read ahead does not count."""
+        """The position after the last step that was yielded; data read ahead do not count."""
         return dict(self._position)
 
     def load_state_dict(self, state: Position) -> None:
@@ -158,7 +158,7 @@ class TrainLoader:
 
 
 def _check_first_step(first: FirstRound, *, drop_last: bool) -> None:
-    """Raise DataError for iterable data that has not one step."""
+    """Raise DataError for iterable data without a single step."""
     if first.own_shards:
         _log.info("train_dataset: each rank reads a shard of its own")
     if drop_last:
@@ -175,8 +175,8 @@ def _check_first_step(first: FirstRound, *, drop_last: bool) -> None:
 
 
 def _check_ids(batches: list[Batch], vocab_size: int) -> None:
-    """Raise DataError for ids that the model does not know: an embedding would end the process, on a GPU without a word
-    of why."""
+    """Raise DataError for ids outside the vocabulary, at which an embedding fails, on a GPU with an error that does not
+    say why."""
     for batch in batches:
         ids = batch.get("input_ids")
         if ids is None or not ids.numel():
@@ -190,7 +190,7 @@ def _check_ids(batches: list[Batch], vocab_size: int) -> None:
             )
 
 
-class Microbatched:
+class MicrobatchLoader:
     """A TrainLoader's epoch as one micro-batch after another."""
 
     def __init__(self, loader: TrainLoader) -> None:

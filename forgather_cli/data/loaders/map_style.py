@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice, tee
-from operator import itemgetter
+from itertools import islice, tee
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ Request = tuple[int, list[int]]
 
 
 def is_map_style(dataset: Any) -> bool:
-    """True if samples can be asked for by number."""
+    """True if samples can be read by number."""
     if isinstance(dataset, DataLoader | IterableDataset) or has_batches(dataset):
         return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -45,16 +44,16 @@ def has_batches(dataset: Any) -> bool:
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Tell a dataset that wants to know which epoch begins."""
+    """Call the dataset's ``set_epoch``, if it has one."""
     method = getattr(dataset, "set_epoch", None)
     if callable(method):
         method(epoch)
 
 
-class _Reader:
-    """A dataset that answers a request with a batch.
+class _BatchReader:
+    """Reads the batch of a request from a dataset, in this process or in a worker.
 
-    The epoch travels with the numbers, so that workers that outlive an epoch learn of the next one.
+    A request has the epoch beside the numbers, for workers that outlive an epoch.
     """
 
     def __init__(self, dataset: Any, collate_fn: CollateFn | None, *, tell_epoch: bool) -> None:
@@ -84,7 +83,7 @@ class Batches:
     def __init__(
         self, dataset: Any, collate_fn: CollateFn | None, workers: Workers, seed: int, *, tell_epoch: bool = True
     ) -> None:
-        self._reader = _Reader(dataset, collate_fn, tell_epoch=tell_epoch)
+        self._reader = _BatchReader(dataset, collate_fn, tell_epoch=tell_epoch)
         self._workers, self._seed = workers, seed
         self._sampler = _Requests()
         self._loader: Any = None
@@ -107,7 +106,7 @@ class Batches:
 
 
 class _Requests:
-    """The batch sampler of a loader that lives longer than one pass."""
+    """The batch sampler of a DataLoader that is used for several passes: each sets ``requests`` anew."""
 
     requests: Iterable[Request] = ()
 
@@ -144,14 +143,14 @@ class MapStyleSteps:
         return self._share.num_steps(self._length, self._share.global_batch)
 
     def num_microbatches(self) -> int:
-        """This rank's, of a whole epoch."""
+        """This rank's micro-batches in a whole epoch."""
         share = self._share
         steps, rest = divmod(self._length, share.global_batch)
         whole, last = (-(-len(share.of(size)) // share.micro_batch) for size in (share.global_batch, rest))
         return steps * whole + (0 if share.drop_last else last)
 
     def check(self, state: Position) -> None:
-        """Raise DataError for a position that this data cannot go on from."""
+        """Raise DataError for a position that this data cannot resume from."""
         if state["sample"] > self._length:
             raise DataError(
                 f"resume_from_checkpoint: the data position is sample {state['sample']}, but the training data has "
@@ -159,15 +158,16 @@ class MapStyleSteps:
             )
 
     def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
-        """This rank's batches of each step from a position to the end of the epoch, and the position behind each."""
+        """This rank's batches of each step from a position to the end of the epoch, and the position after each."""
         epoch = position["epoch"]
-        steps, ahead = tee(self._requests(epoch, position["sample"]))  # workers ask for batches of later steps
-        batches = self._batches.read(chain.from_iterable(map(itemgetter(0), ahead)))
+        # two iterators over the steps' requests: workers consume the second one further, for batches of later steps
+        steps, steps_ahead = tee(self._requests(epoch, position["sample"]))
+        batches = self._batches.read(request for requests, _ in steps_ahead for request in requests)
         for requests, stop in steps:
             yield list(islice(batches, len(requests))), {"epoch": epoch, "sample": stop}
 
     def _requests(self, epoch: int, start: int) -> Iterator[tuple[list[Request], int]]:
-        """Of each step the requests for this rank's micro-batches, and the position of the sample behind the step."""
+        """For each step the requests of this rank's micro-batches, and the sample at which the next step begins."""
         order, share, size = self._order(epoch), self._share, self._share.micro_batch
         while start < self._length:
             stop = min(start + share.global_batch, self._length)
@@ -184,7 +184,7 @@ class MapStyleSteps:
         return Order(self._length, self._seed, epoch, shuffle=self._shuffle)
 
     def between(self, start: Position, stop: Position) -> list[int] | None:
-        """Samples that steps from one position to a later one are made of, in order; epochs between as whole ones."""
+        """The samples of the steps from one position to a later one, in order; epochs in between are whole."""
         found: list[int] = []
         for epoch in range(start["epoch"], stop["epoch"] + 1):
             begin = start["sample"] if epoch == start["epoch"] else 0

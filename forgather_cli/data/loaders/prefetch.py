@@ -1,4 +1,4 @@
-"""Batches to the device one ahead of the model, on a stream of their own."""
+"""Copies batches to the device, on CUDA one step ahead of the model and on a stream of their own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Rest = TypeVar("_Rest")
 def to_device(
     items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, pin_memory: bool | None
 ) -> Iterator[tuple[list[Batch], _Rest]]:
-    """Lists of batches on ``device``, each with what belongs to it.
+    """The same items with their batches on ``device``.
 
-    On CUDA the next item is read and its copy queued before the present one is handed out, from pinned memory
-    (``pin_memory``; None: yes); the model's stream waits for the copy, the host does not. Elsewhere items are moved as
-    they come.
+    On CUDA the next item is read and its copy queued, from pinned memory (``pin_memory``; None: yes), before the
+    present one is yielded; the model's stream waits for the copy, the host does not. On other devices items are copied
+    when they are due.
     """
     if device.type == "cpu":
         return items

@@ -50,18 +50,18 @@ class Documents(Protocol):
 
     @property
     def origin(self) -> dict[str, str]:
-        """What is worth saying in logs of where they come from."""
+        """Where they come from, for logs."""
 
     @property
     def eval_fraction(self) -> float:
-        """Of the documents, to be held out; 0 where none is, or whole files are."""
+        """Fraction of the documents to hold out; 0 where none is, or whole files are."""
 
     @property
     def by_name(self) -> bool:
         """Split by the hash of a document's name instead of its text."""
 
     def content(self, cache: Cache) -> str:
-        """Hash of the content, which is read once; afterwards what identifies the source stands for it."""
+        """Hash of the content; it is read once, and the hash is reused while the source's identity stays the same."""
 
     def fingerprint(self, cache: Cache) -> str:
         """Hash of content and split rules."""
@@ -121,8 +121,10 @@ class Corpus:
 
 
 def content_hash(cache: Cache, files: Sequence[SourceFile]) -> str:
-    """Hash of the bytes and labels of files, in order. They are read once; afterwards paths, inodes, sizes and times
-    stand for them. Raises DataError."""
+    """Hash of the bytes and labels of files, in order. Raises DataError.
+
+    The files are read once; the hash is reused while paths, inodes, sizes and times stay the same.
+    """
 
     def file_hash(source: SourceFile) -> str:
         try:
@@ -141,7 +143,7 @@ def content_hash(cache: Cache, files: Sequence[SourceFile]) -> str:
 
 
 def stamp_of(path: Path) -> list[Any]:
-    """What stands for a file's content while nobody writes to it.
+    """Values that change whenever a file's content does.
 
     Size and modification time do not: ``cp -p``, ``rsync -t`` and ``tar`` keep them, but none keeps inode and ctime.
     """
@@ -255,8 +257,11 @@ def is_held_out(corpus: Documents, document: Document, *, is_first: bool) -> boo
 
 
 def cut_last(corpus: Documents, last: Document, num_chars: int, *, any_held_out: bool) -> list[tuple[Split, Document]]:
-    """What becomes of the last document, if it is not held out, of a corpus of ``num_chars`` characters: where nothing
-    else is held out, its end is, about ``eval_fraction`` of all and at most half of it, cut at a line border."""
+    """The last document of a corpus of ``num_chars`` characters, with its split, if it is not held out.
+
+    Where no other document is held out, its end is: about ``eval_fraction`` of all characters and at most half of the
+    document, cut at a line border.
+    """
     if not corpus.eval_fraction or any_held_out:
         return [("train", last)]
     text = last.text
@@ -269,5 +274,5 @@ def cut_last(corpus: Documents, last: Document, num_chars: int, *, any_held_out:
 
 
 def held_out_share(key: str) -> float:
-    """A number in [0, 1) that depends on nothing but ``key``: below ``eval_fraction`` what has it is held out."""
+    """A number in [0, 1) that depends on nothing but ``key``; a document is held out below ``eval_fraction``."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64

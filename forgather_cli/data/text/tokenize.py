@@ -1,4 +1,6 @@
-"""Text to the token cache: a token file and a file of document borders per split, which outlive a killed build."""
+"""Tokenizes a corpus into the token cache: per split a token file and a file of document borders. A build that was
+killed is resumed.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,11 @@ def tokenize_corpus(
         return _write(temporary, corpus, tokenizer, cache, processes) | {"content": corpus.content(cache)}
 
     key = digest([_VERSION, corpus.fingerprint(cache), tokenizer.fingerprint])
-    return cached_tokens(*cache.build_once("tokens", key, write, goes_on=True))
+    return cached_tokens(*cache.build_once("tokens", key, write, resumable=True))
 
 
 def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cache, processes: int | None) -> Meta:
-    """Tokenize a corpus into ``directory``, which may hold what a killed build has done of it."""
+    """Tokenize a corpus into ``directory``, which may hold the files of a killed build to resume."""
     dtype = dtype_of(tokenizer.vocab_size)
     encoder = Encoder(corpus, tokenizer, end_of(tokenizer), dtype)
     pieces = corpus.pieces()
@@ -143,7 +145,7 @@ def _num_bytes(pieces: Sequence[Piece]) -> int:
 
 @dataclass
 class Journal:
-    """How far token files have grown. Sizes are of whole pieces: what lies behind them is of one that was not done."""
+    """How far token files have grown, in whole pieces: bytes after these sizes are of a piece that was not finished."""
 
     plan: str
     """Stands for the pieces and their order."""
@@ -170,7 +172,7 @@ class Journal:
 class TokenFiles:
     """The token files of a corpus in a directory while they grow: ``<split>.bin``, ``<split>.lengths`` and a journal.
 
-    What a killed process has left is resumed if it was made by the same plan.
+    Files that a killed process has left are continued if they were made by the same plan.
     """
 
     def __init__(self, directory: Path, plan: str, dtype: str) -> None:
@@ -213,7 +215,7 @@ class TokenFiles:
             path.unlink()
 
     def commit(self, made: Encoded) -> None:
-        """A piece's tokens are written: from now on they stay, whatever happens to this process or machine."""
+        """Make a piece's tokens, which are written, durable: from now on they survive a crash of process or machine."""
         for split in SPLITS:
             for lengths in made.lengths[split]:
                 self._lengths[split].write(lengths.data)

@@ -1,4 +1,4 @@
-"""The middle of loading: changes applied to a composed config, and the checks on what comes out."""
+"""A composed config to a checked ``Config``: overrides applied, interpolations resolved, decoded, rules checked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from forgather_cli.config.accelerate_file import (
 )
 from forgather_cli.config.compose import plain, references, written
 from forgather_cli.config.decode import decode, option_types, to_tree
-from forgather_cli.config.mistakes import Speech
+from forgather_cli.config.mistakes import Naming
 from forgather_cli.config.options import BARE_GROUPS, SearchPath, shipped
-from forgather_cli.config.overrides import Change, apply, resolve
+from forgather_cli.config.overrides import Change, apply, full_path
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import AdamWSettings
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Build:
-    """A config on its way from composition to ``Config``.
+class ConfigBuilder:
+    """Turns the composed ``cfg`` into a ``Config``: first ``apply_changes``, then ``build``.
 
-    ``options``: chosen option by group; ``chosen``: groups chosen on the command line; ``given``: the change that set
-    each path last, in a recipe or on the command line; ``files`` those of the recipe and what it starts from, innermost
-    first, none for a saved config; ``problems`` collects the mistakes of every stage.
+    ``options``: each group's option; ``chosen``: the groups chosen on the command line; ``given``: by path, the change
+    that set it last, in a recipe or on the command line; ``files``: the recipe's and those of the recipes it starts
+    from, innermost first, none for a saved config; ``problems`` collects the mistakes of every stage.
     """
 
     search: SearchPath
@@ -50,15 +50,15 @@ class Build:
     given: dict[str, Change] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
 
-    def change(self, changes: Iterable[Change]) -> None:
+    def apply_changes(self, changes: Iterable[Change]) -> None:
         """Apply value changes in order; those that cannot be made become problems."""
         changes = list(changes)
         for group in BARE_GROUPS:
-            changes = self._make_room(group, changes)
+            changes = self._drop_replaced_option(group, changes)
         tree = self._raw()
         selected, known = option_types(tree), frozenset(leaves(tree))
         for change in changes:
-            path, problem = resolve(change.key, known, selected)
+            path, problem = full_path(change.key, known, selected)
             if problem is None and change.source and path in self.given and self.given[path].source == change.source:
                 problem = f"{change.key}: set twice, {path} being the same setting; keep one"
             if problem := problem or apply(change, path, self.cfg):
@@ -69,8 +69,8 @@ class Build:
                 if change.action != "delete":
                     self.given[each] = change if each == path else Change(each, None, source=change.source)
 
-    def _make_room(self, group: str, changes: list[Change]) -> list[Change]:
-        """Remove the settings of an option that a ``group._target_`` replaces; returns the changes that still count."""
+    def _drop_replaced_option(self, group: str, changes: list[Change]) -> list[Change]:
+        """Remove the settings of an option that a ``group._target_`` replaces; returns the changes still to apply."""
         from omegaconf import OmegaConf
 
         key, tree = f"{group}._target_", self._raw()
@@ -92,11 +92,11 @@ class Build:
         return [  # without a recipe's bare keys that meant the option
             change
             for change in changes
-            if change.source in (None, where) or not resolve(change.key, known, {})[0].startswith(f"{group}.")
+            if change.source in (None, where) or not full_path(change.key, known, {})[0].startswith(f"{group}.")
         ]
 
-    def finish(self) -> tuple[Config, dict[str, Any], frozenset[str]]:
-        """Resolve, decode and check: the config, its tree as it is written, and the paths and groups that were given.
+    def build(self) -> tuple[Config, dict[str, Any], frozenset[str]]:
+        """Resolve, decode and check: the config, its tree for ``config.yaml``, and the paths and groups given by users.
 
         Raises ConfigError with the problems of every stage.
         """
@@ -111,20 +111,20 @@ class Build:
         tree, failed = plain(self.cfg)
         self.problems += filter(None, failed.values())
         self._complete(tree)
-        # of groups whose option could not be chosen, the settings are not spoken of
+        # groups whose option does not exist: nothing is reported of their settings
         unknown = {group for group in self.options if any(p.startswith(f"{group}=") for p in self.problems)}
         sources = {path: change.source for path, change in self.given.items() if change.source}
         for group, option in self.options.items():
             file = self.search.option(group, option)
             if file and not file.is_relative_to(shipped("conf")):
                 sources |= {path: file for path in leaves(raw.get(group), group) if path not in self.given}
-        speech = Speech(self.options, {path: change.key for path, change in self.given.items()}, sources, self.search)
-        # how late each was set: recipes from the innermost on, then the command line
-        late: dict[Path | None, int] = {file: number for number, file in enumerate(self.files)}
-        layers = {path: late.get(change.source, len(self.files)) for path, change in self.given.items()}
+        naming = Naming(self.options, {path: change.key for path, change in self.given.items()}, sources, self.search)
+        # the layer that set each path: recipes count from 0 for the innermost, the command line comes last
+        numbers: dict[Path | None, int] = {file: number for number, file in enumerate(self.files)}
+        layers = {path: numbers.get(change.source, len(self.files)) for path, change in self.given.items()}
         layers |= dict.fromkeys(self.chosen, len(self.files))
         try:
-            config = decode(tree, speech=speech, unresolved={*failed, *unknown})
+            config = decode(tree, naming=naming, unresolved={*failed, *unknown})
             if not unknown:
                 self.problems += rule_problems(config, layers)
             self.problems += [] if self.problems else target_problems(config)
@@ -135,16 +135,16 @@ class Build:
         return config, written(to_tree(config), references(raw)), frozenset(layers)
 
     def _complete(self, tree: dict[str, Any]) -> None:
-        """Settings of a resolved tree that follow from others."""
+        """Fill in the settings of a resolved tree that follow from others."""
         tree["recipe"] = self.recipe
         tree["callbacks"] = {} if tree.get("callbacks") is None else tree["callbacks"]  # ~callbacks: none
-        # data.tokenizer=null is that of the model's directory: other tokens would mean nothing to it. Else bytes
+        # data.tokenizer=null: that of the model's directory, whose weights know no other tokens; without one, bytes
         data, model = tree.get("data"), _mapping(tree.get("model"))
         if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
             path = None if "_target_" in model else model.get("path")
             data["tokenizer"] = path if isinstance(path, str) and path != "???" else "bytes"
-        # the user's groups of the optimizer come before the shipped ones, of which the first that matches wins. What a
-        # saved config holds is in its order already; there only what the command line adds is new
+        # the first parameter group that matches wins, so the user's come before the shipped ones. A saved config is in
+        # that order already: there only groups that the command line adds are moved
         groups = _mapping(_mapping(tree.get("optimizer")).get("groups"))
         added = {p.split(".")[2] for p, c in self.given.items() if p.startswith("optimizer.groups.") and not c.source}
         own = [name for name in groups if name not in AdamWSettings().groups and (self.files or name in added)]
@@ -152,7 +152,10 @@ class Build:
             tree["optimizer"]["groups"] = {name: groups[name] for name in dict.fromkeys([*own, *groups])}
 
     def _read_accelerate(self) -> None:
-        """Take over what ``trainer.accelerate_config`` says, or else ``accelerate launch``; the command line wins."""
+        """Take over the settings of ``trainer.accelerate_config``, or else of ``accelerate launch``.
+
+        Settings of the command line win; one of a recipe that differs is a problem.
+        """
         from omegaconf import OmegaConf
 
         tree = self._raw()
@@ -161,21 +164,21 @@ class Build:
         name = trainer.get("accelerate_config") if sharded and isinstance(trainer, dict) else None
         try:
             if isinstance(name, str) and name != "???":
-                source, said = f"accelerate_config={name}", accelerate_settings(Path(name), own_decoder=own_decoder)
+                source, found = f"accelerate_config={name}", accelerate_settings(Path(name), own_decoder=own_decoder)
             elif name is None and is_launched():
-                source, said = LAUNCHED, launched_settings(sharded=sharded, own_decoder=own_decoder)
+                source, found = LAUNCHED, launched_settings(sharded=sharded, own_decoder=own_decoder)
             else:
                 return
         except ConfigError as error:
             self.problems += error.problems
             return
         if is_launched_for_fsdp() and not sharded and "trainer" in self.options:
-            said["trainer"] = "fsdp2"
-        for path, value in said.items():
+            found["trainer"] = "fsdp2"
+        for path, value in found.items():
             by, is_group = self.given.get(path), path in self.options
             if path in self.chosen or (by and by.source is None):
                 continue
-            if is_group:  # train.yaml chooses fp32; what a resumed run says has no recipe and gives way
+            if is_group:  # fp32 is train.yaml's choice; a resumed run's settings have no recipe and give way
                 now, set_before = self.options[path], self.options[path] != "fp32" and bool(self.files)
             else:
                 now, set_before = OmegaConf.select(self.cfg, path), by is not None
