@@ -1,4 +1,4 @@
-"""Averages weights between steps: post-local SGD, where ranks train by themselves and average their weights now and then
+"""Averages weights between steps: post-local SGD, where ranks train alone and average their weights now and then
 (Lin et al. 2018, arXiv:1808.07217).
 """
 
