@@ -110,7 +110,8 @@ SENT: dict[str, dict[str, int]] = {
     "fsdp2": {
         **_SYNC,
         **_NORM,
-        "allreduce_ in parallelize.Rounds.of": 1,  # how many micro-batches the others have, on the host's own group
+        # how many micro-batches the others have, on the host's own group
+        "allreduce_ in parallelize.EvenMicrobatches.of": 1,
         # of each micro-batch: the weights of the root and of two blocks, and of the blocks again for the backward
         "_allgather_base_ in fsdp2.FullyShard.forward_backward": 2 * 3,
         "_allgather_base_ in decoder.Stack.forward": 2 * 2,
@@ -132,7 +133,7 @@ LAYOUTS = {
 LATE = {"metrics.LateReader._pop": 1}
 """The gradient norm of two steps ago: on CUDA a copy in the host's memory, which has come by then."""
 COUNTED = {"collate.count_targets": 2, "distributed.clip_grad_norm": 1}
-ON_THE_HOST = COUNTED | {"step_sync.Sum.read": 1, "parallelize.Rounds.is_last": 1}
+ON_THE_HOST = COUNTED | {"step_sync.Sum.read": 1, "parallelize.EvenMicrobatches.is_last": 1}
 """Reads of what never was on the device: targets of the CPU's batches, sums over the host's own group; and of what only
 a CPU reads: the norm that says whether there is something to clip.
 """
