@@ -270,7 +270,7 @@ def edit(
 
 
 def _how_to_resume(path: Path, words: list[str]) -> str | None:
-    """What to do where a resume of the run would go on from another checkpoint than the edited one, at ``path``."""
+    """The remedy where the run would resume from another checkpoint than the edited one, at ``path``."""
     from forgather_cli.checkpoint.retention import resumed
 
     run = run_of(path)

@@ -179,7 +179,7 @@ def stacks(job: Job = None, as_json: AsJson = False) -> None:
 
 
 def _find(job: str | None) -> Entry:
-    """The job that is meant. Raises ControlError, which tells of a run directory what goes on there."""
+    """The job that is named. Raises ControlError, which for a run directory says in which state the run is."""
     try:
         return registry.resolve(job)
     except ControlError as error:

@@ -146,7 +146,7 @@ def _check(ctx: typer.Context, greedy: bool) -> None:
 
 
 def _given(prompt: str | None, prompts: Path | None, chat: bool) -> list[Prompt]:
-    """What to go on from; nothing for a conversation, which asks as it goes."""
+    """The prompts; none for a conversation, which reads its questions one by one."""
     if prompts is not None:
         return read_prompts(prompts)
     if chat:

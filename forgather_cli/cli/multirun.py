@@ -1,6 +1,6 @@
 """``forgather train -m``: one run for each combination, one after another, each a process of its own.
 
-Directories are named by the content of recipe and overrides, so the same command again goes on with the sweep: jobs
+Directories are named by the content of recipe and overrides, so the same command again resumes the sweep: jobs
 that are done are skipped, others are resumed.
 """
 
@@ -46,7 +46,7 @@ class Job:
 
 def run_sweep(recipe: str, overrides: list[str], *, config_dir: Path | None, dry_run: bool, as_json: bool) -> int:
     """Run what is left of a sweep; returns 0 if all jobs are done or were stopped by commands, 75 after a signal, else
-    1. What is not done goes on with the next call.
+    1. The next call resumes the jobs that are not done.
 
     Every job's config is checked before the first starts; raises ConfigError with the problems of all.
     """
@@ -61,15 +61,15 @@ def run_sweep(recipe: str, overrides: list[str], *, config_dir: Path | None, dry
         code = codes[job.name] = DONE if job.is_done else forward.run(_command(job, recipe, config_dir))
         if forward.signum is not None or code in _SIGNALLED:
             _print_table(jobs, codes)
-            _tell_how_to_go_on()
+            _print_resume_command()
             return STOPPED if code in (STOPPED, DONE) else code
     _print_table(jobs, codes)
     if not all(job.is_done for job in jobs):
-        _tell_how_to_go_on()
+        _print_resume_command()
     return DONE if all(state_of(job.run)[0] in ("done", "stopped") for job in jobs) else FAILED
 
 
-def _tell_how_to_go_on() -> None:
+def _print_resume_command() -> None:
     typer.echo(f"not all jobs are done; the same command resumes them:\n{shlex.join(['forgather', *sys.argv[1:]])}")
 
 
@@ -104,7 +104,7 @@ def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> lis
 
 
 def _command(job: Job, recipe: str, config_dir: Path | None) -> list[str]:
-    """One job as a command line of its own: goes on where it was, or begins."""
+    """The command that starts or resumes one job."""
     own = [f"output_dir={quoted(job.run.root)}", "overwrite_output_dir=false"]
     own += ["resume_from_checkpoint=true"] if job.run.is_used() else []
     extra = ["--config-dir", str(config_dir)] if config_dir else []
@@ -112,7 +112,7 @@ def _command(job: Job, recipe: str, config_dir: Path | None) -> list[str]:
 
 
 class _Forward:
-    """Runs jobs in their own process groups and hands every signal on once.
+    """Runs jobs in their own process groups and forwards every signal once.
 
     In the same group a job would get Ctrl-C from the terminal and again from here, and two signals end it at once.
     """

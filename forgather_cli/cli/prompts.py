@@ -23,7 +23,7 @@ _KINDS = ".txt, .jsonl, .yaml or .yml"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to go on from, or a conversation to answer."""
+    """A text to continue, or a conversation to answer."""
 
     where: str
     """As a message names it: an option, or FILE:LINE."""
@@ -31,7 +31,7 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] | None = None
 
     def tokens(self, model: Generator) -> list[int]:
-        """Raises SetupError, with its place, for what the model cannot go on from."""
+        """Raises SetupError, with its place in the file, for a prompt that the model cannot continue."""
         if self.messages is None:
             return model.encode(self.text, self.where)
         try:
@@ -46,7 +46,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, by the ending of its name. Raises ConfigError with every line that is none."""
+    """The prompts of a file, in the format of its ending. Raises ConfigError with every line that is no prompt."""
     kind = path.suffix.lower()
     if kind not in (".txt", ".jsonl", ".yaml", ".yml"):
         raise ConfigError(f"--prompts: must be a {_KINDS} file, got {path}")

@@ -33,7 +33,7 @@ class Command(TyperCommand):
         return _without_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """A setting given as an option is told how settings are written. Raises ConfigError."""
+        """Parse; for a setting given as an option raise ConfigError, which says how settings are written."""
         params = self.get_params(ctx)
         options = {option.replace("-", "_") for param in params for option in (*param.opts, *param.secondary_opts)}
         words = [word.partition("=")[0] for word in args if word.startswith("--")]

@@ -83,7 +83,7 @@ _UNSAID = {
 
 @dataclass
 class _File:
-    """A file on its way to settings: ``left`` are its keys that nobody has asked for yet, ``name`` calls one."""
+    """A file being read into settings: ``left`` are the keys not read yet; ``name`` formats a key for messages."""
 
     name: Callable[[str], str]
     left: dict[str, Any]

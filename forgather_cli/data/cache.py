@@ -82,8 +82,8 @@ def digest(value: Any) -> str:
 class Cache:
     """The data cache in ``directory`` (None: ``$XDG_CACHE_HOME/forgather``, or ``~/.cache/forgather``).
 
-    ``progress`` is told while something is built. Without ``build`` nothing is built or written, nor text read: what is
-    missing raises NotCached. The methods raise DataError when the disk refuses.
+    ``progress`` is called while something is built. Without ``build`` nothing is built or written, nor text
+    read: what is missing raises NotCached. The methods raise DataError for errors of the disk.
     """
 
     def __init__(self, directory: str | Path | None, progress: Progress | None = None, *, build: bool = True) -> None:

@@ -57,13 +57,13 @@ _HF_GROUPS = {"no_decay": GroupSettings(regex=r"norm\w*\.weight$|bias$", setting
 
 
 HF_PROJECT = "huggingface"
-"""That library's name for a project that nobody has named."""
+"""Hugging Face's name for a project without a name."""
 
 
 @settings
 class ScriptSettings:
-    """What TrainingArguments alone can say, at what holds for a recipe: its data come as the model takes them, in the
-    order of its seed.
+    """Settings that only TrainingArguments have. The defaults are what holds for a recipe, whose data have the columns
+    that the model takes and are in the order of its seed.
     """
 
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
@@ -83,9 +83,9 @@ class ScriptSettings:
 
 @settings
 class HFSettings(RunSettings, ScriptSettings):
-    """``RunSettings`` with Hugging Face's defaults, and the ``TrainingArguments`` names that a recipe has not.
+    """``RunSettings`` with Hugging Face's defaults, and names of ``TrainingArguments`` that a recipe does not have.
 
-    ``trainer/hugging_face.py`` says what becomes of each of that library's arguments.
+    ``trainer/hugging_face.py`` has a table of what is done with each of that library's arguments.
     """
 
     output_dir: str | None = "trainer_output"

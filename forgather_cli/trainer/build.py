@@ -1,4 +1,4 @@
-"""What a Trainer works with, as its settings say: strategy, model and loaders."""
+"""Makes the parts of a Trainer from its settings: strategy, model and loaders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def strategy_of(
     loss_fn: Callable[..., Tensor] | None,
     fused_loss_factory: Callable[[nn.Module], Callable[..., Tensor]] | None,
 ) -> tuple[Strategy, LossScaler | None]:
-    """Collective. The strategy that is ``made`` or that the settings say, and under fp16 what scales its loss.
+    """Collective. ``made``, or the strategy that the settings select; and under fp16 the scaler of its loss.
 
     Raises ConfigError.
     """
@@ -64,24 +64,25 @@ def model_spec(
     init: Callable[[nn.Module], None] | None = None,
     enable_checkpointing: Callable[[nn.Module], Any] | None = None,
 ) -> ModelSpec:
-    """What ``build`` makes, with dtype and layers of ``precision``, ``gradient_checkpointing`` (by the user's function
-    where one is given, which changes the model or returns another one) and ``torch_compile``. Raises ConfigError.
+    """How to make the model: ``build``, then dtype and layers of ``precision``, ``gradient_checkpointing`` and
+    ``torch_compile`` where the settings ask for them. ``enable_checkpointing``: the user's function for
+    gradient_checkpointing, which changes the model or returns another one. Raises ConfigError.
     """
     from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
 
     check_supported(args, strategy)
     dtype = parameter_dtype(args.precision)
-    told = world().rank > 0  # by rank 0, once: a pipeline builds the model once per stage
+    logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
-        nonlocal told
+        nonlocal logged
         if dtype is not None:
             cast_parameters(model, dtype)
         done = converted(model, args.precision, strategy.device)
-        if done and not told:
+        if done and not logged:
             for line in done.lines():
                 _log.info("%s", line)
-            told = True
+            logged = True
         return model
 
     def checkpoint(part: nn.Module) -> nn.Module:
@@ -117,8 +118,8 @@ def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:
 
 
 class Columns:
-    """A collate function after Hugging Face's ``remove_unused_columns`` and ``label_names``: of samples that are dicts,
-    what ``forward`` does not name is left out, and the labels are called ``labels``.
+    """Hugging Face's ``remove_unused_columns`` and ``label_names`` before a collate function: removes keys of dict
+    samples that are not in ``names``, and renames the labels to ``labels``.
 
     transformers 5.23, ``trainer_utils.py: RemoveColumnsCollator``.
     """
@@ -137,10 +138,10 @@ class Columns:
 
 
 def collate_fn(script: ScriptSettings, model: nn.Module, collate: CollateFn | None) -> CollateFn | None:
-    """The user's ``data_collator`` (None: the default), after what TrainingArguments say of columns."""
+    """The user's ``data_collator`` (None: the default), with ``Columns`` where TrainingArguments ask for it."""
     names = set(inspect.signature(model.forward).parameters)
     labels = script.label_names[0] if script.label_names else "labels"
-    # a forward of (*args, **kwargs), or of a pipeline's later stage, does not say what a batch may hold
+    # the signature (*args, **kwargs), or that of a pipeline's later stage, does not name the keys of a batch
     kept = names | {labels, "label", "label_ids"} if script.remove_unused_columns and "input_ids" in names else None
     return collate if kept is None and labels == "labels" else Columns(kept, labels, collate or default_collate)
 
@@ -167,10 +168,10 @@ def train_loader(run: Run, dataset: Any, collate_fn: CollateFn | None, data_rank
 
 
 def known_vocab_size(parts: list[nn.Module]) -> int | None:
-    """Tokens that the model knows by its settings (the decoder) or its config (transformers); else None."""
+    """The vocabulary size in the model's settings (the decoder) or its config (transformers); else None."""
     for part in parts:
-        for told in (getattr(part, "settings", None), getattr(part, "config", None)):
-            size = getattr(told, "vocab_size", None)
+        for settings in (getattr(part, "settings", None), getattr(part, "config", None)):
+            size = getattr(settings, "vocab_size", None)
             if isinstance(size, int):
                 return size
     return None
@@ -198,7 +199,7 @@ def eval_loader(
 
 
 def _loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
-    """How a loader reads, beside what."""
+    """The arguments of a loader that say how it reads, not what."""
     return {
         "num_workers": args.dataloader_num_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,

@@ -28,13 +28,13 @@ def _is_of_device(error: RuntimeError | MemoryError) -> bool:
 
 
 def explain_step(error: RuntimeError | MemoryError, run: Run, batches: list[Batch]) -> None:
-    """Of an error in a training step: raises OutOfMemoryError, which says what helps, or gives other errors of the
-    device a note with step, shapes and memory.
+    """Explain an error in a training step: raise OutOfMemoryError, with settings that help, or add a note with step,
+    shapes and memory to another error of the device.
     """
     place = f"in step {run.state.global_step + 1}, micro-batches of {_shapes(batches)}"
     memory = _memory(run.strategy, run.optimizer, gradients=True)
     if _is_out_of_memory(error):
-        smaller: int | None = None  # what to start again with, where that is asked for
+        smaller: int | None = None  # the micro-batch to start again with (auto_find_batch_size)
         if run.args.auto_find_batch_size and run.state.global_step - run.state.resumed_step < _EARLY:
             smaller = smaller_micro_batch(run.batch_plan, run.strategy.batch_multiple)
         told = _out_of_memory(place, memory, error, _helps_training(run.args))
@@ -51,7 +51,7 @@ def explain_evaluation(
     strategy: Strategy,
     optimizer: Any = None,
 ) -> None:
-    """The same of an error in a pass over a split, ``what`` in messages, at ``batches``."""
+    """As ``explain_step`` for an error in a pass over a split, named ``what`` in messages, at ``batches``."""
     place = f"in {what}, batches of {_shapes(batches)}"
     memory = _memory(strategy, optimizer, gradients=False)
     if _is_out_of_memory(error):

@@ -37,8 +37,8 @@ def in_rounds(batches: Iterable[Batch], group: Any, sync: StepSync | None = None
     """Collective. (batch, True) until every rank of ``group`` has run out.
 
     A rank that has none left gets its last one without targets, and False: every pass through the model is collective
-    under some strategies. The agreement on a round travels while the one before it is computed. ``sync``: whose
-    requests to stop cut it off. Raises EvaluationStopped, DataError for a rank that has no batch at all.
+    under some strategies. Ranks agree on a round while the one before it is computed. A request to stop that ``sync``
+    receives ends it. Raises EvaluationStopped then, and DataError for a rank that has no batch at all.
     """
     source = iter(batches)
 
@@ -79,14 +79,14 @@ def evaluate(
     predictions: Predictions | None = None,
     optimizer: Any = None,
 ) -> dict[str, float]:
-    """Collective. Sum of losses over the split divided by its number of targets; ``batches`` are this rank's,
-    ``group`` is a CPU group of all ranks, and ``sync``: see ``in_rounds``. ``what`` is said, and the ``optimizer``
-    counted, where memory runs out.
+    """Collective. The mean loss over the targets of a split; ``batches`` are this rank's, ``group`` is a CPU group of
+    all ranks, and ``sync``: see ``in_rounds``. When memory runs out, the message names ``what`` and counts the memory
+    of ``optimizer``.
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
     float range), tokens (counted targets), runtime (seconds), samples_per_second. Without a target there is no loss.
-    ``predictions`` keeps the logits of each batch, which takes a second forward; batches may then lack labels, and
-    there are no metrics of these.
+    ``predictions`` keeps the logits of each batch, which takes a second forward; batches may then lack labels, and do
+    not count in the metrics.
     """
     start = time.perf_counter()
     loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)

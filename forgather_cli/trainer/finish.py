@@ -1,4 +1,4 @@
-"""How training has ended, and what rank 0 leaves then: ``exit.json``, and where the run and its checkpoints are."""
+"""The end of training: ``exit.json`` says how it ended, and the paths of the run and its checkpoints are printed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from forgather_cli.trainer.run import Run
 
 
 def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitStatus:
-    """How training has ended on this rank; rank 0 writes ``exit.json`` and prints the places.
+    """How training ended on this rank; rank 0 writes ``exit.json`` and prints the paths.
 
-    Raises TrainingError where its last checkpoint was asked for, or ``exit.json``, and could not be written.
+    Raises TrainingError if ``exit.json``, or a last checkpoint that was due, could not be written.
     """
     args, run_dir, step = run.args, run.run_dir, run.state.global_step
     status = _status(run, callbacks.stopped)
@@ -41,14 +41,14 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
     except OSError as error:
         what = f"{run_dir.exit} cannot be written ({error.strerror}): make room, and resume the run to have it written"
         raise TrainingError(_but(run_dir, reason, what, told)) from error
-    _print_places(run_dir)
+    _print_paths(run_dir)
     if told:
         print(told, flush=True)
     return status
 
 
 def _status(run: Run, callback: str) -> ExitStatus:
-    """What has ended training: maybe a ``callback``. One of the user's is a rule of the run, so the run is done."""
+    """How training ended. ``callback``: the one that stopped it, or empty; a run stopped by a callback is done."""
     rank, step, signum = run.world.rank, run.state.global_step, run.sync.signum
     if run.control.should_abort_without_save:
         by = " by a command" if run.sync.applied.aborts else f" by {callback}" if callback else ""
@@ -63,13 +63,13 @@ def _status(run: Run, callback: str) -> ExitStatus:
 
 
 def _but(run: RunDir, reason: str, problem: str, lost: str) -> str:
-    """Why an end is a failure all the same."""
+    """The message of a failure at the end of training."""
     kept = run.checkpoint_steps()
     remedy = f"the newest checkpoint is step {kept[-1]}" if kept else "the run has no checkpoint"
     return "; ".join(filter(None, (f"{reason}, but {problem}", lost, remedy)))
 
 
-def _print_places(run: RunDir) -> None:
+def _print_paths(run: RunDir) -> None:
     """Where the run and its checkpoints are, as paths to copy."""
     found = list_checkpoints(run)
     best = next((info for info in found if info.best), None)

@@ -54,8 +54,8 @@ class TrainMetrics:
         norms_differ: bool = False,
         may_overflow: bool = False,
     ) -> None:
-        """``norms_differ``: ranks have gradient norms of their own, of which the mean square is told. ``may_overflow``:
-        the number of ``skipped_steps`` is told.
+        """``norms_differ``: ranks have gradient norms of their own, whose mean square is logged. ``may_overflow``: the
+        number of ``skipped_steps`` is logged.
         """
         self._world, self._norms_differ, self._flops = world, norms_differ, flops
         self._skip_steps = skip_steps  # steps of this process whose times are not counted (compilation, warm-up)

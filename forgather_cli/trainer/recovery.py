@@ -1,4 +1,4 @@
-"""What becomes of a run that diverges: it ends as failed, or goes back to a checkpoint and skips the data since."""
+"""A run that diverges: it ends as failed, or rolls back to a checkpoint and skips the data since."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """A run's rollbacks. What they go by is equal on all ranks, which therefore act alike without a word.
+    """A run's rollbacks. They depend on values that are equal on all ranks, which therefore need no agreement.
 
-    Weights, moments, schedule, counters, random states and callbacks go back; the data goes on, with what was fetched
-    ahead. ``RUN/rollbacks.jsonl`` is written first: whenever the job is killed, a resume does the same.
+    Weights, moments, schedule, counters, random states and callbacks return to the checkpoint; the data position stays
+    where it is. ``RUN/rollbacks.jsonl`` is written first, so that a resume after a kill at any moment does the same.
     """
 
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
@@ -49,7 +49,7 @@ class Recovery:
     # ------------------------------------------------------------------------------------------------------ at start
 
     def begin(self, reader: Reader | None) -> None:
-        """Collective. Training goes on from a checkpoint, or begins: then there is nothing to go back to yet."""
+        """Collective. Training resumes from ``reader``'s checkpoint, or begins: then there are no rollbacks yet."""
         directory, group = self._run.run_dir, self._run.cpu_group
         if reader is None and self.records:
             on_rank_0(lambda: directory.rollbacks.unlink(missing_ok=True), group)
@@ -63,13 +63,13 @@ class Recovery:
             self._run.emit("on_rollback", rollback=unknown[-1])
 
     def position(self, reader: Reader) -> Any:
-        """Where the data goes on behind a checkpoint: behind what rollbacks have skipped since, on this rank."""
+        """This rank's data position for a resume from a checkpoint: after the data that later rollbacks skipped."""
         rank = self._run.world.rank
         if unknown := self._unknown_to(reader):
             last = unknown[-1]
             log.info("behind the data that rollback %d has skipped at step %d", last.number, last.from_step)
             return _position(last, rank)
-        # read by every rank, also of another number of them: the loader knows which positions it can go on from
+        # every rank reads one, with another number of ranks too: the loader refuses positions that it cannot resume
         return reader.state("data", rank % reader.manifest.world_size)
 
     def _unknown_to(self, reader: Reader) -> list[Rollback]:
@@ -82,21 +82,21 @@ class Recovery:
         return reader.path.resolve().parent == self._run.run_dir.checkpoints.resolve()
 
     def published(self, path: Path) -> None:
-        """This training has saved a checkpoint."""
+        """Note that this training has published the checkpoint at ``path``."""
         self._foreign.discard(step_of(path) or 0)
 
     # ------------------------------------------------------------------------------------------------------ what ends
 
     def watch(self, norm: Tensor) -> None:
-        """Look at the gradient norm of two steps ago. Raises DivergenceError where it is not finite and nobody asks
-        for a rollback.
+        """Check the gradient norm of two steps ago. Raises DivergenceError if it is not finite and no callback asks for
+        a rollback.
         """
         late = self._norms.push(norm)
         if late is not None and not late < math.inf:
             self._norm_diverged(late)
 
     def watch_last(self) -> None:
-        """Look at the norms that are left; waits for the device."""
+        """Check the norms that are left; waits for the device."""
         for norm in self._norms.drain():
             if not norm < math.inf:
                 self._norm_diverged(norm)
@@ -107,13 +107,13 @@ class Recovery:
             self._diverged(reason, "the weights are void and were not saved")
 
     def not_finite(self, what: str) -> None:
-        """What was to be saved is void. Raises DivergenceError where nobody asks for a rollback."""
+        """Weights or moments of a save are not finite. Raises DivergenceError if no callback asks for a rollback."""
         reason = f"the weights or moments became void by step {self._run.state.global_step}: {what}"
         self._diverged(reason, "they were not saved")
 
     def overflowed(self, scaler: LossScaler) -> None:
-        """A step has been skipped under fp16. Raises DivergenceError where the scale of the loss cannot be made smaller
-        and nobody asks for a rollback.
+        """A step was skipped under fp16. Raises DivergenceError if the loss scale cannot be made smaller and no
+        callback asks for a rollback.
         """
         run = self._run
         if run.world.rank == 0:
@@ -126,7 +126,7 @@ class Recovery:
             )
 
     def _diverged(self, reason: str, note: str) -> None:
-        """Raises DivergenceError where nobody asks for a rollback."""
+        """Raise DivergenceError if no callback asks for a rollback."""
         run = self._run
         run.emit("on_divergence", reason=reason)
         asked = run.control.divergence
@@ -271,7 +271,7 @@ def _encoded(state: Any) -> tuple[Any, str | None]:
 
 
 def _position(record: Rollback, rank: int) -> Any:
-    """The position for ``rank``, also in a job of another size: the loader knows which it can go on from."""
+    """The position for ``rank``, also in a job of another size: the loader refuses one that it cannot resume."""
     place = rank % len(record.data)
     packed = record.tensors[place] if record.tensors else None
     tensors = load(base64.b64decode(packed)) if packed else {}

@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint, and how it comes back."""
+"""What a checkpoint holds of a run (``Checkpoints._components``), and how a run is restored from it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class _CallbackStates:
 
 
 class _StrategyState:
-    """What a strategy keeps besides weights; another kind of strategy leaves it alone."""
+    """A strategy's state besides weights; another kind of strategy does not load it."""
 
     def __init__(self, own: Stateful) -> None:
         self._own = own
@@ -110,7 +110,7 @@ class _StrategyState:
 
 
 class _ToCompare:
-    """State that is written as a component and read by hand: optimizer groups with their moments, the identity."""
+    """State that is saved as a component but not restored as one: optimizer groups, and the identity to compare."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -143,8 +143,8 @@ class Checkpoints:
     # --------------------------------------------------------------------------------------------------------- saving
 
     def trial(self) -> None:
-        """Collective. Before the first step: try to store every state, to write, and look for room. Whatever
-        save_strategy says, since a signal saves in any case. Raises SetupError.
+        """Collective. Before the first step: check that every state can be stored, that the directory can be written,
+        and that there is room; with save_strategy=no too, since a signal saves in any case. Raises SetupError.
         """
         model, optimizer = self._model_rows(), self._optimizer_rows()
         # AdamW's two moments, before the first step makes them
@@ -154,7 +154,7 @@ class Checkpoints:
     def save(self, metrics: dict[str, float], *, rollbacks: int) -> bool:
         """Collective. Begin a checkpoint of this step; returns once the state is copied. False: it failed.
 
-        ``rollbacks``: how many of them lie behind.
+        ``rollbacks``: number of the run's rollbacks so far.
         """
         run, identity = self._run, self._identity()
         run.metrics.fold()
@@ -243,7 +243,7 @@ class Checkpoints:
         return {n: LocalShard(t, must_be_finite=_is_parameter(t)) for n, t in kept.items()}
 
     def _optimizer_rows(self) -> dict[str, LocalShard]:
-        """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can go on."""
+        """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can resume."""
         run = self._run
         tensors = {} if run.script.save_only_model else run.optimizer.state_tensors()
         if run.outer is not None:
@@ -266,7 +266,7 @@ class Checkpoints:
         return newest
 
     def restore(self, reader: Reader, position: Callable[[Reader], Any]) -> None:
-        """Collective. Put the run back to a checkpoint, and the data to the ``position`` that belongs to it.
+        """Collective. Restore the run from a checkpoint, and the data to the ``position`` that belongs to it.
 
         Raises CheckpointError when it does not fit this run.
         """
@@ -289,7 +289,7 @@ class Checkpoints:
         log.info("resumed from %s at step %d", reader.path, reader.step)
 
     def put_back(self, reader: Reader, wanted: set[str]) -> None:
-        """Collective. The components ``wanted``, as a checkpoint has them."""
+        """Collective. Restore the components ``wanted`` from a checkpoint."""
         run = self._run
         rank, size = run.world.rank, run.world.size
         if "model" in wanted:
@@ -299,7 +299,7 @@ class Checkpoints:
             restore_components(reader, self._of_scaling())
         restore_components(reader, self._restorable(), rank=rank, world_size=size, only=wanted)
         if "optimizer" in wanted and "strategy" in reader.components():
-            # how gradients come about belongs to how they are used; another number of ranks goes on with rank 0's
+            # how gradients are shared belongs with the optimizer; another number of ranks takes rank 0's state
             restore_components(reader, self._of_strategy(), rank=rank if reader.manifest.world_size == size else 0)
 
     def _restore_optimizer(self, reader: Reader) -> None:
@@ -332,7 +332,7 @@ class Checkpoints:
                 log.warning("optimizer: %s", line)
 
     def load_best(self) -> None:
-        """Collective. Put the best of the checkpoints that are kept and whole into the model, and say which it is."""
+        """Collective. Load the best of the checkpoints that are kept and whole into the model, and log which it is."""
         run, rule = self._run, self._checkpointer.best_by
         best = best_valid(run.run_dir, rule, run.args.verify_checkpoint, run.cpu_group)
         if best is None:
@@ -375,7 +375,7 @@ def save_model(run: Run, directory: Path) -> None:
     if rank == 0:
         write_index(directory, files)
         run.write_model_files(directory)
-    gather(None, group)  # no rank goes on before the directory is whole
+    gather(None, group)  # no rank continues before the directory is complete
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The record of one run: what the loop and its helpers work on. And what it says of itself to people."""
+"""``Run``, the record that the loop and its helpers work on; and ``describe``, the run's description for people."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Run:
 
     args: Config | TrainingArguments
     script: ScriptSettings
-    """What a script's arguments say beyond a recipe's settings."""
+    """Settings that only TrainingArguments have; their defaults for a recipe."""
     run_dir: RunDir
     config_tree: dict[str, Any]
-    """The settings as a checkpoint keeps them; empty where nobody knows them."""
+    """The settings as checkpoints hold them; empty where they are not known."""
     data_description: dict[str, Any]
     world: World
     cpu_group: Any
@@ -46,9 +46,9 @@ class Run:
     emit: Callable[..., None]
     """``emit(event, **facts)`` sends an event to the callbacks (``Trainer.emit``)."""
     write_model_files: Callable[[Path], None]
-    """Puts config and tokenizer, where they are known, into a directory."""
+    """Writes config and tokenizer, where they are known, into a directory."""
     scaler: LossScaler | None = None
-    """Under fp16: the loss leaves gradients that are ``scaler.scale`` times too large."""
+    """Under fp16: gradients are ``scaler.scale`` times too large."""
     outer: LocalSGD | None = None
     """Averages weights between steps, where ranks' weights drift apart."""
 
@@ -64,7 +64,7 @@ class Run:
     optimizer: Any = None
     lr_scheduler: Any = None
     used_lr: float | None = None
-    """Of the newest update."""
+    """Learning rate of the newest update."""
     metrics: TrainMetrics = field(init=False)
     eval_loader: EvalLoader | None = None
 
@@ -75,8 +75,8 @@ class Run:
 
 
 _SPLIT_FACTS = ("tokens", "documents", "samples")
-# of the data: said in words of their own, or of use to programs only (identity, and Python's version twice)
-_SAID = {"type", "tokenizer", "packing", "seq_len", "fingerprint", "content", "python"}
+# facts of the data with a place of their own below, or for programs only (identity, and Python's version twice)
+_SHOWN_ELSEWHERE = {"type", "tokenizer", "packing", "seq_len", "fingerprint", "content", "python"}
 
 
 def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
@@ -114,10 +114,10 @@ def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
 
 
 def _data(facts: dict[str, Any]) -> dict[str, Any]:
-    """The data's kind and each split in one line; what else a source tells, as it stands."""
+    """The data's kind and each split in one line, then the source's other facts unchanged."""
     told = {"data": facts.get("type"), "tokenizer": facts.get("tokenizer"), "packing": facts.get("packing")}
     splits = {split: _split(facts, split) for split in ("train", "eval")}
-    known = _SAID | {f"{split}_{fact}" for split in splits for fact in _SPLIT_FACTS}
+    known = _SHOWN_ELSEWHERE | {f"{split}_{fact}" for split in splits for fact in _SPLIT_FACTS}
     rest = {key: value for key, value in facts.items() if key not in known}
     kind = ", ".join(f"{value}" if key == "data" else f"{key} {value}" for key, value in told.items() if value)
     return {"data": kind or None, **{f"{name} split": line or None for name, line in splits.items()}, **rest}

@@ -69,7 +69,7 @@ class StepEnd:
         self._act()
 
     def after_epoch(self) -> None:
-        """The same at the end of an epoch, around on_epoch_end."""
+        """As ``after_step`` at the end of an epoch, with on_epoch_end."""
         args, control = self._run.args, self._run.control
         control.should_log |= args.logging_strategy == "epoch"
         control.should_evaluate |= schedule.eval_due_at_epoch(args, self._run.state.epoch) and self._can_evaluate
@@ -78,7 +78,8 @@ class StepEnd:
         self._act()
 
     def after_last_step(self) -> None:
-        """All steps are done: read what is still on the device, which may take the run back by some of them."""
+        """All steps are done: read what is still on the device. If that shows a divergence, a rollback may follow, and
+        training goes on from there."""
         control = self._run.control
         if control.should_abort_without_save:
             return
@@ -92,7 +93,7 @@ class StepEnd:
         """The end of training: last log, final checkpoint, best model. Returns the run's metrics, logged too."""
         run = self._run
         aborted, stopped = run.control.should_abort_without_save, run.sync.signum is not None
-        if not (aborted or stopped):  # a run stopped by a signal goes on later: its interval stays open
+        if not (aborted or stopped):  # a run stopped by a signal is resumed later: its interval stays open
             self._log()
         # by save_strategy, a signal, or a command or callback
         if not aborted and (stopped or run.control.should_save or run.args.save_strategy != "no"):
@@ -108,7 +109,7 @@ class StepEnd:
         return metrics
 
     def _act(self) -> None:
-        """Do what is asked for by now."""
+        """Do what is due or was asked for."""
         run, control, several = self._run, self._run.control, self._run.cpu_group is not None
         if several and (agreed := run.sync.read()) is not None:
             run.sync.apply_requests(agreed.requests)
@@ -131,8 +132,8 @@ class StepEnd:
             run.sync.poll()
 
     def _roll_back(self) -> None:
-        """Collective. Where a callback asks for it. What was due at this step is not; a save that somebody asked for
-        still is.
+        """Collective. Roll back if a callback asks for it. What was due at this step is dropped, except a save that a
+        command or callback asked for.
         """
         if not self._recovery.is_due():
             return
@@ -140,7 +141,7 @@ class StepEnd:
         self._tell_published()
         counts = self._counts()
         record = self._recovery.roll_back()
-        # what was trained in vain has been trained all the same
+        # the speeds of this process count the steps that were rolled back
         self._before = [b + now - was for b, now, was in zip(self._before, self._counts(), counts, strict=True)]
         control = self._run.control
         control.should_log = control.should_evaluate = False
@@ -148,7 +149,7 @@ class StepEnd:
         self._saved_step, self._evaluated_step, self._newest = record.to_step, None, None
 
     def _tell_published(self) -> None:
-        """Emit on_save for each checkpoint that has become one since the last time."""
+        """Emit on_save for each checkpoint that was published since the last call."""
         for path in self._checkpoints.published():
             self._recovery.published(path)
             state = self._run.state
@@ -193,9 +194,9 @@ class StepEnd:
         run.metrics.paused_seconds += time.perf_counter() - start
 
     def _save(self) -> None:
-        """Start a checkpoint of this step, unless it has one; evaluate first where the best one is to be known.
+        """Start a checkpoint of this step, unless it has one; evaluate first where its metric is needed.
 
-        Where ranks' weights differ between averages, it waits for the next one.
+        Where ranks' weights differ (post-local SGD), the save is put off to the step of the next average.
         """
         run, step = self._run, self._run.state.global_step
         if run.outer is not None and not run.outer.weights_are_equal:

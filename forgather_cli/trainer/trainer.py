@@ -214,7 +214,7 @@ class Trainer:
                 while not self._is_finished():
                     self._train_epoch()
                     if self._is_finished():
-                        self._step_end.after_last_step()  # which may find that training goes on, some steps back
+                        self._step_end.after_last_step()  # may roll back, and training continues
                 metrics = self._step_end.finish()
                 self.emit("on_train_end")
                 self._recovery.raise_if_diverged()
@@ -293,7 +293,7 @@ class Trainer:
 
     @property
     def control(self) -> TrainerControl:
-        """What is asked of the loop."""
+        """The flags by which callbacks control the loop."""
         return self.run.control
 
     @property

@@ -1,7 +1,7 @@
 """``data=hf``: datasets of the ``datasets`` library, as documents for the token cache or as streams of them.
 
-The library is imported here, when such data is asked for: that takes seconds. What it downloads from the hub stays in
-its own cache (``HF_HOME``), where other programs find it; what it makes of local files goes into our data cache.
+The library is imported only when such data is used, since that takes seconds. Its downloads from the hub stay in its
+own cache (``HF_HOME``), where other programs find them; what it makes of local files goes into our data cache.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def origin_of(option: HfSettings) -> dict[str, str]:
 
 
 def stream_identity(option: HfSettings) -> str:
-    """What stands for the content of a stream, which nobody has read yet: names, and sizes of local files."""
+    """The identity of a stream, whose content was not read yet: names, and sizes of local files."""
     files = [
         [split, os.path.basename(name), os.stat(name).st_size if os.path.isfile(name) else name]
         for split, names in _data_files(option).items()

@@ -2,12 +2,12 @@
 
 Documents are read by blocks, and a block is encoded and packed by chunks. The position is the source's state before the
 present block, how far in it the present chunk begins, the tokens that earlier chunks have left over (fewer than a
-sample), and the samples that were handed out of the chunk. To go on, a block is read again, up to one chunk encoded
-again, and nothing is read twice that was trained on before the block.
+sample), and the number of samples returned from the chunk. To resume, the block is read again and up to one chunk
+encoded again; nothing before the block is read again.
 
-A shuffled stream draws the order within each block by (seed, epoch, block): a buffer that is filled, handed out in
-random order, and filled again. The sliding buffer of ``datasets`` mixes a little further, but to go on exactly it would
-have to be stored, or refilled from the start; its own resume loses what was in it (datasets 5.2, ``shuffle``).
+A shuffled stream draws the order within each block by (seed, epoch, block): a buffer is filled, emptied in random
+order, and filled again. The sliding buffer of ``datasets`` mixes a little further, but an exact resume would have to
+store it or refill it from the start; its own resume loses its content (datasets 5.2, ``shuffle``).
 """
 
 from __future__ import annotations
