@@ -45,7 +45,7 @@ def work(config: Config, run_dir: RunDir, rank: RankContext) -> ExitStatus:
         config,
         run_dir,
         should_stop=lambda: rank.stop.signum,
-        on_stop=rank.stop.honour,
+        on_stop=rank.stop.acknowledge,
         on_step=rank.stepped,
         stacks=lambda: {"ranks": [asdict(standing) for standing in standings_of_all(rank)]},
     ).finish()

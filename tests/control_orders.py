@@ -13,7 +13,7 @@ from typing import Any
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.control import client
-from forgather_cli.control.records import Command
+from forgather_cli.control.command_record import Command
 from forgather_cli.control.registry import resolve
 
 

@@ -50,10 +50,10 @@ class TrainerControl:
     divergence: Divergence | None = None
 
 
-class Asked(NamedTuple):
-    """How often each was asked for since the job began. Saving and stopping at once counts in both.
+class CommandCounts(NamedTuple):
+    """How many commands of each kind the job was given since it began; save_and_stop counts as a save and as a stop.
 
-    Counts, not flags, are summed: a sum that is never read loses nothing, and one command in two sums acts once.
+    Ranks sum counts, not flags: a sum that is never read loses no command, and a command in two sums acts once.
     """
 
     saves: int = 0
@@ -62,19 +62,19 @@ class Asked(NamedTuple):
     aborts: int = 0
     """Leave at once, save nothing."""
 
-    def since(self, earlier: Asked) -> Asked:
-        """What has come after ``earlier``."""
-        return Asked(self.saves - earlier.saves, self.stops - earlier.stops, self.aborts - earlier.aborts)
+    def since(self, earlier: CommandCounts) -> CommandCounts:
+        """The commands given after ``earlier``."""
+        return CommandCounts(self.saves - earlier.saves, self.stops - earlier.stops, self.aborts - earlier.aborts)
 
 
-class Commands(Protocol):
-    """Where commands come from. Read in the main thread of every rank; only rank 0 is ever asked for anything."""
+class CommandSource(Protocol):
+    """Where commands come from (``control.command_queue``). Read by every rank's main thread; only rank 0's has any."""
 
-    def asked(self) -> Asked:
-        """What this rank was asked for so far."""
+    def asked(self) -> CommandCounts:
+        """The commands given to this rank so far."""
 
-    def agreed(self, all_ranks: Asked) -> None:
-        """Every rank acts on these now; called when they have changed."""
+    def on_agreed(self, all_ranks: CommandCounts) -> None:
+        """Called when all ranks have agreed on further commands, and act on them now."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""TrainerControlCallback: the running job listens to ``forgather control``."""
+"""TrainerControlCallback: lets ``forgather control`` reach the running job, and answers its commands."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import plain
 from forgather_cli.config.schema import ControlSettings
-from forgather_cli.control import records, registry
-from forgather_cli.control.commands import CommandQueue
-from forgather_cli.control.records import ABORT, SAVE, STOP, Command
+from forgather_cli.control import command_record, registry
+from forgather_cli.control.command_queue import CommandQueue
+from forgather_cli.control.command_record import ABORT, SAVE, STOP, Command
 from forgather_cli.control.registry import Entry
 from forgather_cli.control.server import PORTS, ControlServer
 from forgather_cli.errors import ForgatherError
@@ -24,15 +24,15 @@ from forgather_cli.run_dir import RunDir, step_of
 
 log = logging.getLogger(__name__)
 
-_LOOPBACK = ("127.", "localhost", "::1")
 _NEWEST = 50  # records of the log history that the newest metrics are looked for in
 
 
 class TrainerControlCallback(TrainerCallback):
-    """Takes commands on world rank 0, lets all ranks agree on them, and answers each when it has come to its end.
+    """Serves commands on world rank 0, and answers each when it is done or has failed.
 
-    The loop acts on commands by itself (``trainer.run.sync``); here is told what became of them. A step costs one call;
-    what ``status`` tells is read when it is asked for. Nothing here raises: a job that cannot be controlled trains on.
+    All ranks agree on commands and the loop acts on them in ``trainer.step_sync``, which reads the queue made here. A
+    step costs one call; ``status`` reads what it reports when it is called. Nothing here raises: a job that cannot be
+    controlled trains on.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TrainerControlCallback(TrainerCallback):
         run: RunDir | None = None,
         stacks: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        """``run``: where the job logs, by default the trainer's. ``stacks`` tells where all ranks stand, for JSON."""
+        """``run``: where the job logs, by default the trainer's. ``stacks()``: where all ranks stand, for JSON."""
         self.settings = settings or ControlSettings()
         self._run, self._stacks = run, stacks
         self._trainer: Any = None
@@ -49,12 +49,12 @@ class TrainerControlCallback(TrainerCallback):
         self._server: ControlServer | None = None
         self._entry: Entry | None = None
         self._about: dict[str, Any] = {}
-        """What of the status stays."""
+        """The part of the status that does not change."""
         self._evaluating = False
         self._pace: tuple[float, int] | None = None
         """Time (seconds) and step at which this process began to train."""
-        self._targets: dict[str, int] = {}
-        """Id of a save -> the step whose checkpoint answers it."""
+        self._save_steps: dict[str, int] = {}
+        """Id of a save command -> the step whose checkpoint answers it."""
         self._published: dict[int, Path] = {}
 
     # --------------------------------------------------------------------------------------------------------- events
@@ -65,7 +65,7 @@ class TrainerControlCallback(TrainerCallback):
         if registry.is_taken(job_id):
             log.warning("job_id: %s is the id of a job that runs; this one adds its process id", job_id)
             job_id = f"{job_id}_{os.getpid()}"
-        self._evaluating, self._pace, self._targets, self._published = False, None, {}, {}
+        self._evaluating, self._pace, self._save_steps, self._published = False, None, {}, {}
         self._queue = CommandQueue(trainer.run_dir, job_id, step=lambda: state.global_step)
         trainer.run.sync.commands = self._queue
         if not state.is_world_process_zero:
@@ -73,8 +73,8 @@ class TrainerControlCallback(TrainerCallback):
         resumed = trainer.run_dir.checkpoint(state.resumed_step)
         if state.resumed_step and resumed.is_dir():
             self._published[state.resumed_step] = resumed
-        for left in records.unfinished(trainer.run_dir):
-            records.write(trainer.run_dir, left.failed("its job ended before it answered"))
+        for left in command_record.unfinished(trainer.run_dir):
+            command_record.write(trainer.run_dir, left.failed("its job ended before it answered"))
         if self.settings.enable_http:
             self._listen(job_id)
 
@@ -83,7 +83,7 @@ class TrainerControlCallback(TrainerCallback):
         if self._pace is None:
             self._pace = time.monotonic(), state.global_step
         if self._queue is not None and self._queue.has_open:
-            self._settle(state, control)
+            self._answer_saves(state, control)
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._evaluating = True
@@ -94,22 +94,22 @@ class TrainerControlCallback(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         path = Path(kwargs["checkpoint"])
         self._published[step_of(path) or 0] = path
-        self._settle(self._trainer.state, control)  # not that of the saved step
+        self._answer_saves(self._trainer.state, control)  # not ``state``, which is that of the saved step
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        for command in self._open():
+        for command in self._unfinished():
             self._answer_at_end(command, state.global_step)
-        self._leave()
+        self._stop_listening()
 
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        for command in self._open():
-            target = self._targets.get(command.id)
-            path = None if target is None else self._trainer.run_dir.checkpoint(target)
+        for command in self._unfinished():
+            step = self._save_steps.get(command.id)
+            path = None if step is None else self._trainer.run_dir.checkpoint(step)
             if path is not None and path.is_dir():  # published while the job failed
                 self._commands.finish(command.done(path))
             else:
-                self._commands.finish(command.failed(f"the job failed: {_told(kwargs.get('exception'))}"))
-        self._leave()
+                self._commands.finish(command.failed(f"the job failed: {_one_line(kwargs.get('exception'))}"))
+        self._stop_listening()
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -118,27 +118,27 @@ class TrainerControlCallback(TrainerCallback):
         assert self._queue is not None
         return self._queue
 
-    def _open(self) -> list[Command]:
+    def _unfinished(self) -> list[Command]:
         return [] if self._queue is None else self._queue.open()
 
-    def _settle(self, state: TrainerState, control: TrainerControl) -> None:
-        """Answer the saves whose checkpoint is published or has failed, while training goes on."""
+    def _answer_saves(self, state: TrainerState, control: TrainerControl) -> None:
+        """While training continues: answer the save commands whose checkpoint is published or has failed."""
         for command in self._commands.applied():
             if command.command != SAVE:
                 continue
-            if command.id not in self._targets:
-                if control.should_save:  # the loop has not come to it
+            if command.id not in self._save_steps:
+                if control.should_save:  # the loop has not saved yet
                     continue
-                self._targets[command.id] = state.global_step
-            step = self._targets[command.id]
+                self._save_steps[command.id] = state.global_step
+            step = self._save_steps[command.id]
             if step in self._published:
                 self._commands.finish(command.done(self._published[step]))
             elif (why := self._failure(step)) is not None:
                 self._commands.finish(command.failed(f"the checkpoint of step {step} was not saved: {why}"))
 
     def _answer_at_end(self, command: Command, last: int) -> None:
-        """Training is over after ``last`` steps, and nothing is being written any more."""
-        step = self._targets.get(command.id, last)
+        """Answer a command after training ended at step ``last``, when no checkpoint is being written any more."""
+        step = self._save_steps.get(command.id, last)
         path, why = self._published.get(last) or self._published.get(step), self._failure(step)
         if command.command == ABORT:
             self._commands.finish(command.done())
@@ -162,9 +162,13 @@ class TrainerControlCallback(TrainerCallback):
     def _listen(self, job_id: str) -> None:
         settings = self.settings
         ports = PORTS if settings.port is None else [settings.port]
-        about = {"job_id": job_id, "hostname": socket.gethostname(), "pid": os.getpid(), "started_at": records.now()}
-        run_dir = str(self._trainer.run_dir.root.resolve())
-        self._about = {**about, "run_dir": run_dir}
+        self._about = {
+            "job_id": job_id,
+            "hostname": socket.gethostname(),
+            "pid": os.getpid(),
+            "started_at": command_record.now(),
+            "run_dir": str(self._trainer.run_dir.root.resolve()),
+        }
         reports = {"status": self.status} | ({} if self._stacks is None else {"stacks": self._stacks})
         try:
             token = None if settings.disable_auth else settings.given_token() or secrets.token_hex(32)
@@ -180,12 +184,12 @@ class TrainerControlCallback(TrainerCallback):
             registry.register(entry, token)
             self._entry = entry
         except Exception as error:  # whatever it is: training is worth more than being steered
-            log.warning("control: this job takes no commands: %s", _told(error))
-            self._leave()
+            log.warning("control: this job takes no commands: %s", _one_line(error))
+            self._stop_listening()
             return
         log.info("control: this is %s", job_id)
         reach = "any process of this machine"
-        if not settings.host.startswith(_LOOPBACK):
+        if not settings.host.startswith(registry.LOOPBACK):
             reach = "whoever reaches this machine"
             log.warning(
                 "callbacks.control.host=%s: other machines reach this job, and the token travels unencrypted",
@@ -194,8 +198,8 @@ class TrainerControlCallback(TrainerCallback):
         if settings.disable_auth:
             log.warning("callbacks.control.disable_auth=true: %s can stop this job", reach)
 
-    def _leave(self) -> None:
-        """The job ends: nobody finds it any more."""
+    def _stop_listening(self) -> None:
+        """Take the job out of the registry and close the server."""
         server, self._server = self._server, None
         entry, self._entry = self._entry, None
         try:
@@ -209,7 +213,7 @@ class TrainerControlCallback(TrainerCallback):
     # --------------------------------------------------------------------------------------------------------- status
 
     def status(self) -> dict[str, Any]:
-        """What the job is at, for JSON. Called in the server's threads, while training changes what it reads."""
+        """What ``forgather control status`` shows. Called in the server's threads, while training continues."""
         state, run = self._trainer.state, self._trainer.run_dir
         step = state.global_step
         newest = state.log_history[: -_NEWEST - 1 : -1]
@@ -230,7 +234,7 @@ class TrainerControlCallback(TrainerCallback):
             "eta_seconds": seconds_left,
             "metrics": metrics,
             "checkpoints": [{"step": n, "path": str(run.checkpoint(n).absolute())} for n in run.checkpoint_steps()],
-            "commands": [command.document() for command in self._open()],
+            "commands": [command.document() for command in self._unfinished()],
             "strategy": self._trainer.strategy.name,
             "world_size": self._trainer.run.world.size,
         }
@@ -250,7 +254,7 @@ class TrainerControlCallback(TrainerCallback):
         return "starting" if self._pace is None else "training"
 
 
-def _told(error: object) -> str:
+def _one_line(error: object) -> str:
     """An exception in one line."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(str(part) for part in (error.filename, error.strerror) if part)

@@ -1,4 +1,4 @@
-"""``forgather control``: look at running jobs and tell them what to do. No torch here."""
+"""``forgather control``: look at running jobs and give them commands. No torch here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 
 from forgather_cli.cli.output import AsJson, Col, console, human_seconds, print_facts, print_json, print_table
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.control import client, records, registry
-from forgather_cli.control.records import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
+from forgather_cli.control import client, command_record, registry
+from forgather_cli.control.command_record import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
 from forgather_cli.launch.exit_status import read_exit_record, resume_command
@@ -22,7 +22,7 @@ from forgather_cli.launch.stacks import Standing, table
 from forgather_cli.report.summary import holder_of, state_of
 from forgather_cli.run_dir import RunDir
 
-_LOOK_PATIENCE = 2.0  # seconds that a listed job gets to say what it is at
+_LIST_PATIENCE = 2.0  # seconds that each listed job gets to send its status
 _REDRAW = 1.0  # seconds
 
 app = typer.Typer(
@@ -50,10 +50,10 @@ def list_(as_json: AsJson = False) -> None:
         status = None
         if entry.is_running is not False:
             with contextlib.suppress(ControlError):  # it does not answer
-                status = client.status(entry, patience=_LOOK_PATIENCE)
+                status = client.status(entry, patience=_LIST_PATIENCE)
         found.append((entry, status))
     if as_json:
-        rows_ = ({**asdict(e), "running": e.is_running, "state": _standing(e, s), "status": s} for e, s in found)
+        rows_ = ({**asdict(e), "running": e.is_running, "state": _job_state(e, s), "status": s} for e, s in found)
         print_json(list(rows_))
         return
     if not found:
@@ -61,11 +61,11 @@ def list_(as_json: AsJson = False) -> None:
         return
     columns = (Col("job"), Col("state"), Col("step", right=True), Col("loss", right=True), Col("left", right=True),
                Col("run directory", droppable=1))  # fmt: skip
-    rows = [(entry.job_id, _standing(entry, status), *_cells(status), entry.run_dir) for entry, status in found]
+    rows = [(entry.job_id, _job_state(entry, status), *_cells(status), entry.run_dir) for entry, status in found]
     print_table(columns, rows, ["dim" if entry.is_running is False else "" for entry, _ in found])
 
 
-def _standing(entry: Entry, status: dict[str, Any] | None) -> str:
+def _job_state(entry: Entry, status: dict[str, Any] | None) -> str:
     if status is not None:
         return str(status["state"])
     if entry.is_running is False:
@@ -95,7 +95,7 @@ def status(
     """Show what a job is at: step, newest metrics, time left, checkpoints."""
     if watch and as_json:
         raise ConfigError("--watch: shows many states, --json prints one document; use one of them")
-    entry = _find(job)
+    entry = _find_job(job)
     if as_json:
         print_json(client.status(entry))
     elif watch:
@@ -146,7 +146,7 @@ def _watch(entry: Entry) -> None:
 
 
 def _ended(run: RunDir) -> str:
-    """What has become of a job that takes no commands any more."""
+    """How the last job in a run directory ended, or that it has not."""
     outcome, holder = read_exit_record(run), holder_of(run)
     if outcome is not None:
         return f"ended at step {outcome.step}, {outcome.state}, with exit code {outcome.code}: {outcome.reason}"
@@ -163,7 +163,7 @@ def _ended(run: RunDir) -> str:
 @app.command(cls=Command)
 def stacks(job: Job = None, as_json: AsJson = False) -> None:
     """Show where each rank stands: its line of code, its last collective, and for how long. The odd one comes first."""
-    entry = _find(job)
+    entry = _find_job(job)
     document = client.stacks(entry)
     if as_json:
         print_json(document)
@@ -178,8 +178,8 @@ def stacks(job: Job = None, as_json: AsJson = False) -> None:
             typer.echo(f"rank {each.rank} {each.odd}")
 
 
-def _find(job: str | None) -> Entry:
-    """The job that is named. Raises ControlError, which for a run directory says in which state the run is."""
+def _find_job(job: str | None) -> Entry:
+    """The job that was named. Raises ControlError, which for a run directory says why no job takes commands there."""
     try:
         return registry.resolve(job)
     except ControlError as error:
@@ -189,7 +189,7 @@ def _find(job: str | None) -> Entry:
 
 
 def _without_commands(run: RunDir) -> str:
-    """Why nobody takes commands for a run directory."""
+    """Why no job takes commands for a run directory."""
     holder, has_ended = holder_of(run), read_exit_record(run) is not None
     if has_ended or holder is None or holder.is_running is False:
         return f"no job runs there; the last one {_ended(run)}"
@@ -207,19 +207,19 @@ def _without_commands(run: RunDir) -> str:
 @app.command(cls=Command)
 def save(job: Job = None, no_wait: NoWait = False, timeout: Timeout = None, as_json: AsJson = False) -> None:
     """Write a checkpoint now, and train on."""
-    _tell(SAVE, _find(job), no_wait, timeout, as_json)
+    _run_command(SAVE, _find_job(job), no_wait, timeout, as_json)
 
 
 @app.command(cls=Command)
 def stop(job: Job = None, no_wait: NoWait = False, timeout: Timeout = None, as_json: AsJson = False) -> None:
     """End training after the current step, with the last checkpoint that save_strategy asks for."""
-    _tell(STOP, _find(job), no_wait, timeout, as_json)
+    _run_command(STOP, _find_job(job), no_wait, timeout, as_json)
 
 
 @app.command("save-and-stop", cls=Command)
 def save_and_stop(job: Job = None, no_wait: NoWait = False, timeout: Timeout = None, as_json: AsJson = False) -> None:
     """Write a checkpoint, then end training. [cyan]forgather resume[/] continues from it."""
-    _tell(SAVE_AND_STOP, _find(job), no_wait, timeout, as_json)
+    _run_command(SAVE_AND_STOP, _find_job(job), no_wait, timeout, as_json)
 
 
 @app.command(cls=Command)
@@ -231,7 +231,7 @@ def abort(
     as_json: AsJson = False,
 ) -> None:
     """End training at once and save nothing: what was trained since the newest checkpoint is lost."""
-    entry = _find(job)
+    entry = _find_job(job)
     if not force:
         if as_json or not sys.stdin.isatty():
             raise ConfigError("abort: asks first, and nobody can answer here; use --force")
@@ -240,33 +240,36 @@ def abort(
         if not typer.confirm(f"Abort {entry.job_id} at step {now['step']}? The last {lost} steps are lost."):
             typer.echo("not aborted", err=True)
             raise typer.Exit(1)
-    _tell(ABORT, entry, no_wait, timeout, as_json)
+    _run_command(ABORT, entry, no_wait, timeout, as_json)
 
 
-def _tell(command: str, entry: Entry, no_wait: bool, timeout: float | None, as_json: bool) -> None:
-    """Give a command, wait for its answer, and print it. Exit code 1 if it failed or has no answer yet."""
-    told = client.submit(entry, command)
-    later = f"its answer will be in {RunDir(Path(entry.run_dir)).command(told.id)}"
+def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, as_json: bool) -> None:
+    """Give a job a command, wait until it is done, and print the result: the checkpoint's path where there is one.
+
+    Exit code 1 if it failed, or is not done within ``timeout``.
+    """
+    command = client.submit(entry, name)
+    later = f"its answer will be in {RunDir(Path(entry.run_dir)).command(command.id)}"
     if not no_wait:
         try:
-            told = client.wait(entry, told, timeout=timeout)
+            command = client.wait(entry, command, timeout=timeout)
         except KeyboardInterrupt:
-            typer.echo(f"\n{entry.job_id} continues with {command}; {later}", err=True)
+            typer.echo(f"\n{entry.job_id} continues with {name}; {later}", err=True)
             raise typer.Exit(130) from None
     if as_json:
-        print_json(told.document())
-    elif told.state == DONE and told.checkpoint is not None:
-        typer.echo(told.checkpoint)
-    elif told.state == DONE and command == ABORT:
+        print_json(command.document())
+    elif command.state == DONE and command.checkpoint is not None:
+        typer.echo(command.checkpoint)
+    elif command.state == DONE and name == ABORT:
         typer.echo(f"{entry.job_id} is aborted, nothing was saved")
-    elif told.state == DONE:
+    elif command.state == DONE:
         typer.echo(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
     elif no_wait:
         typer.echo(f"{entry.job_id} has the command; {later}")
-    if not told.is_finished and not no_wait:
-        raise ControlError(f"{entry.job_id}: {command} is {told.state} after {timeout:g} s, and stays so; {later}")
-    if told.state == records.FAILED:
-        raise ControlError(f"{entry.job_id}: {command} failed: {told.reason}")
+    if not command.is_finished and not no_wait:
+        raise ControlError(f"{entry.job_id}: {name} is {command.state} after {timeout:g} s, and stays so; {later}")
+    if command.state == command_record.FAILED:
+        raise ControlError(f"{entry.job_id}: {name} failed: {command.reason}")
 
 
 @app.command(cls=Command)

@@ -180,9 +180,9 @@ def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[
     from forgather_cli.launch.exit_status import ExitStatus, Kind
     from forgather_cli.launch.processes import keep, temporary_folder
     from forgather_cli.launch.rank_log import lasting_output
-    from forgather_cli.launch.start import supervised
+    from forgather_cli.launch.start import launch_ranks
 
-    def leave_directory(status: ExitStatus) -> None:
+    def conclude_run(status: ExitStatus) -> None:
         if not status.failed or status.kind in (Kind.MISTAKE, Kind.CUT):
             shutil.rmtree(run.root, ignore_errors=True)
         else:
@@ -193,9 +193,9 @@ def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[
         run.logs.mkdir()
         run.config.write_text(dump_tree({**loaded.tree, "output_dir": str(folder)}), encoding="utf-8")
         run.evaluation.write_text(json.dumps(request), encoding="utf-8")
-        status = supervised(layout, run, run.config, leave_directory)
+        status = launch_ranks(layout, run, run.config, conclude_run)
         report = {} if status.failed else json.loads(run.report.read_text(encoding="utf-8"))
-        leave_directory(status)
+        conclude_run(status)
     return status.code, report
 
 

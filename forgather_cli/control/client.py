@@ -1,4 +1,4 @@
-"""Asking a job over HTTP, and hearing its answer even when the job ends first. No torch here."""
+"""HTTP requests to a job, and waiting for a command's answer, also when the job ends first. No torch here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.control import records
-from forgather_cli.control.records import Command
-from forgather_cli.control.registry import Entry
+from forgather_cli.control import command_record
+from forgather_cli.control.command_record import Command
+from forgather_cli.control.registry import LOOPBACK, Entry
 from forgather_cli.errors import ControlError
 from forgather_cli.input_files import parse_json
 from forgather_cli.launch.exit_status import read_exit_record
@@ -23,7 +23,6 @@ _MAX_BYTES = 1 << 24  # of an answer
 _BUSY_PAUSE = 0.2  # seconds
 _PAUSES = (0.02, 0.05, 0.1, 0.2, 0.5)  # seconds between two looks at a command, the last one again and again
 _SILENCE = 60.0  # seconds; whether a job of another machine still runs cannot be known
-_LOOPBACK = ("127.", "localhost", "::1")
 _ANYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -32,7 +31,7 @@ class Unreachable(ControlError):
 
 
 def status(entry: Entry, *, patience: float = PATIENCE) -> dict[str, Any]:
-    """What the job is at. Raises ControlError."""
+    """The job's step, metrics, checkpoints and so on. Raises ControlError."""
     return request(entry, "GET", f"/jobs/{entry.job_id}/status", patience=patience)
 
 
@@ -41,32 +40,32 @@ def stacks(entry: Entry) -> dict[str, Any]:
     return request(entry, "GET", f"/jobs/{entry.job_id}/stacks", patience=2 * PATIENCE)
 
 
-def submit(entry: Entry, command: str) -> Command:
-    """Tell the job to do something. Raises ControlError."""
-    return _command(entry, request(entry, "POST", f"/jobs/{entry.job_id}/control", {"command": command}))
+def submit(entry: Entry, name: str) -> Command:
+    """Give the job a command, one of ``command_record.COMMANDS``. Raises ControlError."""
+    return _decode(entry, request(entry, "POST", f"/jobs/{entry.job_id}/control", {"command": name}))
 
 
-def command(entry: Entry, command_id: str) -> Command:
-    """How far a command is. Raises ControlError."""
-    return _command(entry, request(entry, "GET", f"/jobs/{entry.job_id}/commands/{command_id}"))
+def fetch(entry: Entry, command_id: str) -> Command:
+    """A command's present state, from the job. Raises ControlError."""
+    return _decode(entry, request(entry, "GET", f"/jobs/{entry.job_id}/commands/{command_id}"))
 
 
-def wait(entry: Entry, told: Command, *, timeout: float | None = None) -> Command:
-    """Until the command is done or has failed, or for ``timeout`` seconds; returns its last known state.
+def wait(entry: Entry, command: Command, *, timeout: float | None = None) -> Command:
+    """Wait until the command is done or has failed, or ``timeout`` seconds; returns its last known state.
 
-    The answer of a job that has ended lies in RUN/control. Raises ControlError for one that ended without an answer,
-    and for one of another machine that is silent for long.
+    A job that runs is asked over HTTP; the answer of one that has ended is read from RUN/control. Raises ControlError
+    for a job that ended without an answer, and for one on another machine that has not been reached for long.
     """
     run, end = RunDir(Path(entry.run_dir)), math.inf if timeout is None else time.monotonic() + timeout
     pauses, heard = iter(_PAUSES), time.monotonic()
-    while not told.is_finished and (left := end - time.monotonic()) > 0:
+    while not command.is_finished and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, next(pauses, _PAUSES[-1])))
-        running = entry.is_running  # before looking: what is not written by then never will be
+        running = entry.is_running  # before reading: a job that has ended by now writes nothing later
         if running is not False:
             with contextlib.suppress(ControlError):
-                told, heard = command(entry, told.id), time.monotonic()
+                command, heard = fetch(entry, command.id), time.monotonic()
                 continue
-        written = records.read(run, told.id)
+        written = command_record.read(run, command.id)
         if written is not None and written.is_finished:
             return written
         if running is False:
@@ -75,7 +74,7 @@ def wait(entry: Entry, told: Command, *, timeout: float | None = None) -> Comman
             raise ControlError(f"{entry.job_id}: ended before it answered{why}")
         if running is None and time.monotonic() - heard > _SILENCE:
             raise Unreachable(f"{entry.job_id}: has not been reached for {_SILENCE:g} s{_where(entry)}")
-    return told
+    return command
 
 
 def request(
@@ -85,7 +84,7 @@ def request(
     token, end = entry.token(), time.monotonic() + patience
     headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
     while True:
-        # it asks no proxy, which knows nothing of this machine's addresses
+        # HTTPConnection uses no proxy, which could not reach this machine's addresses
         connection = http.client.HTTPConnection(address(entry), entry.port, timeout=patience)
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -97,7 +96,7 @@ def request(
             raise Unreachable(f"{entry.job_id}: cannot be reached{_where(entry)}: {error}") from error
         finally:
             connection.close()
-        if answer.status != 503 or time.monotonic() > end:  # all its threads are busy with others
+        if answer.status != 503 or time.monotonic() > end:  # all its threads are busy with other requests
             break
         time.sleep(_BUSY_PAUSE)
     document = None
@@ -117,7 +116,7 @@ def address(entry: Entry) -> str:
     """Where the job's server is, seen from here. Raises ControlError for one that listens on its own machine only."""
     if entry.is_here:
         return "127.0.0.1" if entry.host in _ANYWHERE else entry.host
-    if entry.host.startswith(_LOOPBACK):
+    if entry.host.startswith(LOOPBACK):
         raise ControlError(
             f"{entry.job_id}: runs on {entry.hostname} and listens only there; give the command on that machine, or "
             "start jobs with callbacks.control.host=0.0.0.0"
@@ -125,8 +124,8 @@ def address(entry: Entry) -> str:
     return entry.hostname if entry.host in _ANYWHERE else entry.host
 
 
-def _command(entry: Entry, document: dict[str, Any]) -> Command:
+def _decode(entry: Entry, document: dict[str, Any]) -> Command:
     try:
-        return records.from_document(document)
+        return command_record.from_document(document)
     except ValueError as error:
         raise ControlError(f"{entry.job_id}: answered something else than a command's state") from error

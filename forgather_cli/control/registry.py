@@ -1,7 +1,7 @@
 """Where running jobs are found: ``<config home>/forgather/jobs/<job_id>/endpoint.json`` and ``auth_token``.
 
-Only their owner can read them. An entry outlives a job that was killed: whether its process still runs is told by the
-pid and the time that process started, since the system gives pids to new processes. No torch here.
+Only their owner can read them. The entry of a killed job stays: whether the job still runs follows from its pid and the
+start time of that process, since the system reuses pids. No torch here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from forgather_cli.errors import ControlError
 from forgather_cli.input_files import parse_json, read_bytes
 from forgather_cli.run_dir import is_name
 
+LOOPBACK = ("127.", "localhost", "::1")
+"""How a host begins on which only this machine can reach a server."""
 _ENDPOINT, _TOKEN = "endpoint.json", "auth_token"
 _TEMPORARY_AGE = 3600.0  # seconds after which a half-written entry has no writer any more
 _MAX_BYTES = 65536  # of a file here; ours are a few hundred
@@ -40,7 +42,7 @@ class Entry:
     port: int
     pid: int
     process_start_time: str
-    """When that process began, by its system's own clock: to be compared, not to be read."""
+    """As ``start_of`` returns it, to be compared only."""
     started_at: str
     """UTC, ISO 8601."""
     run_dir: str
@@ -54,11 +56,11 @@ class Entry:
 
     @property
     def is_running(self) -> bool | None:
-        """None for a job of another machine, which cannot be known here."""
+        """Whether its process still runs; None for a job of another machine, where that is not known."""
         return start_of(self.pid) == self.process_start_time if self.is_here else None
 
     def token(self) -> str | None:
-        """What the job asks for; None if it asks for nothing."""
+        """The token that its server wants; None if it wants none."""
         try:
             return _text(jobs_directory() / self.job_id / _TOKEN).strip()
         except (OSError, ValueError):
@@ -73,9 +75,9 @@ def jobs_directory() -> Path:
 
 
 def start_of(pid: int) -> str | None:
-    """When a process of this machine began; None if there is none, or only its exit code is left of it.
+    """When a process of this machine started; None if there is none, or it is a zombie.
 
-    Linux counts ticks since the system started, so the name of that start belongs to it.
+    Linux counts ticks since boot, so the id of the boot is part of it.
     """
     if not Path("/proc/self/stat").exists():
         try:
@@ -157,9 +159,9 @@ def running() -> list[Entry]:
 
 
 def resolve(word: str | None) -> Entry:
-    """The job that ``word`` means: an id, the beginning of one, a run's directory, ``latest``; None: the only one.
+    """The running job named by ``word``: an id, its beginning, a run directory, or ``latest``. None: the only one.
 
-    Jobs of other machines are found by what names them. Raises ControlError.
+    ``latest`` and None do not find jobs of other machines. Raises ControlError.
     """
     if word is None or word == "latest":
         alive = running()

@@ -1,8 +1,10 @@
-"""The HTTP endpoint of one job. Whatever clients do, or fail to do, training goes on and its files stay what they are.
+"""The HTTP server of one job. Nothing that a client does, or fails to do, stops training or changes its files.
 
-One thread runs an event loop with a task for each connection, and h11 speaks the protocol; what may be answered gets a
-thread of its own, since an answer may wait for a slow disk. A connection serves one request. Nothing that a client
+One thread runs an event loop with a task for each connection; h11 parses the protocol. A request that is admitted is
+answered in a thread of its own, which may wait for a slow disk. A connection serves one request. Nothing that a client
 sends becomes part of a path.
+
+From a connection to its answer: _accept -> _serve -> _receive -> _answer_in_thread -> _respond -> _route.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from urllib.parse import urlsplit
 
 import h11
 
-from forgather_cli.control.commands import CommandQueue
-from forgather_cli.control.records import COMMANDS, command_name
+from forgather_cli.control.command_queue import CommandQueue
+from forgather_cli.control.command_record import COMMANDS, command_name
 from forgather_cli.errors import ControlError
 
 log = logging.getLogger(__name__)
@@ -57,9 +59,9 @@ class ControlServer:
         ports: Iterable[int],
         token: str | None,
     ) -> None:
-        """Listens on the first free port. ``token`` None: whoever connects is served. Raises OSError.
+        """Listen on the first free port. ``token`` None: any client is served. Raises OSError.
 
-        ``reports``: what ``GET /jobs/<id>/<name>`` answers, called in other threads; "status" is one of them.
+        ``reports``: by name, the functions that ``GET /jobs/<id>/<name>`` calls, in other threads; one is "status".
         """
         self.job_id, self._commands, self._reports = job_id, commands, reports
         self._host, self._token = host, token
@@ -72,7 +74,7 @@ class ControlServer:
         threading.Thread(target=self._run, name="control", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening. Answers under way go on in their threads. Twice is as good as once."""
+        """Stop listening; answers that have begun are completed. May be called twice."""
         if not self._closed.is_set():
             self._loop.call_soon_threadsafe(self._accepting.cancel)
             self._closed.wait(5.0)
@@ -90,9 +92,9 @@ class ControlServer:
     # ------------------------------------------------------------------------------------------------- the event loop
 
     async def _accept(self) -> None:
-        """Take connections until this task is cancelled; then only those that are being answered are seen to their end.
+        """Accept connections until this task is cancelled; then complete only the answers that have begun.
 
-        Sockets are used directly: asyncio's streams would take a hundred connections before they read from the first.
+        Uses sockets directly: asyncio's streams would accept a hundred connections before reading from the first.
         """
         try:
             while True:
@@ -119,12 +121,12 @@ class ControlServer:
                 await asyncio.wait([*self._clients], timeout=2 * DEADLINE)
 
     async def _serve(self, client: _Client) -> None:
-        """A connection's request, its answer, and the end of what it still sends."""
+        """One connection: read its request, send the answer, discard what it still sends."""
         try:
             try:
                 async with asyncio.timeout(DEADLINE):
                     await self._receive(client)
-                answer = await self._answer(client)
+                answer = await self._answer_in_thread(client)
             except h11.RemoteProtocolError as error:  # among them a body that ends before its Content-Length
                 answer = _Refused(error.error_status_hint, f"this is no HTTP request: {error}").answer
             except _Refused as refused:
@@ -143,7 +145,7 @@ class ControlServer:
             _close(client.connection)
 
     async def _receive(self, client: _Client) -> None:
-        """Read a whole request. Raises _Refused, ProtocolError, and OSError for one that nobody has asked."""
+        """Read a whole request. Raises _Refused, ProtocolError, and OSError if the client closes without one."""
         while not isinstance(event := client.http.next_event(), h11.EndOfMessage):
             if event is h11.NEED_DATA:
                 client.http.receive_data(await self._loop.sock_recv(client.connection, 65536))
@@ -159,7 +161,7 @@ class ControlServer:
                 raise ConnectionAbortedError("closed before it asked for anything")
 
     def _check_sender(self, headers: Mapping[str, str]) -> None:
-        """The token comes first, whatever path or method it is for. Raises _Refused."""
+        """Check the token, before path and method, and that no browser sends it. Raises _Refused."""
         given = headers.get("authorization", "").encode("latin-1")
         if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             raise _Refused(
@@ -177,24 +179,25 @@ class ControlServer:
                     return
             raise _Refused(403, "the Host header names another machine; address the job by IP address or host name")
 
-    async def _answer(self, client: _Client) -> Answer:
-        """What a thread of its own makes of a request. Raises _Refused."""
+    async def _answer_in_thread(self, client: _Client) -> Answer:
+        """Run ``_respond`` in a new thread. Raises _Refused if too many such threads run."""
         if sum(each.standing == _ANSWERED for each in self._clients.values()) >= MAX_ANSWERS:
             raise _Refused(503, "too many requests at once; ask again", {"Retry-After": "1"})
         client.standing = _ANSWERED
         answer: Future[Answer] = Future()
-        work = threading.Thread(target=lambda: answer.set_result(self._result_of(client)), name="control answer")
+        work = threading.Thread(target=lambda: answer.set_result(self._respond(client)), name="control answer")
         work.daemon = True
         work.start()
         return await asyncio.wrap_future(answer)
 
     # ------------------------------------------------------------------------------------------------- answers' threads
 
-    def _result_of(self, client: _Client) -> Answer:
+    def _respond(self, client: _Client) -> Answer:
+        """The answer to a request; an exception becomes an HTTP error."""
         assert client.request is not None
         method, target = client.request.method.decode(), client.request.target.decode()
         try:
-            status, document = self._result(method, target.partition("?")[0].strip("/").split("/"), bytes(client.body))
+            status, document = self._route(method, target.partition("?")[0].strip("/").split("/"), bytes(client.body))
             return status, _json(document), {}
         except _Refused as refused:
             return refused.answer
@@ -202,8 +205,8 @@ class ControlServer:
             log.debug("control: %s %s failed", method, target, exc_info=True)
             return 500, _json({"error": f"{type(error).__name__}: {error}"}), {}
 
-    def _result(self, method: str, path: list[str], body: bytes) -> tuple[int, Document]:
-        """(HTTP status, document) for a client that may ask. Raises _Refused."""
+    def _route(self, method: str, path: list[str], body: bytes) -> tuple[int, Document]:
+        """(HTTP status, document) for a path. Raises _Refused."""
         if path[:1] == ["jobs"] and len(path) > 2 and path[1] != self.job_id:
             raise _Refused(404, f"no such job; this is {self.job_id}")
         match path:
@@ -223,6 +226,7 @@ class ControlServer:
         raise _Refused(404, f"no such path; there are /jobs and /jobs/{self.job_id}/ with {below}")
 
     def _submit(self, body: bytes) -> Document:
+        """Queue the command in a request's body; returns its record. Raises _Refused."""
         try:
             name = command_name(json.loads(body)["command"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -245,7 +249,7 @@ class _Client:
         self.body = bytearray()
 
     def message(self, answer: Answer) -> bytes:
-        """An answer as it is sent: in one packet, since a second small one would wait for the first one's receipt."""
+        """An answer as bytes, to be sent in one packet: a second small one would wait for the first one's receipt."""
         status, content, headers = answer
         about = {"Content-Type": "application/json", "Content-Length": str(len(content)), "Connection": "close"}
         message: bytes = self.http.send(

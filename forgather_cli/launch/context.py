@@ -1,4 +1,4 @@
-"""What the parts of one rank share: where it stands among the ranks, what it trains, and how it hears of the others."""
+"""RankContext: what the parts of one rank's process share."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from forgather_cli.run_dir import RunDir
 
 @dataclass
 class RankContext:
-    """This process's part in a run. What is None or missing comes to be while ``rank.train`` runs."""
+    """This process as one rank of a run. ``rank.run_rank`` fills what is None or missing at first."""
 
     place: Place
     job: Job | None = None
-    """The launcher's folder, where one of ours has started this process."""
+    """The job folder, if our launcher has started this process."""
     rendezvous: Rendezvous | None = None
-    leave_directory: Callable[[ExitStatus], None] = lambda status: None
-    """Leaves the run directory as a status of the job asks, if this process ends without returning."""
+    conclude_run: Callable[[ExitStatus], None] = lambda status: None
+    """Called with the job's status if this process ends at once (``RunLock.conclude``)."""
     run: RunDir | None = None
     log: LogFile | None = None
     stop: StopSignal = field(init=False)
     step: int | None = None
-    """Optimizer steps of the run so far, once one of this process is done."""
+    """Optimizer steps of the run so far; None before this process has done one."""
     still: float = 0.0
     """Seconds without progress."""
     ended: threading.Event = field(default_factory=threading.Event)
-    """Set when this rank ends by itself, and needs not be told any more."""
+    """Set when this rank ends by itself: the threads that watch end too."""
 
     @property
     def rendezvous_folder(self) -> Path | None:
-        """Where all ranks meet that our launcher has started on one node; None for others, which meet in a TCPStore."""
+        """The ranks' store, if our launcher has started all of them on one node; None: they use a TCPStore."""
         on_one_node = self.job is not None and self.job.nodes == 1
         return self.job.attempt(self.place.attempt).folder / "rendezvous" if self.job and on_one_node else None
 
@@ -51,14 +51,14 @@ class RankContext:
         return self.rendezvous
 
     def stepped(self, step: int) -> None:
-        """A step is done. After the first one settings, data and model were found sound."""
+        """A step is done. The first one shows that settings, data and model are sound: a run set aside goes then."""
         if self.step is None and self.place.rank == 0 and self.run is not None:
             begin_training(self.run)
         self.step = step
 
     def exit_code(self, status: ExitStatus) -> int:
-        """What this process returns. How a run ended is in the job's folder and in ``exit.json``: torchrun's agent
-        restarts what does not return 0.
+        """This process's exit code. It only tells torchrun's agent whether to restart the ranks, which it does unless
+        all return 0; how the run ended is in the job folder and in ``exit.json``.
         """
         if self.job is not None:
             return FAILED if status.worth_a_restart and not self.stop.name else DONE

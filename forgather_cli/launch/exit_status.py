@@ -37,8 +37,8 @@ nothing was written at its end."""
 
 
 class Kind(StrEnum):
-    """How a rank ended. All but the first three are failures: causes, the earliest of which is told, and what a rank
-    notices of another one's trouble.
+    """How a rank ended. All but the first three are failures: either a cause, of which the earliest is reported, or the
+    consequence of another rank's failure.
     """
 
     DONE = "done"
@@ -62,7 +62,7 @@ _DEPTH = {**dict.fromkeys(_CAUSES, 0), Kind.STUCK: 1, Kind.WAITED: 2, Kind.LOST:
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a rank ended: ``done``, ``stopped`` by a signal or a command, ``aborted``, or one of the failures above."""
+    """How a rank ended. Ranks send it to their launcher and to each other."""
 
     rank: int
     kind: Kind
@@ -79,7 +79,7 @@ class ExitStatus:
     smaller_batch: int | None = None
     """Sequences at a time with which the job is to start again (auto_find_batch_size)."""
     origin: str = ""
-    """Of ``told``: the other rank's status, as JSON."""
+    """The other rank's status as JSON, where ``kind`` is TOLD."""
     time: float = field(default_factory=time.time)
     """Seconds since the epoch, by the clock of the rank's node."""
 
@@ -97,12 +97,12 @@ class ExitStatus:
 
     @property
     def is_cause(self) -> bool:
-        """True if it needs no other rank's failure to explain it."""
+        """True if it is not the consequence of another rank's failure."""
         return _DEPTH.get(self.kind) == 0
 
     @property
     def cause(self) -> ExitStatus:
-        """The other rank's status that this rank was told of, else itself."""
+        """The status that this one is a consequence of, where that is known; else itself."""
         return ExitStatus.from_json(self.origin) if self.origin else self
 
     @property
@@ -127,7 +127,7 @@ class ExitStatus:
 
 
 def from_error(rank: int, error: BaseException) -> ExitStatus:
-    """What an error says that needs no other rank's failure to explain it; Ctrl-C in a script is one."""
+    """The status of a rank that an error ended, whatever other ranks did; Ctrl-C in a script is one."""
     if isinstance(error, KeyboardInterrupt):
         return ExitStatus(rank, Kind.CUT, 128 + signal.SIGINT, "KeyboardInterrupt")
     if not isinstance(error, ForgatherError):
@@ -148,12 +148,14 @@ def from_error(rank: int, error: BaseException) -> ExitStatus:
 
 
 def done(rank: int, reason: str = "done") -> ExitStatus:
-    """Training came to its end, which ``reason`` tells."""
+    """The status of a rank that trained to the end; ``reason`` says which end."""
     return ExitStatus(rank, Kind.DONE, DONE, reason)
 
 
 def cut(rank: int, run: RunDir | None, signum: int, early: bool) -> ExitStatus:
-    """Ended at once, by a second signal or by one before the first step, when a run with a checkpoint can go on."""
+    """The status of a rank ended at once: by a second signal, or by one before the first step (``early``). A run with a
+    checkpoint can be resumed after an early one, and its code is 75.
+    """
     if run is not None and run.evaluation.exists():
         return ExitStatus(rank, Kind.CUT, 128 + signum, f"ended by {signal.Signals(signum).name}")
     kept = run.checkpoint_steps() if run is not None else []
@@ -162,26 +164,28 @@ def cut(rank: int, run: RunDir | None, signum: int, early: bool) -> ExitStatus:
     return ExitStatus(rank, Kind.CUT, STOPPED if early and kept else 128 + signum, f"{reason}; {left}")
 
 
-def told(rank: int, cause: ExitStatus) -> ExitStatus:
-    """Ended since another rank has failed."""
+def caused_by(rank: int, cause: ExitStatus) -> ExitStatus:
+    """The status of a rank that ends because another one has failed, which ``cause`` is the status of."""
     return ExitStatus(rank, Kind.TOLD, cause.code, f"ended, since {cause.message}", origin=cause.to_json())
 
 
 def killed(rank: int, code: int | None, log: object, noticed: float) -> ExitStatus:
-    """Of a rank that left no word; ``code`` is its exit code where it is known, negative for a signal."""
+    """The status of a rank that died without reporting one. ``code``: its exit code if known, negative for a signal;
+    ``noticed``: when its end was seen (``ExitStatus.time``).
+    """
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         how = f"was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
     else:
         how = "ended without a word" + (f", exit code {code}" if code is not None else "")
-    # Connections to it break at once, and what breaks because of that is told before its end is noticed. An abort may
-    # itself come of a lost connection (NCCL's watchdog does that).
+    # Its connections break at once, and other ranks report that before its end is noticed: so its time is set back. Not
+    # that of an abort, which a lost connection may have caused (NCCL's watchdog).
     early = 1.0 if code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL) else 0.0
     return ExitStatus(rank, Kind.KILLED, FAILED, f"rank {rank} {how}; its log is {log}", time=noticed - early)
 
 
 def first_cause(statuses: Iterable[ExitStatus]) -> ExitStatus | None:
-    """The failure that explains the others; None where nobody failed."""
+    """The failure that explains all others; None if no rank failed."""
     causes = (status.cause for status in statuses)
     return min((e for e in causes if e.failed), key=lambda e: (_DEPTH[e.kind], e.time), default=None)
 
@@ -203,19 +207,19 @@ class ExitRecord:
 
 
 def write_exit_record(run: RunDir, state: State, code: int, reason: str, step: int | None = None) -> None:
-    """Publish ``RUN/exit.json``; without ``step`` the newest one that checkpoints and metrics tell. Raises OSError."""
+    """Write ``RUN/exit.json``. ``step`` None: the newest one in checkpoints and metrics. Raises OSError."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = ExitRecord(state, code, reason, newest_step(run) if step is None else step, now)
     write_whole(run.exit, json.dumps(asdict(record)) + "\n")
 
 
 def resume_command(run: RunDir) -> str:
-    """The command that goes on with a run."""
+    """The command that resumes a run."""
     return f"forgather resume {shlex.quote(str(run.root))}"
 
 
 def read_exit_record(run: RunDir) -> ExitRecord | None:
-    """How the last job ended; None if it runs, was killed, or never was."""
+    """How the last job ended; None if it still runs, was killed, or never was."""
     try:
         raw = read_json_object(run.exit)
         code = int(raw["code"])

@@ -1,7 +1,7 @@
-"""What becomes of a failure in a rank: whose it is, who is told, where it is shown, and how the process ends.
+"""What becomes of a failure in a rank: which rank caused it, who hears of it, where it is shown, how the process ends.
 
-Threads watch while the main thread may wait in a collective. They end the process when its launcher is gone, when
-another rank has failed, when the ranks' store is gone, or when a signal to stop is not acted on.
+Threads keep watch, since the main thread may wait in a collective. They end the process when its launcher is gone, when
+another rank has failed, when the ranks' store is gone, or when training does not react to a stop signal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, NoReturn, cast
 from forgather_cli.launch import signals
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.error_report import report_failure
-from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind, cut, first_cause, from_error, killed, told
+from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind, caused_by, cut, first_cause, from_error, killed
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.processes import is_orphan
 from forgather_cli.launch.rendezvous import within
@@ -47,7 +47,7 @@ _AFTER_YOU = 5.0  # seconds that a rank which waits for others leaves them to sa
 
 
 def status_of(rank: RankContext, error: BaseException) -> ExitStatus:
-    """The exit status that an error means; one that comes of another rank's failure names that, if it gets known."""
+    """The exit status for an error. A broken connection names the rank whose failure broke it, if that can be found."""
     number = rank.place.rank
     broken = _broken_connection(error) if rank.place.size > 1 else None
     if broken is None:
@@ -56,7 +56,7 @@ def status_of(rank: RankContext, error: BaseException) -> ExitStatus:
     too_long = bool(_TOO_LONG.search(str(broken)))
     cause = known_cause(rank, patience=0.0 if too_long else _HEARSAY)
     if cause is not None:
-        return told(number, cause)
+        return caused_by(number, cause)
     if too_long:
         where = standing_at(traceback.extract_tb(error.__traceback__))
         message = f"hang_timeout passed in a collective: rank {number} stands at {where}"
@@ -67,7 +67,7 @@ def status_of(rank: RankContext, error: BaseException) -> ExitStatus:
 
 
 def _broken_connection(error: BaseException) -> BaseException | None:
-    """The error of a lost or silent connection that an error came of."""
+    """The error in the chain of causes that is a lost or silent connection to another rank; None if there is none."""
     dist = sys.modules.get("torch.distributed")
     seen: set[int] = set()
     each: BaseException | None = error
@@ -86,7 +86,7 @@ def _broken_connection(error: BaseException) -> BaseException | None:
 
 
 def known_cause(rank: RankContext, *, patience: float = 0.0) -> ExitStatus | None:
-    """Another rank's failure that needs no further explanation, if it is told within ``patience`` seconds."""
+    """The failure of another rank that is a cause (``ExitStatus.is_cause``), if found within ``patience`` seconds."""
     until = time.monotonic() + patience
     while True:
         cause = any_failure(rank)
@@ -98,7 +98,7 @@ def known_cause(rank: RankContext, *, patience: float = 0.0) -> ExitStatus | Non
 
 
 def any_failure(rank: RankContext) -> ExitStatus | None:
-    """What is known now of other ranks' failures; a store that is gone is one, and a process of this node that is."""
+    """The first failure of another rank known now. A store or a process of this node that is gone counts as one."""
     if rank.rendezvous is None:
         return None
     found = [within(ANSWER, rank.rendezvous.failure)]
@@ -112,17 +112,17 @@ def any_failure(rank: RankContext) -> ExitStatus | None:
 # ------------------------------------------------------------------------------------------------------- of this one
 
 
-def tell(rank: RankContext, status: ExitStatus) -> None:
-    """Tell the launcher and the other ranks how this one ended, and show a failure where it is to be seen once."""
+def announce(rank: RankContext, status: ExitStatus) -> None:
+    """Report to the launcher and to the other ranks how this one ended. A failure is logged, and shown by one rank."""
     if rank.job is not None:
-        rank.job.attempt(rank.place.attempt).tell(status)
+        rank.job.attempt(rank.place.attempt).write_status(status)
     if not status.failed:
         return
     rendezvous = rank.rendezvous
-    if rendezvous is None and status.kind != Kind.CUT:  # it failed before it came to meet the others
+    if rendezvous is None and status.kind != Kind.CUT:  # it failed before it had connected to the others
         rendezvous = within(ANSWER, rank.connect)
     first = rendezvous is None or within(ANSWER, lambda: rendezvous.fail(status.cause)) is not False
-    # the launcher shows what its ranks tell; of ranks that others started, the first to fail speaks for all
+    # our launcher shows failures of its ranks; of ranks that others have started, the first to fail shows its own
     log = cast("IO[str] | None", rank.log)
     tried_again = status.cause.smaller_batch is not None
     streams: list[IO[str]] = [] if log is None else [log]
@@ -136,12 +136,12 @@ def tell(rank: RankContext, status: ExitStatus) -> None:
 
 
 def end_at_once(rank: RankContext, status: ExitStatus, *, farewell: float = 0.0) -> NoReturn:
-    """End this process from any thread, after all who must know its status do."""
+    """Announce a status and end this process, from any thread."""
     end_process(status.code, lambda: last_words(rank, status, farewell=farewell))
 
 
 def end_stuck(rank: RankContext, kind: Kind, reason: str, stack: traceback.StackSummary) -> NoReturn:
-    """End this process, whose main thread stands at ``stack`` and does not go on; the stack is shown."""
+    """Print ``stack``, where the main thread is stuck, and end this process."""
     close_bars()
     say("".join(traceback.format_list(stack)).rstrip())
     where = f"rank {rank.place.rank} stands at {standing_at(stack)}"
@@ -149,13 +149,13 @@ def end_stuck(rank: RankContext, kind: Kind, reason: str, stack: traceback.Stack
 
 
 def last_words(rank: RankContext, status: ExitStatus, *, farewell: float = 0.0) -> int:
-    """Tell a status and leave the run directory as it asks; returns the exit code of a process that ends right after.
+    """Announce a status and conclude the run in its directory; returns the exit code. The process ends right after.
 
-    ``farewell``: seconds that other ranks get to leave the store, if this one offers it.
+    ``farewell``: seconds that other ranks get to disconnect from the store, if this rank serves it.
     """
     close_bars()
-    tell(rank, status)
-    rank.leave_directory(status.cause)
+    announce(rank, status)
+    rank.conclude_run(status.cause)
     if farewell:
         leave_store(rank, patience=farewell)
     return rank.exit_code(status)
@@ -169,7 +169,7 @@ def close_bars() -> None:
 
 
 def leave_store(rank: RankContext, *, patience: float) -> None:
-    """Let the other ranks know that this one needs their store no more."""
+    """Tell the other ranks that this one does not need their store any more."""
     rendezvous = rank.rendezvous
     if rendezvous is not None:
         within(patience + 1, lambda: rendezvous.leave(patience=patience))
@@ -179,15 +179,15 @@ def leave_store(rank: RankContext, *, patience: float) -> None:
 
 
 @contextmanager
-def watched(rank: RankContext) -> Iterator[StopSignal]:
-    """Watch signals, the launcher and the other ranks inside. Only in the main thread."""
+def watch_signals_and_ranks(rank: RankContext) -> Iterator[StopSignal]:
+    """Inside, threads watch stop signals, the launcher and the other ranks. Only in the main thread."""
 
     def watch_launcher(job: Job) -> None:
         while not rank.ended.wait(_NEAR):
             if is_orphan(job.launcher):
                 os._exit(FAILED)
-            if (asked := job.stop_asked()) is not None:
-                rank.stop.told(asked)
+            if (signum := job.stop_signal()) is not None:
+                rank.stop.on_stop_request(signum)
 
     def watch_ranks() -> None:
         while not rank.ended.wait(_NEAR if rank.rendezvous_folder else _FAR):
@@ -195,19 +195,19 @@ def watched(rank: RankContext) -> Iterator[StopSignal]:
                 if rank.rendezvous is not None and (failure := rank.rendezvous.failure()) is not None:
                     _end_because_of(rank, failure)
 
-    def is_abandoned() -> bool:
-        """torchrun's agent sends SIGTERM to the ranks that are left when one has failed."""
+    def is_cleanup() -> bool:
+        """Whether a SIGTERM comes from torchrun's agent, which sends it to the other ranks when one has failed."""
         if (failure := any_failure(rank)) is not None:
             threading.Thread(target=_end_because_of, args=(rank, failure), daemon=True).start()
         return failure is not None
 
     stop = StopSignal(
-        at_once=lambda signum, early: last_words(rank, cut(rank.place.rank, rank.run, signum, early)),
-        noted=lambda: _await_stop(rank),
-        abandoned=is_abandoned,
+        end_now=lambda signum, early: last_words(rank, cut(rank.place.rank, rank.run, signum, early)),
+        on_request=lambda: _enforce_grace(rank),
+        is_cleanup=is_cleanup,
         echo=_ECHO if rank.place.by else 0.0,
     )
-    with signals.watching(stop) as rank.stop:
+    with signals.watch_stop_signals(stop) as rank.stop:
         if rank.job is not None:
             threading.Thread(target=watch_launcher, args=(rank.job,), name="forgather-launcher", daemon=True).start()
         if rank.place.size > 1:
@@ -219,28 +219,28 @@ def watched(rank: RankContext) -> Iterator[StopSignal]:
 
 
 def _end_because_of(rank: RankContext, failure: ExitStatus) -> None:
-    """Another rank has failed: end this process, unless it does so by itself."""
+    """Another rank has failed: end this process, unless it ends by itself."""
     if rank.ended.wait(_SETTLE):
         return
     cause = known_cause(rank) or failure
-    status, stack = told(rank.place.rank, cause), main_thread_stack()
+    status, stack = caused_by(rank.place.rank, cause), main_thread_stack()
     if cause.kind == Kind.WAITED and not waits_for_others(stack):  # it is this rank that the other one waited for
         message = f"{cause.message.partition(': rank ')[0]}: rank {rank.place.rank} stands at {standing_at(stack)}"
         status = ExitStatus(rank.place.rank, Kind.STUCK, cause.code, message)
     end_at_once(rank, status, farewell=ANSWER)
 
 
-def _await_stop(rank: RankContext) -> None:
-    """End this process if training does not get to a signal, and tell which rank it stands in."""
+def _enforce_grace(rank: RankContext) -> None:
+    """End this process if the ranks do not stop within the grace period, and report which of them is stuck."""
     me = rank.place.rank
-    while not rank.stop.honoured.wait(signals.GRACE):
+    while not rank.stop.acknowledged.wait(signals.GRACE):
         stack = main_thread_stack()
-        if saves(stack):  # what was asked for; save_timeout is its limit
+        if saves(stack):  # the save that the signal asks for, which save_timeout limits
             continue
         reason = f"{rank.stop.name} was not acted on within {signals.GRACE:g} s"
         if rank.place.size == 1 or not waits_for_others(stack):
             end_stuck(rank, Kind.UNHEEDED, reason, stack)
-        if rank.stop.honoured.wait(_AFTER_YOU):
+        if rank.stop.acknowledged.wait(_AFTER_YOU):
             return
         standings = within(2 * ANSWER, lambda: standings_of_all(rank)) or []
         if any(each.doing == SAVES for each in standings):

@@ -49,7 +49,7 @@ _ASKED = 1.0  # seconds between two looks at whether others ask where this rank 
 
 
 @contextmanager
-def watched(rank: RankContext, config: Config) -> Iterator[None]:
+def watch_progress(rank: RankContext, config: Config) -> Iterator[None]:
     """Inside, report what makes no progress, end it as ``hang_timeout`` asks, and answer those who ask where this rank
     stands.
     """

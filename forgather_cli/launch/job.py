@@ -1,8 +1,11 @@
-"""The folder through which a launcher and the ranks it has started on this node speak to each other.
+"""The job folder: files through which a launcher and the ranks that it has started on this node exchange messages.
 
-The launcher asks for a stop; a rank tells its process id and how it ended. Each restart of the ranks has a folder of
-its own. Files appear whole, and only this user may read them. Nothing here needs torch, and a rank that hangs in a
-collective can still be told.
+    stop                   the number of the signal that the launcher received
+    attempt-<n>/pid-<r>    process id of rank r in start n of the ranks
+    attempt-<n>/status-<r> how it ended (ExitStatus)
+
+Files appear whole, and only this user may read them. Nothing here needs torch, and a rank that hangs in a collective
+still reads them, in a thread.
 """
 
 from __future__ import annotations
@@ -32,44 +35,45 @@ class Job:
     node: int
     nodes: int
     number: int = 0
-    """Of a rank: how often the launcher has started this node's ranks before."""
+    """In a rank: how often the launcher has started this node's ranks before."""
 
     @classmethod
     @contextlib.contextmanager
-    def made(cls, *, node: int, nodes: int) -> Iterator[Job]:
-        """A new job of this process, with its folder."""
+    def create(cls, *, node: int, nodes: int) -> Iterator[Job]:
+        """A new job with this process as its launcher; its folder is removed at the end."""
         with temporary_folder("job") as root:
             yield cls(root, os.getpid(), node, nodes)
 
     @classmethod
-    def entered(cls) -> Job | None:
-        """The job whose launcher has started this process; None if none has."""
-        told = os.environ.get(_VARIABLE)
-        return None if told is None else cls(**{**(facts := json.loads(told)), "root": Path(facts["root"])})
+    def from_environment(cls) -> Job | None:
+        """The job of this rank; None if no launcher of ours has started this process."""
+        text = os.environ.get(_VARIABLE)
+        return None if text is None else cls(**{**(facts := json.loads(text)), "root": Path(facts["root"])})
 
     def environment(self, number: int) -> dict[str, str]:
-        """What makes ``entered`` find this job in a rank of the start with that number."""
+        """The environment variable by which a rank of start ``number`` finds this job (``from_environment``)."""
         return {_VARIABLE: json.dumps({**asdict(self), "root": str(self.root), "number": number})}
 
     def discard(self) -> None:
-        """Remove the folder; for a launcher that ends without unwinding."""
+        """Remove the folder now; for a launcher that ends at once."""
         shutil.rmtree(self.root, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------------------- to the ranks
+    # ----------------------------------------------------------------------------------- from the launcher to its ranks
 
-    def ask_to_stop(self, signum: int) -> None:
+    def request_stop(self, signum: int) -> None:
+        """Ask all ranks of this node to save and stop."""
         write_whole(self.root / "stop", str(signum), mode=0o600)
 
-    def stop_asked(self) -> int | None:
-        """The signal that the launcher has got."""
+    def stop_signal(self) -> int | None:
+        """The signal for which the launcher asks the ranks to stop; None if it does not."""
         with contextlib.suppress(OSError, ValueError):
             return int((self.root / "stop").read_text())
         return None
 
-    # --------------------------------------------------------------------------------------------- from the ranks
+    # ----------------------------------------------------------------------------------- from the ranks to the launcher
 
     def attempts(self) -> int:
-        """How many times ranks have been started so far."""
+        """How many times ranks have been started so far; the newest attempt has this number less one."""
         return sum(1 for _ in self.root.glob("attempt-*"))
 
     def attempt(self, number: int) -> Attempt:
@@ -78,12 +82,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the ranks of this node tell between one start and the next."""
+    """What the ranks of this node report between one start and the next."""
 
     folder: Path
 
-    def enter(self, rank: int) -> None:
-        """Tell that this process is rank ``rank``. Raises FileNotFoundError where the launcher has left."""
+    def write_pid(self, rank: int) -> None:
+        """Report that this process is rank ``rank``. Raises FileNotFoundError if the launcher is gone."""
         self.folder.mkdir(exist_ok=True)
         write_whole(self.folder / f"pid-{rank}", str(os.getpid()), mode=0o600)
 
@@ -95,14 +99,14 @@ class Attempt:
                 found[int(path.name.removeprefix("pid-"))] = int(path.read_text())
         return found
 
-    def tell(self, status: ExitStatus) -> None:
-        """Only a rank's first word counts, except that what it was told by others gives way to what it knows."""
+    def write_status(self, status: ExitStatus) -> None:
+        """Report how a rank ended. Its first status stays, unless that only named another rank's failure."""
         known = next((each for each in self.statuses() if each.rank == status.rank), None)
         if known is None or (known.failed and not known.is_cause and status.is_cause):
             write_whole(self.folder / f"status-{status.rank}", status.to_json(), mode=0o600)
 
     def statuses(self) -> list[ExitStatus]:
-        """How those ranks have ended that have told it."""
+        """The exit statuses reported so far."""
         found = []
         for path in self.folder.glob("status-*"):
             with contextlib.suppress(OSError, ValueError):

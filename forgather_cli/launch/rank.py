@@ -1,8 +1,8 @@
 """One rank from start to end: its log, signals, the other ranks, the process group and errors, around the work.
 
-What it trains is a callable (``worker.work``). ``trainer=single`` and ranks that others have started do it in the
-process of the command (``start``); those that our launcher starts are ``python -m forgather_cli.worker [--config
-RUN/config.yaml]``, without it where another node has it.
+The work is a callable (``worker.work``). ``trainer=single`` and ranks that torchrun or Slurm has started do it in the
+process of the command (``start.py``); ranks that our launcher starts are ``python -m forgather_cli.worker --config
+RUN/config.yaml``, without --config on nodes that do not hold the run directory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from forgather_cli.launch.stacks import record_collectives
 from forgather_cli.run_dir import RunDir
 
 Work = Callable[[Config, RunDir, RankContext], ExitStatus]
-"""Trains, and tells how that has ended."""
+"""Trains, and returns how that ended."""
 
 _WAIT_FOR_CONFIG = 600.0  # seconds
-_FAILED_FAREWELL = 5.0  # seconds; ranks that were killed will never say goodbye
+_FAILED_FAREWELL = 5.0  # seconds that a rank waits for others to disconnect after a failure; killed ones never do
 _SEES_DIRECTORY = 10.0  # seconds that a network file system gets to show what another node has written
 _TEAR_DOWN = 10.0  # seconds
 
@@ -44,17 +44,17 @@ class Start:
 
     run: RunDir
     config: Config | Path
-    """A file is read when what that prints goes to the rank's log."""
+    """A file is read once there is a rank log, since reading it may print warnings."""
     going_on: bool | None = None
-    """True to go on from the newest checkpoint whatever the config says; None: after a restart."""
+    """True: resume from the newest checkpoint whatever the config says. None: only after a restart."""
 
 
-def train(rank: RankContext, find: Callable[[RankContext], Start], work: Work) -> ExitStatus:
-    """Do the work that ``find`` says. Never raises: errors are told, shown, and returned as the exit status."""
+def run_rank(rank: RankContext, find: Callable[[RankContext], Start], work: Work) -> ExitStatus:
+    """Do ``work`` on what ``find`` returns. Never raises: an error is announced, shown, and returned as the status."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(failures.watched(rank))
-            if rank.rendezvous_folder:  # nobody has to be waited for there, so that even a wrong config is told to all
+            stack.enter_context(failures.watch_signals_and_ranks(rank))
+            if rank.rendezvous_folder:  # connecting waits for nobody, and other ranks hear even of a wrong config
                 rank.connect()
             start = find(rank)
             rank.run = start.run
@@ -67,14 +67,15 @@ def train(rank: RankContext, find: Callable[[RankContext], Start], work: Work) -
         except (Exception, SystemExit) as error:  # the edge of the process
             status = failures.status_of(rank, error)
         rank.ended.set()
-        failures.tell(rank, status)
+        failures.announce(rank, status)
         failures.leave_store(rank, patience=_FAILED_FAREWELL if status.failed else FAREWELL)
-        if rank.place.rank == 0 and rank.run is not None and not status.failed:  # else a restart may ask for it
+        if rank.place.rank == 0 and rank.run is not None and not status.failed:  # a restart needs it
             rank.run.secret.unlink(missing_ok=True)
     return status
 
 
 def _work(rank: RankContext, start: Start, work: Work) -> ExitStatus:
+    """``work`` with the config of this start, inside the process group."""
     run, rendezvous = start.run, rank.connect()
     if isinstance(start.config, Path):
         from forgather_cli.config.decode import load_saved
@@ -83,14 +84,14 @@ def _work(rank: RankContext, start: Start, work: Work) -> ExitStatus:
     else:
         config = start.config
     going_on = start.going_on
-    if going_on is None:  # a restart of a run that began from another's checkpoint begins there again at first
+    if going_on is None:  # a run that began from another run's checkpoint begins there again until it has its own
         has_own = bool(run.checkpoint_steps()) or not isinstance(config.resume_from_checkpoint, str)
         going_on = rank.place.attempt > 0 and has_own
     if rendezvous is not None and rank.place.rank == 0:
         rendezvous.share(run, going_on=going_on)
     if going_on:
         config = replace(config, resume_from_checkpoint=True, resume_components="all")
-    with _process_group(config, rank), hang.watched(rank, config):
+    with _process_group(config, rank), hang.watch_progress(rank, config):
         return work(config, run, rank)
 
 
@@ -128,19 +129,19 @@ def _process_group(config: Config, rank: RankContext) -> Iterator[None]:
     within(_TEAR_DOWN, dist.destroy_process_group)
 
 
-# -------------------------------------------------------------------------------------------------------- what to train
+# ------------------------------------------------------------------------------------------------ what rank 0 shares
 
 
-def shared(rank: RankContext) -> Start:
-    """What rank 0 shares, once it does. Raises SetupError where this node does not see its run directory."""
+def wait_for_start(rank: RankContext) -> Start:
+    """Wait for the run directory and config that rank 0 shares. Raises SetupError if this node does not see them."""
     rendezvous = rank.connect()
     assert rendezvous is not None
     begun = time.monotonic()
-    told: float | None = None
+    unseen_since: float | None = None
     while (answer := rendezvous.shared())[0] is None:
         now, problem = time.monotonic(), answer[1]
-        told = now if told is None and problem else told
-        if told is not None and now > told + _SEES_DIRECTORY:
+        unseen_since = now if unseen_since is None and problem else unseen_since
+        if unseen_since is not None and now > unseen_since + _SEES_DIRECTORY:
             raise SetupError(problem)
         if now > begun + _WAIT_FOR_CONFIG:
             raise SetupError(f"rank 0 has not told what to train within {_WAIT_FOR_CONFIG:g} s; see its output")
@@ -156,18 +157,18 @@ def shared(rank: RankContext) -> Start:
 
 @lasting_output()
 def main(work: Work) -> int:
-    """A rank that our launcher started."""
-    job = Job.entered()
+    """Main of a rank that our launcher started."""
+    job = Job.from_environment()
     if job is None:
         print("forgather_cli.worker is started by forgather train", file=sys.stderr)
         return MISTAKE
     end_with_parent(job.launcher)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a log to print stacks to
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a log, to which SIGUSR2 prints stacks
     place = launched(job.node, job.number)
     enter(place)
     try:
-        job.attempt(job.number).enter(place.rank)
-    except FileNotFoundError:  # the launcher was stopped and has taken its folder along
+        job.attempt(job.number).write_pid(place.rank)
+    except FileNotFoundError:  # the launcher was stopped and has removed its folder
         return FAILED
     rank = RankContext(place, job)
     path = Path(sys.argv[2]) if sys.argv[1:2] == ["--config"] else None
@@ -177,12 +178,12 @@ def main(work: Work) -> int:
             here = f"got {place.local_size} here of {place.size} ranks"
             raise ConfigError(f"nproc_per_node: must be the same on every node, {here}; set it")
         if path is None:
-            return shared(rank)
+            return wait_for_start(rank)
         root = path.parent.resolve() if job.nodes > 1 else path.parent  # nodes' working directories may differ
         return Start(RunDir(root), path)
 
-    status = train(rank, find, work)
+    status = run_rank(rank, find, work)
     code = rank.exit_code(status)
-    if status.failed:  # other ranks may be gone: nothing is worth waiting for that an exit might wait for
+    if status.failed:  # other ranks may be gone, and a normal exit might wait for them
         leave_now(code)
     return code

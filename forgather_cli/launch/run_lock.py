@@ -1,4 +1,4 @@
-"""Taking a run directory for one job: the lock, what may be there already, and the files that say what was started."""
+"""A run directory held by one job: the lock, the files of a start, and undoing them if it never trains."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PACKAGES = ("forgather", "torch", "hydra-core", "omegaconf", "safetensors", "to
 
 
 class RunLock:
-    """A run directory that this process alone may write, inside ``with`` or until it ends.
+    """A run directory that only this process may write, inside ``with`` or until it ends.
 
-    What is changed before training notes how to undo it: by renames and cuts, which need no room on the disk. Files of
-    others are never touched.
+    Each change made before training records how to undo it, by renames and truncations, which need no free disk space.
+    Files that are not of a run are never touched.
     """
 
     def __init__(self, root: Path) -> None:
@@ -58,12 +58,10 @@ class RunLock:
         self._traces = self._training_traces()
 
     def prepare(self, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool, ranks: int = 1) -> Path:
-        """Refuse or empty a used directory and write what is started; returns the config file of this start.
+        """Refuse or empty a used directory and write the files of this start; returns its config file.
 
-        ``ranks`` have logs of their own here.
-
-        Raises SetupError for a used directory that is neither to be overwritten nor gone on with, and for one that
-        cannot be written.
+        ``ranks``: how many of them will have a log here. Raises SetupError for a used directory that is neither to be
+        overwritten nor resumed, and for one that cannot be written.
         """
         run = self.run
         if run.is_used() and not (resume or overwrite):
@@ -104,7 +102,7 @@ class RunLock:
         return path
 
     def write(self, path: Path, text: str) -> None:
-        """Write a file of the run that ``undo`` takes back: whole or not at all, since a later start reads it."""
+        """Write a file that ``undo`` takes back: whole or not at all, since a later start reads it."""
         with _writing(self.run.root):
             self._hide(path)
             write_whole(path, text)
@@ -124,7 +122,7 @@ class RunLock:
         return (*self.run.checkpoint_steps(), metrics.stat().st_mtime_ns if metrics.exists() else None)
 
     def undo(self) -> bool:
-        """Put back what this job found; False if it has left metrics or checkpoints, which stay."""
+        """Put the directory back as it was found; False, changing nothing, if this job left metrics or checkpoints."""
         if self._training_traces() != self._traces:
             return False
         try:
@@ -133,10 +131,10 @@ class RunLock:
             print(f"{error.filename} cannot be put back as it was: {error.strerror}", file=sys.stderr)
         return True
 
-    def leave(self, status: ExitStatus) -> bool:
-        """Leave the directory as a status asks. After a mistake, and after any failure before the first step of a job
-        that is to overwrite a run, it is as it was found: True then. Else it has ``exit.json``, which a run that has
-        come to its end has written itself.
+    def conclude(self, status: ExitStatus) -> bool:
+        """Record in the directory how the job ended: True if it was put back as it was found, after a mistake, or after
+        a failure before the first step of a job that overwrites a run. Else ``exit.json`` is written for a failure; for
+        any other end rank 0 has written it already (``trainer.finish``).
         """
         mistake = status.code == MISTAKE or self.run.set_aside.is_dir()
         if status.failed and mistake and status.kind != Kind.CUT and self.undo():
@@ -153,7 +151,7 @@ class RunLock:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Let another job have the directory. A SetupError before training takes back what was written."""
+        """Release the lock. After a SetupError before training, undo what was written."""
         try:
             if isinstance(error, SetupError):
                 self.undo()
@@ -162,13 +160,13 @@ class RunLock:
 
 
 def begin_training(run: RunDir) -> None:
-    """Delete what was set aside. Any process may, for the one that holds the directory."""
+    """After the first step: delete the run that was set aside. Rank 0 calls it, for the process that has the lock."""
     _remove_tree(run.set_aside)
     _forget_hidden(run)
 
 
 def _forget_hidden(run: RunDir) -> None:
-    """Delete what a start that came to train, or was killed, has hidden."""
+    """Delete the files that a start has hidden, which needs no undo any more."""
     for path in run.root.glob(f"{_HIDDEN}*"):
         path.unlink()
 
@@ -176,7 +174,7 @@ def _forget_hidden(run: RunDir) -> None:
 def restore_overwritten(run: RunDir) -> None:
     """Put back a run that a killed job had set aside and never overwritten, before anything of it is read.
 
-    It does nothing where a job holds the directory, which will be told when it is taken. Raises SetupError.
+    Does nothing while a job holds the directory: taking the lock will fail then, and say so. Raises SetupError.
     """
     if run.note_set_aside() is None:
         return
@@ -203,9 +201,9 @@ def _files_of(run: RunDir) -> list[Path]:
 
 
 def _restore_overwritten(run: RunDir) -> None:
-    """Put back a run that was set aside by a job that never trained; delete it if the job did.
+    """Put back a run that was set aside by a job that never trained; delete it if that job did train.
 
-    Whenever this is cut off, the next job does the rest.
+    If this is interrupted, the next job completes it.
     """
     aside, moving = run.set_aside, run.being_set_aside
     if aside.is_dir() and newest_step(run) > 0:  # else there may be an evaluation from before the first step

@@ -1,7 +1,7 @@
-"""Signals of a run: the first asks for a save and an end, the second ends the process at once.
+"""Stop signals: the first asks training to save and stop, the second ends the process at once.
 
 Python runs its handlers between bytecodes of the main thread only, so a process that waits in a collective or in a long
-kernel would not notice. The C handler itself writes to the interpreter's wake-up descriptor; a thread reads it.
+kernel would not react. Here a thread reads the wake-up descriptor, to which the C handler writes each signal's number.
 """
 
 from __future__ import annotations
@@ -18,109 +18,110 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""By precedence, where ranks have received different ones."""
 GRACE = 25.0
-"""Seconds from the first signal to a point where training can stop; schedulers kill after 30."""
+"""Seconds that training gets from the first signal to the end of its step; schedulers kill after 30."""
 _LAST_WORDS = 5.0  # seconds
 _BURST = 0.03  # seconds in which one signal may arrive several times
 _LINGER = 30.0  # seconds that a forked worker outlives SIGTERM
 
 
 class StopSignal:
-    """Whether a signal has asked this process to save and end.
+    """Whether a signal has asked this process to save and stop.
 
-    The trainer reads ``signum`` at each step, evaluation batch and generated token. Until it has done so for the first
-    time there is nothing to save, and the first signal already ends the process.
+    The trainer reads ``signum`` at each step, evaluation batch and generated token. Before its first read there is
+    nothing to save, and even a first signal ends the process.
     """
 
     def __init__(
         self,
-        at_once: Callable[[int, bool], int] = lambda signum, early: 128 + signum,
-        noted: Callable[[], None] = lambda: None,
-        abandoned: Callable[[], bool] = lambda: False,
+        end_now: Callable[[int, bool], int] = lambda signum, early: 128 + signum,
+        on_request: Callable[[], None] = lambda: None,
+        is_cleanup: Callable[[], bool] = lambda: False,
         echo: float = 0.0,
     ) -> None:
-        """What the job around it does; the defaults are those of a process alone.
+        """The defaults are for a process that runs alone.
 
-        ``at_once``: the process ends by (signum, before the first step); returns the exit code. ``noted``: a first
-        signal asks for a stop; called in a thread of its own. ``abandoned``: True if a SIGTERM only clears up after
-        another rank's failure, and this process is about to end anyway. ``echo``: seconds in which the same signal
-        again is the same one, which others have handed on.
+        ``end_now(signum, early)`` is called before the process ends at once, and returns its exit code; ``early``: no
+        step has begun. ``on_request()`` is called in a thread of its own when the first signal asks for a stop.
+        ``is_cleanup()`` is True if SIGTERM was only sent because another rank has failed: this process is about to end
+        anyway. ``echo``: seconds within which a repeated signal is taken for the first one, passed on by a launcher.
         """
-        self._at_once, self._noted, self._abandoned, self._echo = at_once, noted, abandoned, echo
+        self._end_now, self._on_request, self._is_cleanup, self._echo = end_now, on_request, is_cleanup, echo
         self._signum: int | None = None
-        self._last: tuple[int, float] | None = None  # what has arrived here, and when
+        self._last: tuple[int, float] | None = None  # the last signal received, and when
         self.polls = 0
-        """How often ``signum`` was read: it counts on as long as training does."""
-        self.honoured = threading.Event()
-        """All ranks are about to act on the signal, or nothing is left to stop: now it may take its time."""
+        """How often ``signum`` was read; it grows as long as training makes progress."""
+        self.acknowledged = threading.Event()
+        """Set once all ranks act on the signal, or there is nothing left to stop: the grace period is over."""
 
     @property
     def signum(self) -> int | None:
-        """Number of the first signal that arrived, None before. Reading it says that somebody listens."""
+        """Number of the first signal received, None before. Each read counts as a poll by the trainer."""
         self.polls += 1
         return self._signum
 
     @property
     def name(self) -> str:
-        """Name of the signal that arrived, as SIGTERM; empty before."""
+        """Its name, such as SIGTERM; empty before."""
         return signal.Signals(self._signum).name if self._signum is not None else ""
 
-    def arrived(self, signum: int) -> None:
-        """Note a signal; end the process if it is the second, or if nobody listens yet."""
+    def on_signal(self, signum: int) -> None:
+        """This process has received a signal: ask for a stop, or end at once if it is the second one."""
         now, last = time.monotonic(), self._last
         self._last = (signum, now)
         if last is not None and last[0] == signum and now - last[1] < self._echo:
             return
-        if signum == signal.SIGTERM and self._abandoned():
+        if signum == signal.SIGTERM and self._is_cleanup():
             return
         if last is not None and counts_again(signum):
             self._end(signum, early=not self.polls)
         else:
-            self.told(signum)
+            self.on_stop_request(signum)
 
-    def told(self, signum: int) -> None:
-        """Note a signal that the launcher has got. It is not counted: it may also arrive here by itself."""
+    def on_stop_request(self, signum: int) -> None:
+        """Ask training to stop; end at once if it has not begun. Also called for a signal that the launcher received.
+
+        That does not count as this process's first signal, since the same Ctrl-C may arrive here too.
+        """
         if self._signum is not None:
             return
         self._signum = signum
         if not self.polls:
             self._end(signum, early=True)
         say(f"{self.name}: saving after this step; a second signal ends at once")
-        threading.Thread(target=self._noted, name="forgather-grace", daemon=True).start()
+        threading.Thread(target=self._on_request, name="forgather-grace", daemon=True).start()
 
-    def honour(self, signum: int) -> None:
-        """All ranks have agreed on a signal that at least one of them has got."""
+    def acknowledge(self, signum: int) -> None:
+        """All ranks have agreed to stop because of a signal that at least one of them received."""
         if self._signum is None:
             self._signum = signum
             say(f"{self.name} in another rank: saving after this step; a second signal ends at once")
-        self.honoured.set()
+        self.acknowledged.set()
 
     def _end(self, signum: int, *, early: bool) -> None:
-        end_process(128 + signum, lambda: self._at_once(signum, early))
+        end_process(128 + signum, lambda: self._end_now(signum, early))
 
 
 def counts_again(signum: int) -> bool:
-    """False for SIGHUP, of which a closing terminal sends several: the kernel, the shell, the kernel once more."""
+    """Whether receiving it a second time ends the process. Not SIGHUP: a terminal that closes sends several."""
     return signum != signal.SIGHUP
 
 
 def end_process(code: int, last_words: Callable[[], int]) -> NoReturn:
-    """Exit from any thread, with the code that ``last_words`` returns.
+    """Exit from any thread, with the code that ``last_words()`` returns, or with ``code`` if that takes too long."""
+    codes = [code]
 
-    What they say or write may be stuck too, and gets a few seconds; then the code is ``code``.
-    """
-    told = [code]
-
-    def speak() -> None:
+    def run() -> None:
         with contextlib.suppress(Exception):
-            told.append(last_words())
+            codes.append(last_words())
             sys.stdout.flush()
 
-    thread = threading.Thread(target=speak, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)  # it may hang, on a full disk or a closed terminal
     thread.start()
     thread.join(_LAST_WORDS)
-    os._exit(told[-1])
+    os._exit(codes[-1])
 
 
 def say(text: str) -> None:
@@ -129,27 +130,27 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def watching(stop: StopSignal | None = None) -> Iterator[StopSignal]:
-    """Watch SIGINT, SIGTERM, SIGHUP and SIGUSR1 inside. Only in the main thread."""
+def watch_stop_signals(stop: StopSignal | None = None) -> Iterator[StopSignal]:
+    """Inside, stop signals go to ``stop``. Only in the main thread."""
     stop = stop or StopSignal()
-    with listening(stop.arrived, STOP_SIGNALS):
+    with handle_signals(stop.on_signal, STOP_SIGNALS):
         try:
             yield stop
         finally:
-            stop.honoured.set()
+            stop.acknowledged.set()
 
 
 @contextlib.contextmanager
-def listening(arrived: Callable[[int], None], signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Call ``arrived(signum)`` for each signal, in a thread of its own. Only in the main thread."""
+def handle_signals(on_signal: Callable[[int], None], signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Inside, call ``on_signal(signum)`` for each signal, in a thread of its own. Only in the main thread."""
     read_end, write_end = socket.socketpair()
     write_end.setblocking(False)
-    thread = threading.Thread(target=_watch, args=(read_end, arrived, signals), name="forgather-signals", daemon=True)
+    thread = threading.Thread(target=_watch, args=(read_end, on_signal, signals), name="forgather-signals", daemon=True)
     thread.start()
     old_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # then the run is to outlive the terminal
-    heeded = [signum for signum in signals if not (nohup and signum == signal.SIGHUP)]
-    old_handlers = {signum: signal.signal(signum, _handled) for signum in heeded}
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup the run outlives its terminal
+    handled = [signum for signum in signals if not (nohup and signum == signal.SIGHUP)]
+    old_handlers = {signum: signal.signal(signum, _handled) for signum in handled}
     _leave_stopping_to_parent_in_forks()
     try:
         yield
@@ -164,13 +165,14 @@ def listening(arrived: Callable[[int], None], signals: Sequence[signal.Signals])
 
 
 def _handled(signum: int, frame: FrameType | None) -> None:
-    """A Python handler must exist for the C handler to write to the wake-up descriptor; the thread does the work."""
+    """Does nothing: a Python handler must exist, or the C handler does not write to the wake-up descriptor."""
 
 
-def _watch(read_end: socket.socket, arrived: Callable[[int], None], signals: Sequence[signal.Signals]) -> None:
-    """A burst of one signal is one: coreutils' ``timeout`` sends its own twice, to the process and to its group.
+def _watch(read_end: socket.socket, on_signal: Callable[[int], None], signals: Sequence[signal.Signals]) -> None:
+    """Pass on each signal, and a burst of the same signal once.
 
-    Nobody who has seen what the first one did can be that fast.
+    coreutils' ``timeout`` sends its signal twice, to the process and to its group. No person presses Ctrl-C twice that
+    fast.
     """
     while data := read_end.recv(64):
         time.sleep(_BURST)
@@ -178,15 +180,15 @@ def _watch(read_end: socket.socket, arrived: Callable[[int], None], signals: Seq
             data += read_end.recv(64, socket.MSG_DONTWAIT)
         for signum in dict.fromkeys(data):
             if signum in signals:
-                arrived(signum)
+                on_signal(signum)
 
 
 @functools.cache
 def _leave_stopping_to_parent_in_forks() -> None:
-    """Ctrl-C and Slurm signal the whole process group, but stopping is the work of the process that trains.
+    """Keep stop signals from forked data workers: Ctrl-C and Slurm signal the whole process group.
 
-    Without this a forked data worker would write to its parent's wake-up socket, which counts as a second signal.
-    SIGTERM ends a worker after a while, so that the parent can finish its step and ending a stuck worker still works.
+    A worker would otherwise write to its parent's wake-up socket, where that counts as a second signal. SIGTERM ends a
+    worker after some time, so that the parent can finish its step, and a stuck worker can still be ended.
     """
 
     def linger(signum: int, frame: FrameType | None) -> None:

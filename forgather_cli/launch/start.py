@@ -1,4 +1,4 @@
-"""From a checked config to a finished run: the directory, where the ranks are, and the exit code."""
+"""From a checked config to a finished run: take the run directory, train here or in ranks, return the exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.place import Place, enter
 from forgather_cli.launch.processes import leave_now
-from forgather_cli.launch.rank import Start, Work, shared, train
+from forgather_cli.launch.rank import Start, Work, run_rank, wait_for_start
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.supervise import Supervisor
@@ -45,20 +45,19 @@ if TYPE_CHECKING:
 
 _KERNELS = {"liger": "liger-kernel", "cut_cross_entropy": "cut-cross-entropy"}
 _OF_KERNELS = ("triton",) if sys.platform == "linux" else ()
-"""What both import, on a CPU too."""
+"""Both packages import it, on a CPU too."""
 
 
 @lasting_output()
 def launch(loaded: Loaded, work: Work) -> int:
-    """Do ``work`` in this process, or start ranks that do; returns the exit code (0, 1, 2, 75).
+    """Do ``work`` here, or in ranks that are started here; returns the exit code (0, 1, 2, 75, 128 + signal).
 
-    Raises ConfigError and SetupError for what is found before the run directory is taken; later ones are shown and
-    logged here.
+    Raises ConfigError and SetupError before the run directory is locked; later errors are shown and logged here.
     """
     check_packages(loaded.config)
     layout = plan_layout(loaded.config, loaded.given)
     if layout.node > 0:
-        return supervised(layout, None, None).code
+        return launch_ranks(layout, None, None).code
     check_port(layout)
     root = output_dir(loaded)
     if layout.nodes == 1 and (reason := _nothing_left(RunDir(root), loaded)) is not None:
@@ -66,37 +65,37 @@ def launch(loaded: Loaded, work: Work) -> int:
         return DONE
     with RunLock(root) as held:
         config, path = _begin(held, loaded, layout)
-        leave_directory = partial(_leave_directory, held)
+        conclude_run = partial(_conclude_run, held)
         control = config.callbacks.control
 
-        def once(config: Config) -> ExitStatus:
+        def train_once(config: Config) -> ExitStatus:
             if layout.in_process:
-                rank = RankContext(Place(), leave_directory=leave_directory)
-                return train(rank, lambda _: Start(held.run, config), work)
+                rank = RankContext(Place(), conclude_run=conclude_run)
+                return run_rank(rank, lambda _: Start(held.run, config), work)
             before = os.environ.get(TOKEN_VARIABLE)
-            if control is not None and control.auth_token is not None:  # of which the ranks' config.yaml says nothing
+            if control is not None and control.auth_token is not None:  # config.yaml does not hold it
                 os.environ[TOKEN_VARIABLE] = control.auth_token
             try:
-                return supervised(layout, held.run, path, leave_directory)
+                return launch_ranks(layout, held.run, path, conclude_run)
             finally:
                 os.environ.pop(TOKEN_VARIABLE, None) if before is None else os.environ.update({TOKEN_VARIABLE: before})
 
-        status = _until_it_fits(held, config, path, once)
-        leave_directory(status)
+        status = _find_batch_size(held, config, path, train_once)
+        conclude_run(status)
     return status.code
 
 
 @lasting_output()
 def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
-    """Be one rank of a world that others have started; returns the exit code, which is 0 after a signal too.
+    """Train as one rank of a world that torchrun or Slurm has started; returns the exit code, 0 after a signal too.
 
-    Only rank 0 composes the config and takes the run directory; the others wait for what it says. Raises ConfigError
-    and SetupError like ``launch``, on rank 0.
+    Only rank 0 composes the config and locks the run directory; the others wait until it shares them. Raises
+    ConfigError and SetupError like ``launch``, on rank 0.
     """
     enter(place)
     rank = RankContext(place)
     if place.rank > 0:
-        return _left(rank, train(rank, shared, work))
+        return _left(rank, run_rank(rank, wait_for_start, work))
     try:
         loaded = compose()
         check_packages(loaded.config)
@@ -105,12 +104,12 @@ def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
         again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
         with RunLock(Path(again) if again else output_dir(loaded)) as held:
             config, _ = _begin(held, loaded, layout, again=again is not None)
-            rank.leave_directory = partial(_leave_directory, held)
-            status = train(rank, lambda _: Start(held.run, config), work)
-            _leave_directory(held, status)
+            rank.conclude_run = partial(_conclude_run, held)
+            status = run_rank(rank, lambda _: Start(held.run, config), work)
+            _conclude_run(held, status)
         return _left(rank, status)
     except ForgatherError as error:
-        if (rendezvous := rank.connect()) is not None:  # the other ranks leave too, and say nothing of it
+        if (rendezvous := rank.connect()) is not None:  # the other ranks end too, and print nothing
             rendezvous.fail(from_error(0, error))
             rendezvous.leave()
         raise
@@ -123,21 +122,21 @@ def _left(rank: RankContext, status: ExitStatus) -> int:
     return code
 
 
-def supervised(
+def launch_ranks(
     layout: Layout,
     run: RunDir | None,
     path: Path | None,
-    leave_directory: Callable[[ExitStatus], None] = lambda status: None,
+    conclude_run: Callable[[ExitStatus], None] = lambda status: None,
 ) -> ExitStatus:
-    """Run ranks of this node under torchrun's agent, on the config at ``path``. Why they failed is shown here, once.
+    """Run this node's ranks under torchrun's agent, on the config at ``path``; a failure of theirs is shown here, once.
 
-    ``run`` and ``leave_directory`` are the Supervisor's.
+    For ``run`` and ``conclude_run`` see ``Supervisor``.
     """
     elastic = logging.getLogger("torch.distributed.elastic")
-    elastic.addHandler(logging.NullHandler())  # its account of failed ranks would come before ours, on standard error
+    elastic.addHandler(logging.NullHandler())  # its report of failed ranks would come before ours, on standard error
     elastic.propagate = False
-    with Job.made(node=layout.node, nodes=layout.nodes) as job:
-        status = Supervisor(layout, job, run, leave_directory).train(path)
+    with Job.create(node=layout.node, nodes=layout.nodes) as job:
+        status = Supervisor(layout, job, run, conclude_run).run(path)
     if status.failed and sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar that rank 0 could not take away, and the cursor it hid
     if status.failed and status.smaller_batch is None:
@@ -147,13 +146,14 @@ def supervised(
     return status
 
 
-def _until_it_fits(held: RunLock, config: Config, path: Path, train_once: Callable[[Config], ExitStatus]) -> ExitStatus:
-    """``train_once(config)``, again with smaller micro-batches as long as its status asks for that (the setting
-    auto_find_batch_size); returns the last status.
+def _find_batch_size(
+    held: RunLock, config: Config, path: Path, train_once: Callable[[Config], ExitStatus]
+) -> ExitStatus:
+    """Call ``train_once(config)``; with auto_find_batch_size again, with smaller micro-batches, while memory runs out.
 
-    All ranks end and start anew, under every strategy alike: ranks that wait in a collective for the one without memory
-    could not agree on anything. The sequences of one optimizer step stay the same, so the run does too. What is tried
-    is written to ``path``, the config of this start: ranks read it, and a resume goes on with it.
+    All ranks end and start again, under every strategy: ranks that wait in a collective for the one without memory
+    could not agree on anything. The sequences of one optimizer step stay the same, so the losses do too. What is tried
+    is written to ``path``, the config of this start: ranks read it, and a resume uses it.
     """
     from forgather_cli.config.decode import dump_tree, load_tree
 
@@ -189,7 +189,7 @@ def _until_it_fits(held: RunLock, config: Config, path: Path, train_once: Callab
 
 
 def output_dir(loaded: Loaded) -> Path:
-    """Where the run goes; the directory made up from date and time gets a number where another run has that name."""
+    """The run directory: ``output_dir`` as given, else the default with a number added if it exists already."""
     base = Path(loaded.config.output_dir or "outputs")
     if "output_dir" in loaded.given:
         return base
@@ -198,9 +198,9 @@ def output_dir(loaded: Loaded) -> Path:
 
 
 def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
-    """Why a run that is to be gone on with is at its end already; None if it is not. Changes nothing.
+    """Why a run that is to be resumed is at its end already; None if it is not. Changes nothing.
 
-    Raises ConfigError where its end is to lie behind what it has reached.
+    Raises ConfigError if max_steps is smaller than the step that it has reached.
     """
     from forgather_cli.checkpoint.manifest import read_manifest
     from forgather_cli.config.decode import load_tree
@@ -232,7 +232,9 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
 
 
 def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False) -> tuple[Config, Path]:
-    """Write what is started; returns the config with its directory, and its file. ``again``: a restart of all ranks."""
+    """Write the files of this start; returns the config with its directory, and its file. ``again``: a restart of all
+    ranks by whoever started them.
+    """
     from forgather_cli.config.decode import dump_tree
 
     root = held.run.root
@@ -248,7 +250,7 @@ def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False
 
 
 def _origin(loaded: Loaded) -> dict[str, Any]:
-    """What ``origin.yaml`` tells besides versions."""
+    """The content of ``origin.yaml`` besides versions."""
     token = getattr(loaded.config.callbacks.control, "auth_token", None)
 
     def hidden(text: str) -> str:
@@ -264,23 +266,23 @@ def _origin(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _leave_directory(held: RunLock, status: ExitStatus) -> None:
-    """Leave the directory as a status asks. The last line is how to go on, where there is something to go on from."""
-    if held.leave(status):
+def _conclude_run(held: RunLock, status: ExitStatus) -> None:
+    """Conclude the run in its directory. The last line printed is the command that resumes it, where there is one."""
+    if held.conclude(status):
         return
     kept = [] if status.state == "done" else list_checkpoints(held.run)
     kept = [info for info in kept if info.healthy] or kept  # as a resume chooses
     if kept:
-        told = "" if status.failed else f"{status.message}; "
+        how = "" if status.failed else f"{status.message}; "
         stream = sys.stderr if status.code == FAILED else sys.stdout
-        print(f"\n{told}to resume from step {kept[-1].step}:\n{resume_command(held.run)}", file=stream, flush=True)
+        print(f"\n{how}to resume from step {kept[-1].step}:\n{resume_command(held.run)}", file=stream, flush=True)
 
 
-# ----------------------------------------------------------------------------------------------- before ranks are there
+# ----------------------------------------------------------------------------------------- checks before ranks start
 
 
 def check_packages(config: Config) -> None:
-    """Raise SetupError, with the command that installs it, for a package that is missing here; imports none."""
+    """Raise SetupError, with the command that installs it, for a package that is missing; imports none of them."""
     if isinstance(config.precision, FP8Settings | QATSettings) and find_spec("torchao") is None:
         what = f"precision={config.precision.type}"
         raise SetupError(f"{what}: needs the package torchao; pip install 'forgather[quantize]'")
@@ -292,9 +294,9 @@ def check_packages(config: Config) -> None:
 
 
 def check_port(layout: Layout) -> None:
-    """Raise SetupError if the port where the ranks are to meet is taken.
+    """Raise SetupError if the port of ``rdzv_endpoint`` is in use on this machine.
 
-    torch takes whoever listens there for the store, and waits (2.13, ``_create_tcp_store``).
+    torch would take any process that listens there for the store, and wait (2.13, ``_create_tcp_store``).
     """
     if layout.nodes == 1 or layout.endpoint is None:
         return

@@ -63,11 +63,11 @@ class Epochs:
         loader: TrainLoader,
         *,
         sync: StepSync | None,
-        is_saved: Callable[[], bool],
+        save_done: Callable[[], bool],
     ) -> None:
-        """``is_saved``: whether this rank has written its part of the newest checkpoint, which ``sync`` shares."""
+        """``save_done()``: no checkpoint is being written on this rank; ``sync`` lets all ranks know."""
         self._args, self._state, self._control, self.loader = args, state, control, loader
-        self._sync, self._is_saved = sync, is_saved
+        self._sync, self._save_done = sync, save_done
         try:
             self._data_length: int | None = len(loader)
         except TypeError:  # data without a length
@@ -115,7 +115,7 @@ class Epochs:
         step = next(self._stream, None)
         self._ahead = step, self.loader.state_dict()
         if self._sync is not None:
-            self._sync.start(step, saved=self._is_saved())
+            self._sync.start(step, save_done=self._save_done())
         return self._ahead
 
     # ------------------------------------------------------------------------------------------------------- position

@@ -282,10 +282,10 @@ class RunFiles:
                 status = finish()
             except BaseException as error:
                 if held is not None:
-                    held.leave(from_error(0, error))
+                    held.conclude(from_error(0, error))
                 raise
             if held is not None:
-                held.leave(status)
+                held.conclude(status)
 
 
 class _FirstStep(TrainerCallback):

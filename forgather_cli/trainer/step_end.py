@@ -1,4 +1,4 @@
-"""What happens after a step, in this order and by absolute step numbers: log, evaluate, save; and the end of a run."""
+"""What follows a step: log, evaluate, save, in this order, when due by absolute step numbers; and the end of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class StepEnd:
-    """Does what is due, or what a callback asked for through ``control``, while one ``Trainer.train`` runs."""
+    """Logs, evaluates and saves when that is due, or when a command or a callback has set it in ``control``."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class StepEnd:
         *,
         can_evaluate: bool,
     ) -> None:
-        """``can_evaluate``: there is data for it."""
+        """``can_evaluate``: there is an evaluation dataset."""
         self._run, self._checkpoints, self._recovery = run, checkpoints, recovery
         self._evaluate_split, self._can_evaluate = evaluate, can_evaluate
         self._evaluated_step: int | None = None
@@ -55,9 +55,9 @@ class StepEnd:
         run.metrics.restart_clock()
 
     def after_step(self, loss: Tensor, norm: Tensor | None) -> None:
-        """Emit on_step_end with what is due already asked for, so that callbacks may add to it or take it back.
+        """Set in ``control`` what is due, emit on_step_end, where callbacks may add to that or take it back, and do it.
 
-        ``norm`` None: the step was skipped, and the weights are those of the one before.
+        ``norm`` None: the step was skipped, and the weights are those of the step before.
         """
         if norm is not None:
             self._newest = (loss, norm)
@@ -66,7 +66,7 @@ class StepEnd:
         control.should_evaluate |= schedule.eval_due(args, step) and self._can_evaluate
         control.should_save |= schedule.save_due(args, step)
         self._run.emit("on_step_end")
-        self._act()
+        self._do_what_is_due()
 
     def after_epoch(self) -> None:
         """As ``after_step`` at the end of an epoch, with on_epoch_end."""
@@ -75,7 +75,7 @@ class StepEnd:
         control.should_evaluate |= schedule.eval_due_at_epoch(args, self._run.state.epoch) and self._can_evaluate
         control.should_save |= args.save_strategy == "epoch"
         self._run.emit("on_epoch_end")
-        self._act()
+        self._do_what_is_due()
 
     def after_last_step(self) -> None:
         """All steps are done: read what is still on the device. If that shows a divergence, a rollback may follow, and
@@ -90,10 +90,10 @@ class StepEnd:
             self._roll_back()
 
     def finish(self) -> dict[str, float]:
-        """The end of training: last log, final checkpoint, best model. Returns the run's metrics, logged too."""
+        """The end of training, also after a stop: last log, final checkpoint, best model. Returns the run's metrics."""
         run = self._run
         aborted, stopped = run.control.should_abort_without_save, run.sync.signum is not None
-        if not (aborted or stopped):  # a run stopped by a signal is resumed later: its interval stays open
+        if not (aborted or stopped):  # a run stopped by a signal is resumed later: its log interval stays open
             self._log()
         # by save_strategy, a signal, or a command or callback
         if not aborted and (stopped or run.control.should_save or run.args.save_strategy != "no"):
@@ -101,24 +101,24 @@ class StepEnd:
                 run.outer.average_weights()
             self._save()
         self._checkpoints.wait()
-        self._tell_published()
+        self._emit_on_save()
         if run.args.load_best_model_at_end and not (aborted or stopped):
             self._checkpoints.load_best()
         metrics = self._run_metrics()
         self._emit_log(metrics, None)
         return metrics
 
-    def _act(self) -> None:
-        """Do what is due or was asked for."""
+    def _do_what_is_due(self) -> None:
+        """Agree with all ranks on requests; then log, evaluate, save and roll back as ``control`` says."""
         run, control, several = self._run, self._run.control, self._run.cpu_group is not None
         if several and (agreed := run.sync.read()) is not None:
             run.sync.apply_requests(agreed.requests)
-            if agreed.saved:  # before a new save: all ranks know what is published
-                self._tell_published()
+            if agreed.saves_done:  # so this does not wait for a writer; before a new save begins
+                self._emit_on_save()
         if control.should_abort_without_save:
             control.should_training_stop = True
             return
-        if control.divergence is None:  # no callback has seen the run diverge; each of these may make one see it
+        if control.divergence is None:  # log, evaluation and save may each make a callback report a divergence
             if control.should_log:
                 self._log()
             if control.should_evaluate and control.divergence is None:
@@ -128,28 +128,28 @@ class StepEnd:
         if control.divergence is not None:
             self._roll_back()
         if not several:
-            self._tell_published()
+            self._emit_on_save()
             run.sync.poll()
 
     def _roll_back(self) -> None:
-        """Collective. Roll back if a callback asks for it. What was due at this step is dropped, except a save that a
-        command or callback asked for.
+        """Collective. Go back to a checkpoint if a callback asks for it. What was due at this step is dropped, except a
+        save that was requested.
         """
         if not self._recovery.is_due():
             return
         self._checkpoints.wait()
-        self._tell_published()
+        self._emit_on_save()
         counts = self._counts()
         record = self._recovery.roll_back()
-        # the speeds of this process count the steps that were rolled back
+        # speeds count the steps that were rolled back too
         self._before = [b + now - was for b, now, was in zip(self._before, self._counts(), counts, strict=True)]
         control = self._run.control
         control.should_log = control.should_evaluate = False
         control.should_save &= not schedule.save_due(self._run.args, record.from_step)
         self._saved_step, self._evaluated_step, self._newest = record.to_step, None, None
 
-    def _tell_published(self) -> None:
-        """Emit on_save for each checkpoint that was published since the last call."""
+    def _emit_on_save(self) -> None:
+        """Emit on_save for each checkpoint published since the last call."""
         for path in self._checkpoints.published():
             self._recovery.published(path)
             state = self._run.state
@@ -164,7 +164,7 @@ class StepEnd:
         if not run.metrics.pending:
             return
         logs, interval = run.metrics.read()
-        # no used one: the open interval is of steps before a resume
+        # used_lr is None if all steps of this interval were before a resume
         logs["learning_rate"] = run.lr_scheduler.get_last_lr()[0] if run.used_lr is None else run.used_lr
         if run.scaler is not None:
             logs["loss_scale"] = run.scaler.scale
@@ -194,9 +194,9 @@ class StepEnd:
         run.metrics.paused_seconds += time.perf_counter() - start
 
     def _save(self) -> None:
-        """Start a checkpoint of this step, unless it has one; evaluate first where its metric is needed.
+        """Start a checkpoint of this step, unless it has one. Evaluates first if the checkpoint needs the metric.
 
-        Where ranks' weights differ (post-local SGD), the save is put off to the step of the next average.
+        Where ranks' weights differ between averages (``trainer.outer``), it is saved at the next average.
         """
         run, step = self._run, self._run.state.global_step
         if run.outer is not None and not run.outer.weights_are_equal:

@@ -1,8 +1,10 @@
-"""What ranks agree on: how much data the next step has, and whether the run was asked to save, to stop or to abort.
+"""What all ranks agree on: how much data the next step has, and requests to save, to stop or to abort.
 
-The numbers of a step are summed over a CPU group of their own. The sum starts when the step's data are fetched, while
-the step before it is computed, so the device never waits for it. On one device nothing is summed: requests are polled
-after each step. Ranks agree on nothing else, except where they all wait anyway (evaluation batches, generated tokens).
+Requests are stop signals (``launch.signals``), commands (``control.command_queue``) and callbacks that abort. The
+ranks' numbers are summed over a CPU group. The sum for a step is started when its data is fetched, while the step
+before it is computed, so the device never waits for it; ``StepEnd`` reads it after that step. On one device nothing is
+summed: ``poll`` looks for requests after each step. Requests are also summed with each evaluation batch and generated
+token, where ranks wait for each other anyway.
 """
 
 from __future__ import annotations
@@ -16,15 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forgather_cli.callbacks.base import Asked, Commands, TrainerControl
+from forgather_cli.callbacks.base import CommandCounts, CommandSource, TrainerControl
 from forgather_cli.data.loaders.collate import Step
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""In the order in which they win, when ranks have got different ones."""
+from forgather_cli.launch.signals import STOP_SIGNALS
 
 
 class Sum:
-    """A sum over ranks, started and not yet read. Without a group the sum is the numbers themselves."""
+    """A sum over ranks that has been started. Without a group the sums are the numbers themselves."""
 
     def __init__(self, numbers: Sequence[int], group: Any) -> None:
         """Collective."""
@@ -68,21 +68,21 @@ class Agreed:
     """What all ranks have agreed on for the next step."""
 
     counts: Counts
-    """Of all ranks; data that several ranks read alike counts once."""
+    """Of the whole step; data that several ranks read counts once."""
     has_data: bool
-    """No rank has run out."""
-    saved: bool
+    """No rank has run out of data."""
+    saves_done: bool
     """No rank is still writing a checkpoint."""
     requests: list[int]
-    """``StepSync.requests``, summed over ranks."""
+    """Sums over ranks of ``StepSync.requests()``."""
 
 
 class StepSync:
-    """The agreement of all ranks on each step, and on requests to the run.
+    """The agreement of all ranks on each step and on requests.
 
-    A request comes by a signal (``should_stop`` returns it on the rank that got it; ``on_stop`` is called with it once
-    all ranks act on it), by ``commands``, or from a callback that aborts on one rank. ``group``: a CPU group of all
-    ranks, None on one device; ``copies``: how many ranks read the same data.
+    ``should_stop()`` returns the stop signal that this rank has received, if any; ``on_stop(signum)`` is called on all
+    ranks once they have agreed on it. ``group``: a CPU group of all ranks, None on one device; ``copies``: how many
+    ranks read the same data.
     """
 
     def __init__(
@@ -99,37 +99,37 @@ class StepSync:
         self._group, self._world_size, self._copies = group, world_size, copies
         self._under_way: Sum | None = None
         self._agreed: Agreed | None = None
-        self.commands: Commands | None = None
-        """May be set until training begins, on every rank; only on rank 0 does it ever return requests."""
+        self.commands: CommandSource | None = None
+        """Set on every rank when training begins, where there is a control callback; only rank 0's gets commands."""
         self.signum: int | None = None
-        """The signal that ends training, once it is agreed on."""
-        self.applied = Asked()
-        """The commands that all ranks have acted on."""
+        """The stop signal that all ranks have agreed on; it ends training."""
+        self.applied = CommandCounts()
+        """The commands that all ranks have agreed on so far."""
 
     # -------------------------------------------------------------------------------------------------- the next step
 
-    def start(self, step: Step | None, *, saved: bool) -> None:
-        """Collective. Begin to agree on the step that this rank has fetched; None: it has no more data."""
+    def start(self, step: Step | None, *, save_done: bool) -> None:
+        """Collective. Start the sum for the step that this rank has fetched; None: it has no more data."""
         counts = Counts() if step is None else Counts.of(step)
         self._agreed = None
-        self._under_way = Sum([*counts, int(step is not None), int(saved), *self.requests()], self._group)
+        self._under_way = Sum([*counts, int(step is not None), int(save_done), *self.requests()], self._group)
 
     def read(self) -> Agreed | None:
-        """What was agreed on the next step, None if none is fetched yet; waits for the ranks that are behind."""
+        """The agreement on the next step, None if it is not fetched yet. Waits until all ranks have started the sum."""
         if self._agreed is None and self._under_way is not None:
-            *counts, ready, saved = (sums := self._under_way.read())[:6]
+            *counts, ready, saves_done = (sums := self._under_way.read())[:6]
             whole = Counts(*(count // self._copies for count in counts))
-            self._agreed = Agreed(whole, ready == self._world_size, saved == self._world_size, sums[6:])
+            self._agreed = Agreed(whole, ready == self._world_size, saves_done == self._world_size, sums[6:])
         return self._agreed
 
     def clear(self) -> None:
-        """Forget the step that was fetched: it was returned to the loop, or the data position has changed."""
+        """Forget the agreement: its step was handed out, or the data continue from another position."""
         self._under_way = self._agreed = None
 
     # ------------------------------------------------------------------------------------------------------- requests
 
     def poll(self) -> bool:
-        """Collective. True if any rank was asked to stop. Waits for all ranks."""
+        """Collective. ``apply_requests`` of all ranks' present requests. Waits for all ranks."""
         if self._group is not None:
             return self.apply_requests(Sum(self.requests(), self._group).read())
         stop = self._should_stop()
@@ -139,30 +139,34 @@ class StepSync:
         return self.apply_requests(self._as_numbers(stop, asked))
 
     def requests(self) -> list[int]:
-        """This rank's requests, as numbers to be summed over ranks."""
-        return self._as_numbers(self._should_stop(), Asked() if self.commands is None else self.commands.asked())
+        """This rank's requests as numbers to be summed over ranks: abort, one for each stop signal, command counts."""
+        return self._as_numbers(
+            self._should_stop(), CommandCounts() if self.commands is None else self.commands.asked()
+        )
 
-    def _as_numbers(self, stop: int | None, asked: Asked) -> list[int]:
+    def _as_numbers(self, stop: int | None, asked: CommandCounts) -> list[int]:
         known = stop if stop in STOP_SIGNALS else signal.SIGTERM
         stops = [int(bool(stop) and known == signum) for signum in STOP_SIGNALS]
         return [int(self._control.should_abort_without_save), *stops, *asked]
 
     def apply_requests(self, sums: Sequence[int]) -> bool:
-        """Act on the requests of all ranks; True if an evaluation or a generation under way is to be given up."""
+        """Act on the ranks' summed requests, by setting ``control`` and ``signum``; True if the run is to stop, and an
+        evaluation or a generation is to be given up.
+        """
         control, commands = self._control, 1 + len(STOP_SIGNALS)
         control.should_abort_without_save |= sums[0] > 0
         signum = next((int(s) for s, count in zip(STOP_SIGNALS, sums[1:commands], strict=True) if count), None)
         if signum is not None and self.signum is None:
             self.signum = signum
             self._on_stop(signum)
-        asked = Asked(*sums[commands:])
+        asked = CommandCounts(*sums[commands:])
         new = asked.since(self.applied)
-        if max(new) > 0:  # below zero: a sum that was started before the last one
+        if max(new) > 0:  # below zero: this sum was started before the last one was applied
             self.applied = asked
             control.should_save |= new.saves > 0
             control.should_training_stop |= new.stops > 0 or new.aborts > 0
             control.should_abort_without_save |= new.aborts > 0
             if self.commands is not None:
-                self.commands.agreed(asked)
+                self.commands.on_agreed(asked)
         stops = max(new.stops, new.aborts) > 0
         return control.should_abort_without_save or self.signum is not None or stops

@@ -403,7 +403,7 @@ class Trainer:
             run.control,
             run.train_loader,
             sync=None if run.cpu_group is None else run.sync,
-            is_saved=lambda: self.checkpoints.is_done,
+            save_done=lambda: self.checkpoints.is_done,
         )
         run.epochs.update_max_steps()
         run.optimizer, run.lr_scheduler, callback = self._make_optimizer(strategy, state.max_steps or None)

@@ -26,7 +26,7 @@ from typing import Any
 from loop_overhead import SHAPE
 
 from forgather_cli.control import client, registry
-from forgather_cli.control.records import SAVE
+from forgather_cli.control.command_record import SAVE
 from forgather_cli.control.registry import Entry
 
 PICO = [

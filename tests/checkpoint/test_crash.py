@@ -26,7 +26,7 @@ from program import Process
 from forgather_cli.data.loaders.workers import Workers, worker_loader
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.run_lock import RunLock
-from forgather_cli.launch.signals import watching
+from forgather_cli.launch.signals import watch_stop_signals
 
 TWO_RANKS = [layout.name for layout in LAYOUTS if layout.ranks == 2]
 
@@ -252,7 +252,7 @@ def test_a_save_is_seen_as_it_happens(watch: Watch, tmp_path: Path) -> None:
 
 def test_data_workers_end_by_a_sigterm_of_their_parent_alone() -> None:
     others = set(multiprocessing.active_children())  # ranks of the pool
-    with watching() as stop:
+    with watch_stop_signals() as stop:
         batches = iter(worker_loader(list(range(64)), Workers(num=2), 0, batch_size=1))
         read = [next(batches), next(batches)]  # one of each worker: both are up
         workers = set(multiprocessing.active_children()) - others

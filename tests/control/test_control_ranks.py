@@ -14,8 +14,8 @@ from ranks import RankError, run_ranks
 from forgather_cli import worker
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
-from forgather_cli.control import records, registry
-from forgather_cli.control.records import Command
+from forgather_cli.control import command_record, registry
+from forgather_cli.control.command_record import Command
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
@@ -80,7 +80,7 @@ def run(strategy: str, path: Path, orders: list[str], *words: str) -> Ended:
     seen = [trained(config, path)] if strategy == "single" else run_ranks(2, trained, config, path)
     assert len({(one.step, one.evaluations) for one in seen}) == 1
     found = RunDir(path)
-    answers = [records.read(found, told) for told in seen[0].ids]
+    answers = [command_record.read(found, told) for told in seen[0].ids]
     assert registry.entries() == []
     return Ended(found, seen[0].step, seen[0].evaluations, seen[0].states, [one for one in answers if one is not None])
 
@@ -203,7 +203,7 @@ def test_a_job_that_fails_answers_what_was_open(strategy: str, tmp_path: Path) -
     orders = ["step_begin 1 hold", "step_begin 3 save", "step_begin 6 stop", "step_begin 6 release", "step_end 7 raise"]
     with pytest.raises((CallbackError, RankError), match="as ordered"):
         run(strategy, tmp_path, [*orders])
-    found = [records.read(RunDir(tmp_path), path.stem) for path in (tmp_path / "control").glob("*.json")]
+    found = [command_record.read(RunDir(tmp_path), path.stem) for path in (tmp_path / "control").glob("*.json")]
     answers = {command.command: command for command in found if command is not None}
     assert answers["save"].state == "done"
     assert answers["stop"].state == "failed"
@@ -239,7 +239,7 @@ def test_an_id_and_a_port_of_others_are_left_to_them(tmp_path: Path, caplog: pyt
         config = load_config(None, [*SMALL, "+callbacks.orders.orders=[step_begin 1 stop]", "trainer=single",
                                     "job_id=twin", f"output_dir={tmp_path}"]).config  # fmt: skip
         (told,) = trained(config, tmp_path).ids
-        answer = records.read(RunDir(tmp_path), told)
+        answer = command_record.read(RunDir(tmp_path), told)
         assert answer is not None
         assert (answer.job_id, answer.state) == (f"twin_{os.getpid()}", "done")
         assert registry.entries() == [other]
@@ -250,8 +250,8 @@ def test_an_id_and_a_port_of_others_are_left_to_them(tmp_path: Path, caplog: pyt
 
 def test_commands_that_no_job_has_answered_are_answered_by_the_next(tmp_path: Path) -> None:
     left = Command("left", "job_before", "save", state="applied", applied_at_step=3)
-    records.write(RunDir(tmp_path), left)
+    command_record.write(RunDir(tmp_path), left)
     run("single", tmp_path, [], "max_steps=1")
-    now = records.read(RunDir(tmp_path), "left")
+    now = command_record.read(RunDir(tmp_path), "left")
     assert now is not None
     assert (now.state, now.reason) == ("failed", "its job ended before it answered")

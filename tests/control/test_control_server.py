@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from forgather_cli.callbacks.base import Asked
-from forgather_cli.control import records, server
-from forgather_cli.control.commands import MAX_OPEN, CommandQueue
+from forgather_cli.callbacks.base import CommandCounts
+from forgather_cli.control import command_record, server
+from forgather_cli.control.command_queue import MAX_OPEN, CommandQueue
 from forgather_cli.control.server import MAX_ANSWERS, MAX_BODY, MAX_CLIENTS, ControlServer
 from forgather_cli.errors import ControlError
 from forgather_cli.run_dir import RunDir
@@ -68,14 +68,14 @@ def test_commands_are_taken_and_their_answers_read(job: ControlServer, queue: Co
     assert (code, told["command"], told["state"], told["asked_at_step"]) == (202, "save", "queued", 5)
     written = tmp_path / "control" / f"{told['id']}.json"
     assert json.loads(written.read_text()) == told
-    assert queue.asked() == Asked(saves=1)
-    queue.agreed(Asked(saves=1))
+    assert queue.asked() == CommandCounts(saves=1)
+    queue.on_agreed(CommandCounts(saves=1))
     assert ask(job.port, "GET", f"/jobs/job/commands/{told['id']}")[1]["state"] == "applied"
     queue.finish(queue.open()[0].done(Path("somewhere")))
     _, now, _ = ask(job.port, "GET", f"/jobs/job/commands/{told['id']}")
     assert (now["state"], now["checkpoint"]) == ("done", str(Path("somewhere").absolute()))
     assert json.loads(written.read_text()) == now
-    assert records.read(RunDir(tmp_path), told["id"]) == records.from_document(now)
+    assert command_record.read(RunDir(tmp_path), told["id"]) == command_record.from_document(now)
 
 
 def test_status_and_jobs(job: ControlServer) -> None:
@@ -98,7 +98,7 @@ def test_without_the_token_nothing_is_told_or_done(
     assert (code, list(told)) == (401, ["error"])
     assert str(answer.headers["WWW-Authenticate"]).startswith("Bearer")
     assert TOKEN not in json.dumps(told) + str(answer.headers)
-    assert queue.asked() == Asked()
+    assert queue.asked() == CommandCounts()
 
 
 @pytest.mark.parametrize("header", [TOKEN, f"Basic {TOKEN}", f"bearer{TOKEN}"])
@@ -117,7 +117,7 @@ def test_without_authentication_browsers_are_still_refused(queue: CommandQueue) 
             code, told, _ = ask(served.port, "GET", "/jobs/job/status", None, None, Host=host)
             assert (code, list(told)) == (403, ["error"]), host
             assert ask(served.port, "POST", "/jobs/job/control", stop, None, Host=host)[0] == 403
-        assert queue.asked() == Asked()
+        assert queue.asked() == CommandCounts()
         for host in (f"localhost:{served.port}", "127.0.0.1", "[::1]:8900", "192.0.2.7:8900", socket.gethostname()):
             assert ask(served.port, "GET", "/jobs/job/status", None, None, Host=host)[0] == 200, host
         assert ask(served.port, "POST", "/jobs/job/control", stop, None)[0] == 202
@@ -142,7 +142,7 @@ def test_there_is_nothing_but_one_job(
     answered, told, _ = ask(job.port, method, path, {"command": "stop"} if method == "POST" else None)
     assert answered == code
     assert code == 200 or told["error"]
-    assert queue.asked() == Asked()
+    assert queue.asked() == CommandCounts()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_is_no_command_is_answered_with_those_there_are(
 ) -> None:
     code, told, _ = ask(job.port, "POST", "/jobs/job/control", body)
     assert (code, told["commands"]) == (400, ["save", "stop", "save_and_stop", "abort"])
-    assert queue.asked() == Asked()
+    assert queue.asked() == CommandCounts()
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_a_body_has_a_size_and_that_has_a_bound(job: ControlServer, length: str,
 def test_a_body_may_come_in_chunks(job: ControlServer, queue: CommandQueue) -> None:
     chunks = b'13\r\n{"command": "save"}\r\n'
     assert raw(job.port, f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks).split()[1] == b"400"
-    assert queue.asked() == Asked()
+    assert queue.asked() == CommandCounts()
     whole = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n"
     assert raw(job.port, whole).split()[1] == b"202"
-    assert queue.asked() == Asked(saves=1)
+    assert queue.asked() == CommandCounts(saves=1)
 
 
 def test_a_request_that_is_cut_off_is_not_acted_on(job: ControlServer, queue: CommandQueue) -> None:
@@ -180,7 +180,7 @@ def test_a_request_that_is_cut_off_is_not_acted_on(job: ControlServer, queue: Co
     answer = raw(job.port, f"{HEAD}Content-Length: {len(body) + 11}\r\n\r\n".encode() + body)
     assert answer.split()[1] == b"400"
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-    assert queue.asked() == Asked()
+    assert queue.asked() == CommandCounts()
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_what_is_no_request_changes_nothing_and_is_told_so_in_json(
         assert head.split()[1] in (b"400", b"401", b"431")
         assert b"Content-Type: application/json" in head
         assert json.loads(body)["error"]
-    assert queue.asked() == Asked()
+    assert queue.asked() == CommandCounts()
     assert ask(job.port, "GET", "/jobs/job/status")[0] == 200
 
 
@@ -255,7 +255,7 @@ def test_silent_clients_keep_out_none_with_the_token(job: ControlServer, queue: 
             assert thread.is_alive()
         begun.sendall(body[5:])
         assert begun.recv(4096).split()[1] == b"202"
-        assert queue.asked() == Asked(saves=1)
+        assert queue.asked() == CommandCounts(saves=1)
     finally:
         ended.set()
         thread.join()
@@ -297,22 +297,22 @@ def test_many_clients_at_once_lose_no_command(job: ControlServer, queue: Command
     with ThreadPoolExecutor(32) as pool:
         codes = list(pool.map(tell, range(MAX_OPEN + 20)))
     assert sorted(codes) == [202] * MAX_OPEN + [429] * 20
-    assert queue.asked() == Asked(saves=MAX_OPEN, stops=MAX_OPEN)
+    assert queue.asked() == CommandCounts(saves=MAX_OPEN, stops=MAX_OPEN)
     assert len(queue.open()) == MAX_OPEN
 
 
 def test_commands_are_applied_in_their_order_and_once(queue: CommandQueue) -> None:
     first, second, third = queue.submit("save"), queue.submit("stop"), queue.submit("save_and_stop")
-    queue.agreed(Asked(saves=1))
+    queue.on_agreed(CommandCounts(saves=1))
     assert [c.id for c in queue.applied()] == [first.id]
-    queue.agreed(Asked(saves=1, stops=1))
+    queue.on_agreed(CommandCounts(saves=1, stops=1))
     assert [c.id for c in queue.applied()] == [first.id, second.id]
     queue.finish(queue.applied()[0].done(Path("one")))
     queue.finish(first.failed("too late"))  # has its answer
     found = queue.get(first.id)
     assert found is not None
     assert (found.state, found.reason) == ("done", None)
-    queue.agreed(Asked(saves=2, stops=2))
+    queue.on_agreed(CommandCounts(saves=2, stops=2))
     assert [c.id for c in queue.applied()] == [second.id, third.id]
 
 

@@ -20,7 +20,7 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch.exit_status import read_exit_record, write_exit_record
 from forgather_cli.launch.rank_log import Tee
 from forgather_cli.launch.run_lock import RunLock
-from forgather_cli.launch.signals import watching
+from forgather_cli.launch.signals import watch_stop_signals
 from forgather_cli.launch.start import launch
 from forgather_cli.run_dir import RunDir
 from forgather_cli.worker import work
@@ -292,7 +292,7 @@ sys.exit(start.launch(load_config("default", {SMALL!r} + ["output_dir=run"]), wo
 
 
 def test_before_the_first_step_the_first_signal_ends_the_process() -> None:
-    python = "from forgather_cli.launch import signals\nwith signals.watching(): print(1, flush=True); input()"
+    python = "from forgather_cli.launch.signals import *\nwith watch_stop_signals(): print(1, flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", python], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
@@ -302,7 +302,7 @@ def test_before_the_first_step_the_first_signal_ends_the_process() -> None:
 
 
 def test_signals_to_a_forked_worker_do_not_reach_its_parent() -> None:
-    with watching() as stop:
+    with watch_stop_signals() as stop:
         assert stop.signum is None
         child = os.fork()
         if child == 0:
@@ -315,7 +315,7 @@ def test_signals_to_a_forked_worker_do_not_reach_its_parent() -> None:
 
 def test_watching_puts_the_handlers_back() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with watching():
+    with watch_stop_signals():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 

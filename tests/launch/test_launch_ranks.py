@@ -24,12 +24,12 @@ from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch.context import RankContext
-from forgather_cli.launch.exit_status import ExitStatus, Kind, done, first_cause, killed, told
+from forgather_cli.launch.exit_status import ExitStatus, Kind, caused_by, done, first_cause, killed
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import count_gpus, plan_layout
 from forgather_cli.launch.place import Place, first_host, joined, launched
 from forgather_cli.launch.processes import children, is_running, keep, temporary_folder
-from forgather_cli.launch.rank import shared
+from forgather_cli.launch.rank import wait_for_start
 from forgather_cli.launch.rendezvous import Rendezvous
 from forgather_cli.run_dir import RunDir
 
@@ -192,8 +192,9 @@ def status(kind: str, rank: int, at: float) -> ExitStatus:
 
 def test_the_first_cause_is_the_earliest_that_needs_no_explanation() -> None:
     raised = status(Kind.ERROR, 2, 5.0)
-    assert first_cause([status(Kind.LOST, 0, 1.0), raised, status(Kind.MISTAKE, 1, 6.0), told(3, raised)]) == raised
-    assert first_cause([status(Kind.LOST, 0, 1.0), told(3, raised)]) == raised  # of another node, known by hearsay
+    later = [status(Kind.MISTAKE, 1, 6.0), caused_by(3, raised)]
+    assert first_cause([status(Kind.LOST, 0, 1.0), raised, *later]) == raised
+    assert first_cause([status(Kind.LOST, 0, 1.0), caused_by(3, raised)]) == raised  # of another node, known by hearsay
     assert first_cause([status(Kind.WAITED, 0, 1.0), status(Kind.STUCK, 1, 2.0)]) == status(Kind.STUCK, 1, 2.0)
     assert first_cause([done(0), done(1)]) is None
 
@@ -211,13 +212,13 @@ def test_temporary_folders_of_killed_commands_go_with_the_next_start(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     child = os.fork()
     if child == 0:
-        with Job.made(node=0, nodes=1), temporary_folder("eval"), temporary_folder("kept") as kept:
+        with Job.create(node=0, nodes=1), temporary_folder("eval"), temporary_folder("kept") as kept:
             keep(kept)  # for people to look at
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     left = sorted(tmp_path.iterdir())
     assert len(left) == 3
-    with Job.made(node=0, nodes=1) as first, temporary_folder("eval") as second:
+    with Job.create(node=0, nodes=1) as first, temporary_folder("eval") as second:
         assert sorted(tmp_path.iterdir()) == sorted([first.root, second, left[-1]])
         assert stat.S_IMODE(second.stat().st_mode) == 0o700
     assert list(tmp_path.iterdir()) == [left[-1]]
@@ -225,7 +226,7 @@ def test_temporary_folders_of_killed_commands_go_with_the_next_start(
 
 def test_what_is_worth_a_restart() -> None:
     assert ExitStatus(0, Kind.ERROR, 1).worth_a_restart
-    assert told(1, ExitStatus(0, Kind.KILLED, 1)).worth_a_restart
+    assert caused_by(1, ExitStatus(0, Kind.KILLED, 1)).worth_a_restart
     for final in (
         ExitStatus(0, Kind.MISTAKE, 2),
         ExitStatus(0, Kind.UNHEEDED, 1),
@@ -234,23 +235,23 @@ def test_what_is_worth_a_restart() -> None:
         ExitStatus(0, "stopped", 75),
     ):
         assert not final.worth_a_restart
-        assert not told(1, final).worth_a_restart
+        assert not caused_by(1, final).worth_a_restart
 
 
 def test_a_job_folder_carries_words_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Job.made(node=1, nodes=2) as job:
+    with Job.create(node=1, nodes=2) as job:
         for name, value in job.environment(2).items():
             monkeypatch.setenv(name, value)
-        rank = Job.entered()
+        rank = Job.from_environment()
         assert rank == replace(job, number=2)
-        assert (job.stop_asked(), job.attempts()) == (None, 0)
-        job.ask_to_stop(signal.SIGINT)
-        assert rank.stop_asked() == signal.SIGINT
+        assert (job.stop_signal(), job.attempts()) == (None, 0)
+        job.request_stop(signal.SIGINT)
+        assert rank.stop_signal() == signal.SIGINT
         attempt = rank.attempt(0)
-        attempt.enter(2)
-        attempt.tell(told(2, status(Kind.LOST, 3, 1.0)))
-        attempt.tell(status(Kind.ERROR, 2, 2.0))  # what it knows itself counts more
-        attempt.tell(status(Kind.LOST, 2, 3.0))
+        attempt.write_pid(2)
+        attempt.write_status(caused_by(2, status(Kind.LOST, 3, 1.0)))
+        attempt.write_status(status(Kind.ERROR, 2, 2.0))  # what it knows itself counts more
+        attempt.write_status(status(Kind.LOST, 2, 3.0))
         assert job.attempts() == 1
         assert job.attempt(0).pids() == {2: os.getpid()}
         assert job.attempt(0).statuses() == [status(Kind.ERROR, 2, 2.0)]
@@ -351,7 +352,7 @@ def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pyt
         run = a_run(RUN.root)
         first.share(run, going_on=False)
         other = RankContext(Place(1, 2), rendezvous=second)
-        assert shared(other).run.root == RUN.root.resolve()
+        assert wait_for_start(other).run.root == RUN.root.resolve()
         secret = run.secret.read_text()
         for change, said in (
             (
@@ -364,10 +365,10 @@ def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pyt
         ):
             change()
             with pytest.raises(SetupError, match=said):
-                shared(other)
+                wait_for_start(other)
         monkeypatch.setenv("FORGATHER_LAUNCH_SECRET", secret)
         run.config.write_text("seed: 1")
-        assert shared(other).run.root == RUN.root.resolve()
+        assert wait_for_start(other).run.root == RUN.root.resolve()
 
 
 # ------------------------------------------------------------------------------------------------------- a run of ours

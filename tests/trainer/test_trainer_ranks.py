@@ -14,7 +14,7 @@ from ranks import RankError, run_ranks
 from saving import damage, flip
 
 from forgather_cli import worker
-from forgather_cli.callbacks.base import Asked, TrainerCallback, TrainerControl
+from forgather_cli.callbacks.base import CommandCounts, TrainerCallback, TrainerControl
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
@@ -226,7 +226,7 @@ def agreed() -> list[Any]:
 
     def started(step: Any, stop: int | None, saved: bool, copies: int) -> StepSync:
         sync = StepSync(TrainerControl(), lambda: stop, lambda signum: None, group=group, world_size=2, copies=copies)
-        sync.start(step, saved=saved)
+        sync.start(step, save_done=saved)
         return sync
 
     def read(sync: StepSync) -> tuple[Agreed, int | None]:
@@ -249,9 +249,9 @@ def test_sums_under_way_together_are_read_in_any_order() -> None:
     assert both[0] == both[1]
     (third, third_stop), (first, first_stop), (second, second_stop), numbers = both[0]
     assert first.counts == Counts(targets=18, tokens=24, square_lengths=96, samples=6)
-    assert (first.has_data, first_stop, first.saved) == (True, None, True)
+    assert (first.has_data, first_stop, first.saves_done) == (True, None, True)
     assert second.counts == Counts(targets=6, tokens=8, square_lengths=32, samples=2)  # two ranks read the same
-    assert (second.has_data, second_stop, second.saved) == (True, 15, False)
+    assert (second.has_data, second_stop, second.saves_done) == (True, 15, False)
     assert (third.has_data, third_stop) == (False, 10)
     assert numbers == [1, 2]
 
@@ -269,9 +269,9 @@ def test_one_rank_needs_no_group(asked: int | None, signum: int | None) -> None:
 class Asks(TrainerCallback):
     """Commands of rank 0: asks for ``what`` after ``step``, and notes what ranks agree on, and when."""
 
-    def __init__(self, step: int, what: Asked) -> None:
-        self.step, self.what, self.now = step, what, Asked()
-        self.heard: list[tuple[int, Asked]] = []
+    def __init__(self, step: int, what: CommandCounts) -> None:
+        self.step, self.what, self.now = step, what, CommandCounts()
+        self.heard: list[tuple[int, CommandCounts]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.state = state
@@ -281,14 +281,16 @@ class Asks(TrainerCallback):
         if state.global_step == self.step and state.is_world_process_zero:
             self.now = self.what
 
-    def asked(self) -> Asked:
+    def asked(self) -> CommandCounts:
         return self.now
 
-    def agreed(self, all_ranks: Asked) -> None:
+    def on_agreed(self, all_ranks: CommandCounts) -> None:
         self.heard.append((self.state.global_step, all_ranks))
 
 
-def commanded(root: str, what: Asked, *overrides: str) -> tuple[int, list[tuple[int, Asked]], list[int]]:
+def commanded(
+    root: str, what: CommandCounts, *overrides: str
+) -> tuple[int, list[tuple[int, CommandCounts]], list[int]]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = ("trainer=ddp", "nproc_per_node=2") if ranks > 1 else ()
     config = tiny.config(Path(root), *layout, "max_steps=8", "eval_strategy=no", *overrides)
@@ -299,10 +301,10 @@ def commanded(root: str, what: Asked, *overrides: str) -> tuple[int, list[tuple[
 
 
 COMMANDS = {
-    "save": (Asked(saves=1), 8, [8]),
-    "stop": (Asked(stops=1), 4, [4]),
-    "save_and_stop": (Asked(saves=1, stops=1), 4, [4]),
-    "abort": (Asked(aborts=1), 4, []),
+    "save": (CommandCounts(saves=1), 8, [8]),
+    "stop": (CommandCounts(stops=1), 4, [4]),
+    "save_and_stop": (CommandCounts(saves=1, stops=1), 4, [4]),
+    "abort": (CommandCounts(aborts=1), 4, []),
 }
 
 
@@ -321,7 +323,7 @@ def test_all_ranks_obey_a_command_at_most_two_steps_later(tmp_path: Path, ranks:
 
 
 def test_a_command_to_save_and_stop_saves_although_nothing_else_is_saved(tmp_path: Path) -> None:
-    answers = run_ranks(2, commanded, str(tmp_path), Asked(saves=1, stops=1), "save_strategy=no")
+    answers = run_ranks(2, commanded, str(tmp_path), CommandCounts(saves=1, stops=1), "save_strategy=no")
     assert [len(saved) for _, _, saved in answers] == [1, 1]
     assert len({step for step, _, _ in answers}) == 1
 

@@ -1,4 +1,4 @@
-"""A command to a job and how far it is, as it travels over HTTP and lies in RUN/control. No torch here."""
+"""One command to a job and its state, as sent over HTTP and stored in ``RUN/control/<id>.json``. No torch here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUEUED, APPLIED, DONE, FAILED = "queued", "applied", "done", "failed"
 
 @dataclass(frozen=True)
 class Command:
-    """One command. A new state makes a new record, so that any thread may read one."""
+    """One command: queued, then applied (all ranks act on it), then done or failed. Any thread may read it."""
 
     id: str
     job_id: str
@@ -34,12 +34,12 @@ class Command:
     asked_at: str = ""
     """UTC, ISO 8601, as the times below."""
     asked_at_step: int = 0
-    """Optimizer steps that were done when the command came in."""
+    """Optimizer steps done when the command came in."""
     applied_at_step: int | None = None
-    """Optimizer steps that were done when all ranks began to act on it."""
+    """Optimizer steps done when all ranks began to act on it."""
     finished_at: str | None = None
     checkpoint: str | None = None
-    """Absolute path of the checkpoint that it led to, if done."""
+    """Absolute path of the checkpoint that was saved for it."""
     reason: str | None = None
     """Why it failed."""
 
@@ -62,7 +62,7 @@ class Command:
 
 
 def from_document(raw: Any) -> Command:
-    """Raises ValueError for anything else than a record."""
+    """The command in ``Command.document``'s form. Raises ValueError for anything else."""
     try:
         return Command(**{each.name: raw[each.name] for each in fields(Command)})
     except (KeyError, TypeError) as error:
@@ -81,7 +81,7 @@ def now() -> str:
 
 
 def write(run: RunDir, command: Command) -> None:
-    """Put a record into RUN/control, whole or not at all; one that cannot be written is an error in the log."""
+    """Write ``RUN/control/<id>.json``, whole or not at all; a failure is an error in the log."""
     path = run.command(command.id)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -91,12 +91,12 @@ def write(run: RunDir, command: Command) -> None:
 
 
 def read(run: RunDir, command_id: str) -> Command | None:
-    """A record of RUN/control; None if there is none, or none that can be read."""
+    """The command in ``RUN/control/<id>.json``; None if there is none, or it cannot be read."""
     return _read(run.command(command_id)) if is_name(command_id) else None
 
 
 def unfinished(run: RunDir) -> Iterator[Command]:
-    """Commands in RUN/control that no job has answered."""
+    """Commands in RUN/control that no job has finished."""
     for path in sorted(run.control.glob("*.json")) if run.control.is_dir() else ():
         command = _read(path)
         if command is not None and not command.is_finished and is_name(command.id):
