@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which one a resume takes, which is best, and which may go. No torch here."""
+"""Which checkpoints a run has, which one a resume takes, which is best, and which may be deleted. No torch here."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class CheckpointInfo:
     problem: str | None = None
     """Why it cannot be used, as far as manifest and file sizes tell."""
     abandoned: bool = False
-    """The run went back to before it: never resumed from."""
+    """A rollback went back to a step before it: never resumed from."""
     rollbacks: int = 0
-    """How many times the run had gone back before."""
+    """How many rollbacks the run had made before it."""
     foreign: bool = False
     """Not written by this program or by a newer version of it: never deleted."""
 
@@ -102,11 +102,11 @@ def _info(step: int, path: Path) -> CheckpointInfo:
 # ---------------------------------------------------------------------------------------------------------- deleting
 
 
-def expendable(
+def deletable(
     found: Sequence[CheckpointInfo], *, limit: int, num_best: int, best_by: BestBy, protected: Collection[int] = ()
 ) -> list[CheckpointInfo]:
-    """The checkpoints that may go: all but the newest ``limit``, the ``num_best`` best, the newest healthy one and
-    those of the ``protected`` steps. Damaged and abandoned ones do not count towards the limit and go first.
+    """The checkpoints that may be deleted: all but the newest ``limit``, the ``num_best`` best, the newest healthy one
+    and those of the ``protected`` steps. Damaged and abandoned ones do not count towards the limit and go first.
     """
     usable = sorted((info for info in found if info.usable), key=lambda info: info.step, reverse=True)
     kept = {info.step for info in usable[:limit]}
@@ -115,9 +115,9 @@ def expendable(
     return [info for info in found if info.step not in kept | set(protected) and not info.foreign]
 
 
-def delete_all(found: Iterable[CheckpointInfo], kind: str = "old") -> None:
-    """Delete checkpoints, so that no half of one is ever taken for one: rename first. What cannot be deleted is a
-    warning.
+def delete_checkpoints(found: Iterable[CheckpointInfo], kind: str = "old") -> None:
+    """Delete checkpoints: each is renamed first, so that half of one is never taken for a checkpoint. What cannot be
+    deleted is a warning.
     """
     for info in found:
         trash = sibling(info.path, "trash")
@@ -130,14 +130,14 @@ def delete_all(found: Iterable[CheckpointInfo], kind: str = "old") -> None:
 
 
 def delete_abandoned(run: RunDir) -> None:
-    """Delete what the run has gone back from; what cannot be deleted is never resumed from either."""
-    delete_all((info for info in list_checkpoints(run) if info.abandoned and not info.foreign), "abandoned")
+    """Delete checkpoints that a rollback has abandoned; one that cannot be deleted is not resumed from either."""
+    delete_checkpoints((info for info in list_checkpoints(run) if info.abandoned and not info.foreign), "abandoned")
 
 
 def clean(run: RunDir) -> None:
-    """Remove what killed writers left behind; the caller holds the run directory, so nobody is writing now.
+    """Remove what killed writers left behind. The caller holds the run directory, so nobody is writing now.
 
-    A checkpoint that had given up its name while its successor had not taken it yet gets it back.
+    A checkpoint killed between the two renames that replace it gets its name back.
     """
     if not run.checkpoints.is_dir():
         return
@@ -180,7 +180,7 @@ def pending(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
 
 
 def resumed(run: RunDir) -> Path | None:
-    """The checkpoint a resume will go on from, as far as manifests and file sizes tell."""
+    """The checkpoint that a resume will use, as far as manifests and file sizes show."""
     usable = [info for info in list_checkpoints(run) if info.usable]
     healthy = [info for info in usable if info.healthy] or usable
     return healthy[-1].path if healthy else None

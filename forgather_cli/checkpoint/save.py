@@ -1,4 +1,8 @@
-"""Saving checkpoints: copy to host memory, write in the background, publish, thin out."""
+"""Saving checkpoints: copy to host memory, write in the background, publish, delete old ones.
+
+``Checkpointer.save`` takes a ``Snapshot`` and starts a thread, in which a ``Publication`` writes and publishes it and
+``save_total_limit`` is applied. ``newly_published`` lets all ranks agree on the result.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +46,23 @@ _MUST_BE_FINITE = ("loss", "grad_norm", "max_grad_norm")
 
 @sent
 @dataclass(frozen=True)
-class _Ending:
-    """How a save ended on one rank."""
+class _Result:
+    """How a save ended, as one rank knows it."""
 
     published: bool
     failure: str | None
     unanswered: bool
-    """It failed for want of an answer, so that another rank knows better why."""
+    """It failed because another rank did not answer, and that one knows better why."""
     group_is_lost: bool
 
 
 class Checkpointer:
-    """Writes one run's checkpoints. One save is in flight at most. Construction is collective.
+    """Writes one run's checkpoints, at most one at a time. Construction is collective.
 
-    ``group``: a CPU process group of all ranks, None where there is one rank. Methods named collective are called by
-    all ranks in the same order, from the thread that ``group`` belongs to; writers have a group of their own. After
-    start-up nothing here raises because of a checkpoint that cannot be written: it is an error in the log and in
-    ``failures``, on all ranks alike, the checkpoints before it stand, and training goes on.
+    ``group``: a CPU process group of all ranks, None where there is one rank. Collective methods are called by all
+    ranks in the same order, in the main thread; writer threads have a group of their own. After start-up nothing here
+    raises because a checkpoint cannot be written: that is an error in the log and in ``failures``, on all ranks alike,
+    earlier checkpoints stay, and training continues.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Checkpointer:
         self._job: Publication | None = None
         self._thread: threading.Thread | None = None
         self._stuck: threading.Thread | None = None
-        """A writer that was left to itself."""
+        """A writer that was given up and still runs."""
         self._published: list[Path] = []
 
     # ----------------------------------------------------------------------------------------------------- at start
@@ -104,12 +108,12 @@ class Checkpointer:
     ) -> None:
         """Collective. Try what a save does, before the first step: encode every state, write, look at free space.
 
-        A checkpoint is taken to need the full tensors of all ranks' ``rows``, and in proportion ``num_bytes`` beside
-        this rank's for what does not exist yet. With save_strategy=no, where a signal saves all the same, what is wrong
-        with the directory is a warning. Raises SetupError on all ranks alike.
+        The space that a checkpoint needs is estimated as the full tensors of all ranks' ``rows``, plus ``num_bytes``
+        for each rank's tensors that do not exist yet. With save_strategy=no, where only a signal or a command saves, a
+        problem with the directory is a warning. Raises SetupError on all ranks alike.
         """
         planned = self._args.save_strategy != "no"
-        spare = sum(old.size_bytes for old in self._expendable(coming=1)) if self._rank == 0 else 0
+        spare = sum(old.size_bytes for old in self._deletable(coming=1)) if self._rank == 0 else 0
         try_save(
             self.run,
             components,
@@ -137,11 +141,11 @@ class Checkpointer:
     ) -> bool:
         """Collective. Save this step; returns when the state is copied (async_save) or published.
 
-        Waits for the save before. False: it failed already; with async_save a later failure is seen in ``failures``.
-        ``write_model_files`` puts config and tokenizer into the directory it is given, on rank 0 and from another
-        thread. ``info`` has strategy, config_fingerprint, final (training ends here), versions, and what else is worth
-        keeping (JSON). Raises ReplicationError, on all ranks, where they differ in what must be equal, and
-        NotFiniteError where weights or moments are void.
+        Waits for the previous save. False: it failed already; with async_save a later failure is seen in ``failures``.
+        ``write_model_files(directory)`` writes config and tokenizer, on rank 0 and in another thread. ``info``:
+        strategy, config_fingerprint, final (training ends here), versions, and anything else for the manifest (JSON).
+        Raises, on all ranks, ReplicationError where they differ in what must be equal, and NotFiniteError where
+        weights or moments are not finite.
         """
         self.wait()
         failures, components = len(self.failures), list(components)
@@ -150,11 +154,11 @@ class Checkpointer:
                 step,
                 {"model/model": model, "optimizer/optimizer": optimizer},
                 components,
-                failure=self._obstacle(metrics),
-                share=not self._args.async_save,
+                failure=self._reason_not_to_save(metrics),
+                copy_host_tensors=self._args.async_save,
             )
         except SetupError as error:
-            self._failed(step, reason(error))
+            self._record_failure(step, reason(error))
             return False
         more = dict(info)
         manifest = Manifest(
@@ -193,15 +197,15 @@ class Checkpointer:
             # the thread is a daemon: a disk that hangs must not hang the interpreter's exit
             atexit.unregister(self.close)
             atexit.register(self.close)
-            self._thread = threading.Thread(target=self._write, args=(self._job,), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._publish, args=(self._job,), name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write(self._job)
-            self._collect(self._group)
+            self._publish(self._job)
+            self._agree_on_result(self._group)
         return len(self.failures) == failures
 
-    def _obstacle(self, metrics: Mapping[str, float]) -> str | None:
-        """Why this rank cannot save now."""
+    def _reason_not_to_save(self, metrics: Mapping[str, float]) -> str | None:
+        """Why this rank cannot save now; None if it can."""
         for key in _MUST_BE_FINITE:
             if key in metrics and not math.isfinite(metrics[key]):
                 return f"{key} is {metrics[key]}, so the weights are not worth keeping"
@@ -210,37 +214,37 @@ class Checkpointer:
         self._stuck = None
         return None
 
-    def _write(self, job: Publication) -> None:
-        """Publish, in the writer thread where there is one. Training on a CPU keeps its cores: Linux takes a priority
-        for each thread. Hashing at equal priority stalls OpenMP's barriers: steps of 0.2 s took up to 1.4 s on two
-        cores (torch 2.13).
-        """
+    def _publish(self, job: Publication) -> None:
+        """Write and publish a checkpoint and apply save_total_limit, in the writer thread if there is one."""
+        # Lower this thread's priority (Linux has one for each thread): hashing at the priority of training stalls
+        # OpenMP's barriers, and steps of 0.2 s took up to 1.4 s on two cores (torch 2.13).
         if sys.platform == "linux" and threading.current_thread() is self._thread:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         if self._rank == 0 and self.failures:
             with contextlib.suppress(OSError):
-                retention.clean(self.run)  # what a rank was still writing when its save was given up
+                retention.clean(self.run)  # files of a save that was given up
         if self._rank == 0 and not job.target.exists():
+            # short of space: delete what the limit would delete afterwards
             with contextlib.suppress(OSError):  # no directory yet
                 if shutil.disk_usage(self.run.checkpoints).free < 1.02 * job.num_bytes + _SMALL_FILES:
-                    self._thin_out(coming=1)
+                    self._delete_old(coming=1)
         job.run()
         if self._rank == 0 and job.path is not None:
-            self._thin_out(coming=0, protected={job.step})
+            self._delete_old(coming=0, protected={job.step})
 
-    def _thin_out(self, *, coming: int, protected: Collection[int] = ()) -> None:
+    def _delete_old(self, *, coming: int, protected: Collection[int] = ()) -> None:
         try:
-            retention.delete_all(self._expendable(coming=coming, protected=protected))
+            retention.delete_checkpoints(self._deletable(coming=coming, protected=protected))
         except Exception as error:  # the edge of the thread
             log.error("old checkpoints were not deleted: %s", reason(error))
 
-    def _expendable(self, *, coming: int, protected: Collection[int] = ()) -> list[retention.CheckpointInfo]:
-        """What retention does not keep, with ``coming`` more to come: never the newest that is there, nor the best."""
+    def _deletable(self, *, coming: int, protected: Collection[int] = ()) -> list[retention.CheckpointInfo]:
+        """Checkpoints over save_total_limit once ``coming`` more are there; never the newest one, nor the best."""
         limit = self._args.save_total_limit
         if limit is None:
             return []
-        return retention.expendable(
+        return retention.deletable(
             retention.list_checkpoints(self.run),
             limit=max(1, limit - coming),
             num_best=max(self._args.preserve_n_best, int(self._args.load_best_model_at_end)),
@@ -252,17 +256,16 @@ class Checkpointer:
 
     @property
     def is_done(self) -> bool:
-        """True if no save is in flight on this rank, or its writer is past all patience. Costs nothing."""
-        job, thread = self._job, self._thread  # also asked for in other threads than the one that sets them
+        """True if this rank writes no checkpoint, or its writer has been given up. Waits for nobody."""
+        job, thread = self._job, self._thread  # read once: other threads call this too
         if job is None or thread is None or not thread.is_alive():
             return True
         return time.monotonic() > job.give_up_at
 
-    def poll(self) -> list[Path]:
-        """Checkpoints published since the last call. Never waits on one rank.
+    def newly_published(self) -> list[Path]:
+        """Checkpoints published since the last call. With one rank it never waits.
 
-        With several ranks collective: call it where all ranks know that all of them are done (``is_done``), else it
-        waits for the last one.
+        Collective with several ranks: it waits for the last writer, unless all ranks are done (``is_done``).
         """
         if self._job is not None and (self._group is not None or self.is_done):
             self.wait()
@@ -270,16 +273,16 @@ class Checkpointer:
         return published
 
     def wait(self) -> None:
-        """Collective. Wait for the save in flight, at most until save_timeout and a little; agree on how it ended."""
+        """Collective. Wait for the save in flight, until its ``give_up_at`` at most; agree on how it ended."""
         if self._job is not None:
-            self._join(self._job)
-            self._collect(self._group)
+            self.wait_for_writer(self._job)
+            self._agree_on_result(self._group)
 
     def close(self, patience: float | None = None) -> None:
-        """Wait for the save in flight and give the host memory back. Also called when the interpreter exits.
+        """Wait for the save in flight and free the host memory. Also called when the interpreter exits.
 
-        Asks no other rank, as it may be called while an error ends this one. After ``patience`` seconds the writer goes
-        on by itself until the process ends.
+        Does not communicate, as an error may be ending this rank. After ``patience`` seconds it waits no longer, and
+        the writer continues until the process ends.
         """
         if patience is not None and self._thread is not None:
             self._thread.join(patience)
@@ -287,13 +290,16 @@ class Checkpointer:
                 log.warning("the checkpoint of step %d is not finished as this run ends", self._job.step)
                 self._job = self._thread = None
         if self._job is not None:
-            self._join(self._job)
-            self._collect(None)
+            self.wait_for_writer(self._job)
+            self._agree_on_result(None)
         self._snapshots.free()
         atexit.unregister(self.close)
 
-    def _join(self, job: Publication) -> None:
-        """Wait for the writer; then see to it that one that is still at it publishes nothing."""
+    def wait_for_writer(self, job: Publication) -> None:
+        """Wait for the writer thread until its ``give_up_at``; if it still runs then, keep it from publishing.
+
+        ``launch.stacks`` knows this method by its name, and shows the writer's stack instead.
+        """
         if self._thread is None:
             return
         self._thread.join(max(0.0, job.give_up_at - time.monotonic()))
@@ -303,24 +309,26 @@ class Checkpointer:
             if job.abandon():
                 job.failure = job.too_long
 
-    def _collect(self, group: Any) -> None:
-        """Collective in ``group``. Rank 0 knows whether the checkpoint is published; why not, any rank may know."""
+    def _agree_on_result(self, group: Any) -> None:
+        """Collective in ``group``. Rank 0 knows whether the checkpoint is published; any rank may know why not."""
         job, self._job, self._thread = self._job, None, None
         assert job is not None
         failure = job.failure or (None if job.path else "the writer ended without an answer")
-        ending = _Ending(job.path is not None, failure, job.unanswered, job.group_is_lost or self._stuck is not None)
-        endings = gather(ending, group)
-        if any(other.group_is_lost for other in endings):
+        result = _Result(job.path is not None, failure, job.unanswered, job.group_is_lost or self._stuck is not None)
+        results = gather(result, group)
+        if any(other.group_is_lost for other in results):
             self._writers_group = None
-        if not endings[0].published:
-            known = [None if other.unanswered else other.failure for other in endings]
-            self._failed(job.step, joined(known) or joined([other.failure for other in endings]) or "no rank knows why")
+        if not results[0].published:
+            known = [None if other.unanswered else other.failure for other in results]
+            self._record_failure(
+                job.step, joined(known) or joined([other.failure for other in results]) or "no rank knows why"
+            )
             return
         self._published.append(job.target)
-        if endings[0].failure is not None:
-            log.warning("%s: is published, but %s", job.target, endings[0].failure)
+        if results[0].failure is not None:
+            log.warning("%s: is published, but %s", job.target, results[0].failure)
 
-    def _failed(self, step: int, why: str) -> None:
+    def _record_failure(self, step: int, why: str) -> None:
         self.failures.append((step, why))
         steps = self.run.checkpoint_steps()
         stands = f"the newest one is {self.run.checkpoint(steps[-1])}" if steps else "the run has none"

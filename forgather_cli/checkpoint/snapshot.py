@@ -1,6 +1,6 @@
 """One rank's share of a checkpoint: agreed on with the other ranks, and copied to host memory.
 
-All that training waits for.
+This is the only part of an asynchronous save that training waits for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from forgather_cli.messages import sent
 from forgather_cli.shards import RowExchange
 
 Kinds = Mapping[str, Mapping[str, LocalShard]]
-"""What a rank holds of each kind of tensors, by the stem of the kind's files and by tensor name."""
+"""What a rank holds, by kind (``model/model``, ``optimizer/optimizer``: the stem of its files) and tensor name."""
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Snapshot:
 
 @sent
 @dataclass(frozen=True)
-class _Share:
-    """What a rank tells the others before a save: names, shapes, checksums, or why it cannot take part."""
+class _Holding:
+    """What a rank tells the others that it holds: names, shapes, checksums; or why it cannot take part in a save."""
 
     pieces: list[list[Piece]] = field(default_factory=list)
     """By kind."""
@@ -81,7 +81,7 @@ class _Share:
 
 
 class Snapshots:
-    """Takes snapshots, save after save. Keeps host memory between them, and what need not be compared again."""
+    """Takes a snapshot for each save. Between saves it keeps host memory, and what need not be compared again."""
 
     def __init__(self, *, group: Any, rank: int, world_size: int, check: Check, max_shard_bytes: int) -> None:
         self._group, self._rank = group, rank
@@ -92,42 +92,43 @@ class Snapshots:
         self._exchange = RowExchange([])
 
     def take(
-        self, step: int, kinds: Kinds, components: Sequence[Component], *, failure: str | None, share: bool
+        self, step: int, kinds: Kinds, components: Sequence[Component], *, failure: str | None, copy_host_tensors: bool
     ) -> Snapshot:
         """Collective. Agree on who writes what, compare what several ranks hold, and copy this rank's share.
 
-        ``failure``: why this rank cannot take part. ``share``: host tensors are not copied, the caller leaves them
-        alone until they are on disk. Raises, on all ranks alike, SetupError where a rank has failed, CheckpointError
-        where tensors do not fit together, ReplicationError where ranks differ in what must be equal, NotFiniteError.
+        ``failure``: why this rank cannot take part. ``copy_host_tensors`` False: tensors in host memory are written
+        from where they are, and the caller must not change them until they are on disk. Raises, on all ranks alike,
+        SetupError where a rank has failed, CheckpointError where tensors do not fit together, ReplicationError where
+        ranks differ in what must be equal, NotFiniteError.
         """
-        encoded, own = self._own(kinds, components, failure)
-        shares = gather(own, self._group)
-        if failed := joined([other.failure for other in shares]):
+        encoded, own = self._encode_own(kinds, components, failure)
+        holdings = gather(own, self._group)
+        if failed := joined([other.failure for other in holdings]):
             raise SetupError(failed)
-        if void := sorted({name for other in shares for name in other.not_finite}):
+        if void := sorted({name for other in holdings for name in other.not_finite}):
             more = f" and {len(void) - 3} more" if len(void) > 3 else ""
             raise NotFiniteError(f"{', '.join(void[:3])}{more} hold values that are not finite")
         found: list[str] = []
         for n, stem in enumerate(kinds):
-            pieces, sums = [other.pieces[n] for other in shares], [other.sums[n] for other in shares]
+            pieces, sums = [other.pieces[n] for other in holdings], [other.sums[n] for other in holdings]
             found += self._checks[stem].differences(self._rank, pieces, sums)
-        refuse([*found, *component_differences([other.digests for other in shares])], step)
-        holders = holders_of([other.groups for other in shares])
+        refuse([*found, *component_differences([other.digests for other in holdings])], step)
+        holders = holders_of([other.groups for other in holdings])
         states = state_files(encoded, components, self._rank, holders)
         snapshot = Snapshot([], [], states, holders)
-        held = {stem: [other.pieces[n] for other in shares] for n, stem in enumerate(kinds)}
+        held = {stem: [other.pieces[n] for other in holdings] for n, stem in enumerate(kinds)}
         snapshot.plans = [plan(held[stem], stem, self._max_shard_bytes) for stem in kinds if any(held[stem])]
-        self._copy(snapshot, kinds, share)
+        self._copy(snapshot, kinds, copy_host_tensors)
         return snapshot
 
     def free(self) -> None:
         """Give the host memory back; a writer that still reads it keeps it alive."""
         self._buffers.clear()
 
-    def _own(
+    def _encode_own(
         self, kinds: Kinds, components: Sequence[Component], failure: str | None
-    ) -> tuple[dict[str, Encoded], _Share]:
-        """A failure is a message, since the other ranks must hear of it."""
+    ) -> tuple[dict[str, Encoded], _Holding]:
+        """This rank's components, encoded, and its _Holding, where a failure is a message for the other ranks."""
         try:
             if failure is not None:
                 raise SetupError(failure)
@@ -136,27 +137,29 @@ class Snapshots:
             checks = [self._checks.setdefault(stem, ReplicationCheck(self._level)) for stem in kinds]
             sums = [c.sums(shards, p) for c, shards, p in zip(checks, kinds.values(), pieces, strict=True)]
             void = [name for shards in kinds.values() for name in not_finite(shards)]
-            # takes its memory now, while a failure can still be told: a rank that raises later leaves others waiting
+            # allocate now, while a failure can still be reported: a rank that raises later leaves the others waiting
             self._exchange = exchange_of([shard for shards in kinds.values() for shard in shards.values()])
         except SetupError as error:
-            return {}, _Share(failure=str(error))
+            return {}, _Holding(failure=str(error))
         except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
-            return {}, _Share(failure=f"{type(error).__name__}: {error}")
+            return {}, _Holding(failure=f"{type(error).__name__}: {error}")
         compared = [c.key for c in components if c.sharing is Sharing.REPLICATED and self._level != "none"]
         digests = {key: digest_of(encoded[key], self._level) for key in compared}
         groups = {c.key: c.group for c in components if c.sharing.is_grouped}
-        return encoded, _Share(pieces, sums, digests, groups, void)
+        return encoded, _Holding(pieces, sums, digests, groups, void)
 
-    def _copy(self, snapshot: Snapshot, kinds: Kinds, share: bool) -> None:
-        """Collective. A failure is told when the others ask for what was written; until then this rank takes part."""
+    def _copy(self, snapshot: Snapshot, kinds: Kinds, copy_host_tensors: bool) -> None:
+        """Collective. Copy the rows that this rank writes. A failure is reported by ``Snapshot.wait``, in the writer:
+        until then this rank takes part in every exchange.
+        """
         for files in snapshot.plans:
             shards = kinds[files.stem]
             snapshot.rows.append({})
             for name, rows in parts_to_write(files, self._rank, shards, self._exchange):
-                share_this = share and not shards[name].needs_exchange
+                must_copy = copy_host_tensors or shards[name].needs_exchange
                 try:
                     if snapshot.failure is None:
-                        snapshot.rows[-1][name] = self._buffers.copy((files.stem, name), rows, share=share_this)
+                        snapshot.rows[-1][name] = self._buffers.copy((files.stem, name), rows, must_copy=must_copy)
                 except (RuntimeError, MemoryError) as error:  # host memory, or a device that failed
                     snapshot.failure = f"the copy to host memory failed ({type(error).__name__}: {error})"
         memory = [shard.memory for shards in kinds.values() for shard in shards.values()]
@@ -207,14 +210,14 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
-    def copy(self, key: tuple[str, str], tensor: Tensor, *, share: bool) -> Tensor:
-        """A contiguous copy of ``tensor`` in host memory that is ``key``'s. ``share``: a host tensor is not copied
-        where it can be written as it is; the caller leaves it alone until it is on disk.
+    def copy(self, key: tuple[str, str], tensor: Tensor, *, must_copy: bool) -> Tensor:
+        """A contiguous copy of ``tensor`` in the host memory kept for ``key``. ``must_copy`` False: ``tensor`` itself,
+        if it is contiguous and in host memory.
 
         From a CUDA device the copy is asynchronous: later work on the device's current stream cannot overtake it, but
         the host must wait for the stream before it reads.
         """
-        if share and tensor.device.type == "cpu" and tensor.is_contiguous():
+        if not must_copy and tensor.device.type == "cpu" and tensor.is_contiguous():
             return tensor
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:

@@ -35,6 +35,7 @@ WAITS, SAVES, COMPILES, DEBUGGED, READS, RUNS = (
 )  # fmt: skip
 SILENT = "does not answer"
 _ANSWER = 3.0  # seconds that a rank gets to tell where it stands
+_WAITS_FOR_WRITER = "wait_for_writer"  # method of checkpoint.save.Checkpointer
 _CONTEXT = 2  # collectives before one, by which what used to follow them is known
 _COMPILER = (
     f"{os.sep}torch{os.sep}_dynamo{os.sep}convert_frame.py",
@@ -145,7 +146,7 @@ class Standing:
 def own_standing(rank: int, step: int | None, seconds: float) -> Standing:
     """Of this process, which is that rank; ``step`` steps are behind it. May be called in any thread."""
     stack = main_thread_stack()
-    if saves(stack) and any(entry.name == "_join" for entry in stack):  # it waits for the checkpoint's writer
+    if saves(stack) and any(entry.name == _WAITS_FOR_WRITER for entry in stack):
         writer = next((t for t in threading.enumerate() if t.name == "checkpoint"), None)
         stack = stack if writer is None else thread_stack(writer)
     recorded = _recorded()

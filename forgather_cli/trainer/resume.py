@@ -190,7 +190,7 @@ class Checkpoints:
 
     def published(self) -> list[Path]:
         """Checkpoints published since the last call."""
-        return self._checkpointer.poll()
+        return self._checkpointer.newly_published()
 
     def wait(self) -> None:
         """Until the save in flight is published or has failed."""

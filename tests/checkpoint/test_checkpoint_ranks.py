@@ -427,14 +427,14 @@ def train_and_save(root: str) -> tuple[list[tuple[int, str]], list[int]]:
         done = torch.tensor(int(saver.is_done))
         dist.all_reduce(done, dist.ReduceOp.MIN)
         if done:
-            told += [(step, path.name) for path in saver.poll()]
+            told += [(step, path.name) for path in saver.newly_published()]
         if step % 20 == 0:
             assert saving.save(saver, step, size=256)
             lags.append(step)
         time.sleep(0.005 * dist.get_rank())
         dist.all_reduce(torch.ones(10_000))
     saver.wait()
-    told += [(60, path.name) for path in saver.poll()]
+    told += [(60, path.name) for path in saver.newly_published()]
     saver.close()
     assert saver.failures == []
     return told, saver.run.checkpoint_steps()

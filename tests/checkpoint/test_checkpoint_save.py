@@ -171,12 +171,12 @@ def test_an_asynchronous_save_stores_the_state_of_its_step(tmp_path: Path) -> No
     assert saving.save(saver, 1, model=saving.rows(weights), write_model_files=held_up)
     for tensor in weights.values():
         tensor.zero_()
-    assert saver.poll() == []
+    assert saver.newly_published() == []
     assert saver.run.checkpoint_steps() == []
     release.set()
     saver.wait()
-    assert saver.poll() == [saver.run.checkpoint(1)]
-    assert saver.poll() == []
+    assert saver.newly_published() == [saver.run.checkpoint(1)]
+    assert saver.newly_published() == []
     saving.assert_content(Reader(saver.run.checkpoint(1)), 1)
 
 
@@ -185,7 +185,7 @@ def test_a_due_save_waits_for_the_one_before(tmp_path: Path) -> None:
     for step in range(1, 6):
         assert saving.save(saver, step)
     saver.close()
-    assert saver.poll() == [saver.run.checkpoint(step) for step in range(1, 6)]
+    assert saver.newly_published() == [saver.run.checkpoint(step) for step in range(1, 6)]
     for step in range(1, 6):
         saving.assert_content(Reader(saver.run.checkpoint(step)), step)
 
@@ -225,7 +225,7 @@ def test_a_full_disk_is_an_error_in_the_log_and_the_checkpoint_before_stands(
         saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert saver.poll() == [saver.run.checkpoint(1)]
+    assert saver.newly_published() == [saver.run.checkpoint(1)]
     (message,) = logged_errors(caplog)
     assert message.startswith("the checkpoint of step 2 was not saved: File too large; the newest one")
     assert saver.failures == [(2, "File too large")]
@@ -261,7 +261,7 @@ def test_a_save_that_takes_longer_than_save_timeout_is_not_published(
 
     saving.save(saver, 1, write_model_files=slow)
     saver.wait()
-    assert saver.poll() == []
+    assert saver.newly_published() == []
     assert saver.failures == [(1, "it took longer than save_timeout=0.2 seconds")]
     assert "the checkpoint of step 1 was not saved" in logged_errors(caplog)[0]
     assert saver.run.checkpoint_steps() == []
@@ -321,7 +321,7 @@ def test_the_same_step_again_keeps_a_valid_checkpoint_and_adds_its_marks(tmp_pat
     before = identity(path)
     info = {"strategy": "single", "config_fingerprint": "f1", "final": True}
     assert saving.save(saver, 4, metrics={"loss": 2.0, "eval_loss": 1.0}, info=info)
-    assert saver.poll() == [path, path]
+    assert saver.newly_published() == [path, path]
     assert identity(path) == before
     manifest = Reader(path).manifest
     assert manifest.final

@@ -14,8 +14,8 @@ from forgather_cli.checkpoint.load import best_valid, newest_valid
 from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.checkpoint.retention import (
     CheckpointInfo,
-    delete_all,
-    expendable,
+    deletable,
+    delete_checkpoints,
     list_checkpoints,
 )
 from forgather_cli.run_dir import RunDir
@@ -29,7 +29,7 @@ def info(step: int, loss: float | None = None, **more: Any) -> CheckpointInfo:
 def kept(
     found: list[CheckpointInfo], limit: int = 2, num_best: int = 1, greater: bool = False, **more: Any
 ) -> list[int]:
-    gone = expendable(found, limit=limit, num_best=num_best, best_by=BestBy("eval_loss", greater), **more)
+    gone = deletable(found, limit=limit, num_best=num_best, best_by=BestBy("eval_loss", greater), **more)
     return [i.step for i in found if i not in gone]
 
 
@@ -97,7 +97,7 @@ def test_the_checkpoint_just_published_stays_behind_later_steps_of_an_abandoned_
 def test_a_damaged_newest_one_does_not_cost_the_last_valid_one(tmp_path: Path) -> None:
     run = saving.saved_run(tmp_path, 1, 2)
     (run.checkpoint(2) / "state.json").unlink()
-    delete_all(expendable(list_checkpoints(run), limit=1, num_best=0, best_by=BestBy("eval_loss", False)))
+    delete_checkpoints(deletable(list_checkpoints(run), limit=1, num_best=0, best_by=BestBy("eval_loss", False)))
     assert run.checkpoint_steps() == [1]
     assert newest_valid(run) is not None
 
