@@ -1,4 +1,4 @@
-"""Writing and publishing one checkpoint: a temporary sibling, hashes, manifest, rename."""
+"""Writing and publishing one checkpoint: a temporary directory beside it, hashes, manifest, rename."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 GRACE = 5.0
-"""Seconds after save_timeout in which a rank may still say why it is late; as many again, and it is left to itself."""
+"""Seconds after save_timeout in which a rank may still report why it is late; after as many again it is given up."""
 
 
 class SaveError(CheckpointError):
@@ -37,7 +37,7 @@ class SaveError(CheckpointError):
 @sent
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank's attempt came to, as it is sent to the others."""
+    """What an action on one rank returned, or why it failed, as sent to the others."""
 
     value: Any = None
     failure: str | None = None
@@ -52,11 +52,11 @@ def reason(error: BaseException) -> str:
 
 
 class Publication:
-    """One checkpoint on its way to disk. ``run`` is for a thread of its own; it raises nothing.
+    """Writes one checkpoint and publishes it. ``run`` is for a thread of its own, on every rank; it never raises.
 
-    Afterwards ``path`` is the published checkpoint, or ``failure`` says why there is none; with both, what went wrong
-    after the publication. Every rank runs it, with a ``group`` that nobody else uses meanwhile; what happened is known
-    for certain on rank 0 alone, where others may have waited for it in vain (``unanswered``).
+    Afterwards ``path`` is the published checkpoint, or ``failure`` says why there is none; both are set if something
+    failed after the publication. Only rank 0 knows the result for certain: other ranks may have waited for its answer
+    in vain (``unanswered``). Nobody else may use ``group`` meanwhile.
     """
 
     def __init__(
@@ -77,14 +77,15 @@ class Publication:
         self.path: Path | None = None
         self.failure: str | None = None
         self.group_is_lost = False
-        """The other ranks gave no answer in time; ``group`` is of no use any more."""
+        """Other ranks did not answer in time; ``group`` cannot be used any more."""
         self.unanswered = False
-        """That is all this rank knows of the failure."""
+        """Other ranks did not answer, and this rank knows of no other failure."""
         self.deadline = time.monotonic() + timeout
         self._timeout = timeout
         self._temporary: Path | None = None
         self._own_failure: str | None = None
-        self._foreign: dict[str, list[Range]] = {}
+        self._hashed: dict[str, list[Range]] = {}
+        """On rank 0: the files of ``write_model_files``."""
         self._snapshot = snapshot
         self._manifest = manifest
         self._write_model_files = write_model_files
@@ -100,7 +101,7 @@ class Publication:
             log.debug("checkpoint", exc_info=True)
             self.group_is_lost = isinstance(error, NoAnswerError)
             self.unanswered = self.group_is_lost and self._own_failure is None
-            own = self._own_failure if self.group_is_lost else None  # too late for the others to hear of
+            own = self._own_failure if self.group_is_lost else None  # which the others could not be told
             self.failure = own or reason(error)
             if self._temporary is not None:  # made by rank 0
                 try:
@@ -110,11 +111,11 @@ class Publication:
 
     @property
     def give_up_at(self) -> float:
-        """When a writer that has not ended by itself is left to itself (``time.monotonic``)."""
+        """When a writer that still runs is given up (``time.monotonic``)."""
         return self.deadline + 2 * GRACE
 
     def abandon(self) -> bool:
-        """See to it that this checkpoint is not published any more; False if it is already."""
+        """Keep this checkpoint from being published; False if it is published already."""
         with self._renaming:
             self._abandoned = self._abandoned or self.path is None
             return self._abandoned
@@ -123,92 +124,51 @@ class Publication:
     def too_long(self) -> str:
         return f"it took longer than save_timeout={self._timeout:g} seconds"
 
-    # ------------------------------------------------------------------------------------------------------- phases
+    # ----------------------------------------------------------------------------------------------------------- phases
 
     def _publish(self) -> Path:
-        """Collective."""
+        """Collective. Rank 0 makes a temporary directory, all ranks write into it, rank 0 gives it its name."""
         name = self._on_rank_0(self._prepare)
-        if name is None:
+        if name is None:  # this step has a good checkpoint already
             return self.target
         temporary = self.target.with_name(name)
         reports = self._gather(self._attempt(lambda: self._write(temporary)))
         self._on_rank_0(lambda: self._finish(temporary, reports))
         return self.target
 
-    def _on_rank_0(self, action: Callable[[], T]) -> T:
-        """Collective. What ``action`` returns on rank 0, on all ranks; its failure is everybody's."""
-        outcome = self._attempt(action) if self._rank == 0 else _Outcome()
-        outcome = self._gather(outcome)[0]
-        if outcome.failure is not None:
-            raise SaveError(outcome.failure)
-        result: T = outcome.value
-        return result
-
-    def _gather(self, value: T) -> list[T]:
-        """Collective."""
-        return gather(value, self._group, self.deadline + GRACE)
-
-    def _attempt(self, action: Callable[[], Any]) -> _Outcome:
-        try:
-            return _Outcome(action())
-        except Exception as error:  # another rank must hear of it
-            log.debug("checkpoint", exc_info=True)
-            self._own_failure = reason(error)
-            return _Outcome(failure=self._own_failure)
-
-    def _check(self) -> None:
-        """Raise SaveError when the time is over."""
-        if self._abandoned or time.monotonic() > self.deadline:
-            raise SaveError(self.too_long)
-
-    # ------------------------------------------------------------------------------------------------------ rank 0
-
     def _prepare(self) -> str | None:
-        """Name of a new temporary directory with the files that others write; None if this step has a good checkpoint
-        already.
+        """On rank 0: the name of a new temporary directory with config and tokenizer files; None if this step has a
+        good checkpoint already.
 
-        Only here, before any rank writes, are all files in it theirs.
+        They are hashed here, since before any rank writes all files in the directory are theirs.
         """
         if self._is_kept():
             return None
         temporary = self._temporary = sibling(self.target, "tmp")
         (temporary / "model").mkdir(parents=True)
-        self._write_model_files(temporary / "model")  # config.json, tokenizer and the like; hashed and synced here
+        self._write_model_files(temporary / "model")  # config.json, tokenizer and the like
         for path in sorted(path for path in (temporary / "model").rglob("*") if path.is_file()):
             files.sync_file(path)
             size = path.stat().st_size
             ranges = [(0, size, files.hash_range(path, 0, size))] if size else []
-            self._foreign[path.relative_to(temporary).as_posix()] = ranges
+            self._hashed[path.relative_to(temporary).as_posix()] = ranges
         return temporary.name
 
-    def _is_kept(self) -> bool:
-        """True if this step has a checkpoint that is whole, of the same config and data, and no less healthy.
-
-        It gets the new one's metrics and marks.
-        """
-        if not self.target.exists():
-            return False
-        new = self._manifest
-        try:
-            old = read_manifest(self.target)
-            problems = old.problems(self.target, "full")
-        except NewerFormatError:
-            raise
-        except CheckpointError as error:
-            problems = [str(error)]
-        if problems:
-            log.warning("%s: is damaged and is written again: %s", self.target, "; ".join(problems))
-            return False
-        same = (old.config_fingerprint, old.rollbacks) == (new.config_fingerprint, new.rollbacks)
-        if not same or (new.healthy and not old.healthy):
-            return False
-        marked = replace(old, metrics={**old.metrics, **new.metrics}, final=old.final or new.final)
-        if marked != old:
-            files.replace_file(self.target / NAME, marked.to_bytes(), sibling(self.target, "tmp"))
-        return True
+    def _write(self, temporary: Path) -> dict[str, list[Range]]:
+        """On every rank: write its share of the files; returns what it wrote, by file."""
+        self._snapshot.wait()
+        report = dict(self._hashed)
+        for tensors, rows in zip(self._snapshot.plans, self._snapshot.rows, strict=True):
+            report |= write_share(temporary, tensors, self._rank, rows, self._check)
+            if self._rank == 0:
+                report |= write_index(temporary, tensors)
+        for stem, state in self._snapshot.states.items():
+            report |= write_state(temporary, stem, state, self._check)
+        self._check()
+        return report
 
     def _finish(self, temporary: Path, reports: list[_Outcome]) -> None:
-        """Manifest, sync, rename."""
+        """On rank 0, after all have written: manifest, sync, rename."""
         if failed := joined([report.failure for report in reports]):
             raise SaveError(failed)
         manifest = replace(self._manifest, files=merge_entries([report.value for report in reports]))
@@ -239,20 +199,60 @@ class Publication:
         sync_directory(self.target.parent)
         remove(old)
 
-    # ------------------------------------------------------------------------------------------------------ all ranks
+    def _is_kept(self) -> bool:
+        """On rank 0: whether this step has a whole checkpoint, of the same config and data, and no less healthy.
 
-    def _write(self, temporary: Path) -> dict[str, list[Range]]:
-        """This rank's share of the files; what it wrote by file."""
-        self._snapshot.wait()
-        report = dict(self._foreign)
-        for tensors, rows in zip(self._snapshot.plans, self._snapshot.rows, strict=True):
-            report |= write_share(temporary, tensors, self._rank, rows, self._check)
-            if self._rank == 0:
-                report |= write_index(temporary, tensors)
-        for stem, state in self._snapshot.states.items():
-            report |= write_state(temporary, stem, state, self._check)
-        self._check()
-        return report
+        It stays then, and gets the metrics of the new one.
+        """
+        if not self.target.exists():
+            return False
+        new = self._manifest
+        try:
+            old = read_manifest(self.target)
+            problems = old.problems(self.target, "full")
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            problems = [str(error)]
+        if problems:
+            log.warning("%s: is damaged and is written again: %s", self.target, "; ".join(problems))
+            return False
+        same = (old.config_fingerprint, old.rollbacks) == (new.config_fingerprint, new.rollbacks)
+        if not same or (new.healthy and not old.healthy):
+            return False
+        marked = replace(old, metrics={**old.metrics, **new.metrics}, final=old.final or new.final)
+        if marked != old:
+            files.replace_file(self.target / NAME, marked.to_bytes(), sibling(self.target, "tmp"))
+        return True
+
+    # -------------------------------------------------------------------------------------------------------- agreement
+
+    def _on_rank_0(self, action: Callable[[], T]) -> T:
+        """Collective. Run ``action`` on rank 0; returns its result on all ranks, or raises its failure on all."""
+        outcome = self._attempt(action) if self._rank == 0 else _Outcome()
+        outcome = self._gather(outcome)[0]
+        if outcome.failure is not None:
+            raise SaveError(outcome.failure)
+        result: T = outcome.value
+        return result
+
+    def _gather(self, value: T) -> list[T]:
+        """Collective. Every rank's ``value``. Raises NoAnswerError after the deadline."""
+        return gather(value, self._group, self.deadline + GRACE)
+
+    def _attempt(self, action: Callable[[], Any]) -> _Outcome:
+        """Run ``action``; what it raises becomes an outcome."""
+        try:
+            return _Outcome(action())
+        except Exception as error:  # the other ranks are told
+            log.debug("checkpoint", exc_info=True)
+            self._own_failure = reason(error)
+            return _Outcome(failure=self._own_failure)
+
+    def _check(self) -> None:
+        """Raise SaveError after the deadline, or when this save was given up."""
+        if self._abandoned or time.monotonic() > self.deadline:
+            raise SaveError(self.too_long)
 
 
 def write_state(directory: Path, stem: str, state: Encoded, check: Check) -> dict[str, list[Range]]:
