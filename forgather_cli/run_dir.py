@@ -44,17 +44,17 @@ class RunDir:
     exit = _In("exit.json")
     """How the last job in this directory ended."""
     hang = _In("hang.json")
-    """Where the ranks stood when a job made no progress, the last time."""
+    """Where the ranks stood the last time that a job made no progress."""
     logs = _In("logs")
     checkpoints = _In("checkpoints")
     rollbacks = _In("rollbacks.jsonl")
-    """When the run went back to a checkpoint, and what it does not see again."""
+    """Each rollback to a checkpoint, with the samples that it skips."""
     control = _In("control")
     """Commands that jobs in this directory were given, with their answers."""
     evaluation = _In("evaluation.json")
-    """What is to be evaluated, in a directory made for ranks that do nothing else."""
+    """The request of ``forgather eval``, in a temporary run directory for ranks that only evaluate."""
     report = _In("report.json")
-    """What these ranks have found."""
+    """The result of that evaluation."""
     set_aside = _In(".overwritten")
     """Where a run that is to be overwritten waits for the first step of the new one."""
     being_set_aside = _In(".overwriting")
@@ -119,7 +119,7 @@ class RunDir:
         return sorted(step for step in found if step is not None)
 
     def command(self, command_id: str) -> Path:
-        """One command's answer."""
+        """The record of one command."""
         assert is_name(command_id)
         return self.control / f"{command_id}.json"
 
@@ -164,5 +164,5 @@ def is_model_directory(path: Path) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """True for what may stand for a job or a command: one part of a path, that leads nowhere else."""
+    """True for a valid id of a job or a command: a single path component, such as no ``..``."""
     return _NAME.fullmatch(text) is not None

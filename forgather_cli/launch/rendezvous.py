@@ -39,12 +39,12 @@ _NOT_SEEN = (
     "output_dir: {root} of rank 0 is not what {host} sees there; set output_dir to a directory that all nodes share"
 )
 FAREWELL = 20.0
-"""Seconds that the rank with the store stays for the others."""
+"""Seconds that the rank which serves the store waits for the others to disconnect."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What rank 0 gives to the others."""
+    """What rank 0 tells the others to train."""
 
     root: str
     """The run's directory, absolute."""
@@ -53,19 +53,19 @@ class Shared:
     sha256: str
     """Of that file."""
     going_on: bool = False
-    """After a restart: from the newest checkpoint, whatever the config says."""
+    """Resume from the newest checkpoint, whatever the config says: after a restart."""
 
 
 class Rendezvous:
     """This rank's connection to the others of its world. Safe to use from several threads; no call waits for others."""
 
     store: Store
-    """Words that any rank may leave for the others, by key."""
+    """Messages to all ranks, by key."""
 
     def __init__(self, place: Place, folder: Path | None = None) -> None:
-        """Connect, or offer the store. Raises SetupError where that cannot be.
+        """Connect to the store, which rank 0 serves unless torchrun does. Raises SetupError if that fails.
 
-        ``folder``: where the ranks of one node meet, which only this user may read.
+        ``folder``: the store is files in it instead, for ranks of one node; only this user may read it.
         """
         self._place, self._folder = place, folder
         self._server: Any = None
@@ -84,19 +84,19 @@ class Rendezvous:
         self._say_where()
 
     def _prefix(self, attempt: int) -> str:
-        """Of keys: an agent's store outlives a restart, and attempts must not see each other's."""
+        """Of all keys. torchrun's store outlives a restart, and one attempt must not see another's messages."""
         return f"forgather/{attempt if self._place.agent_store else 0}/"
 
     def _say_where(self) -> None:
         self.store.set(f"place/{self._place.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
     def all_here(self) -> None:
-        """Every rank has come and knows what to sign with: from now on nobody else is listened to."""
+        """All ranks are connected and know the secret: from now on only signed messages count."""
         if self._signed is not None:
             self._signed.strict = True
 
     def group_store(self) -> Any:
-        """A torch Store for the process group, which waits in it."""
+        """A torch Store for the process group."""
         from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
         if self._folder is None:
@@ -110,7 +110,7 @@ class Rendezvous:
     # ------------------------------------------------------------------------------------------------------- the run
 
     def share(self, run: RunDir, *, going_on: bool) -> None:
-        """Of rank 0: say what to train. Ranks that meet in a folder have read it themselves."""
+        """On rank 0: tell the others what to train. With a folder there is no need: their launcher has told them."""
         if self._signed is None:
             return
         if SECRET not in os.environ:  # ranks of other nodes see the run's directory
@@ -120,7 +120,7 @@ class Rendezvous:
         self.store.set("shared", json.dumps(asdict(shared)))
 
     def shared(self) -> tuple[Shared | None, str]:
-        """What rank 0 has shared, None as long as it has not; and what is wrong with what is there instead."""
+        """(what rank 0 has shared, None if nothing yet; what is wrong with a message that does not count)."""
         if self._signed is None:
             return None, ""
         found, secret, problem = _shared_in(self._signed)
@@ -134,7 +134,7 @@ class Rendezvous:
         return None, _NOT_SEEN.format(root=found.root, host=socket.gethostname())
 
     def earlier_root(self) -> str | None:
-        """The run directory of an attempt before, where the store is still the same."""
+        """The run directory of an earlier attempt, if the store is still the same."""
         for attempt in reversed(range(self._place.attempt)):
             found, _, _ = _shared_in(SignedStore(self._raw, self._prefix(attempt), b""))
             if found is not None:
@@ -144,13 +144,13 @@ class Rendezvous:
     # ------------------------------------------------------------------------------------------------------- failures
 
     def fail(self, status: ExitStatus) -> bool:
-        """Tell the world; False if another rank has told before. What explains the others goes before what does not."""
+        """Report a failure to all ranks; False if another rank has done so already. A cause outranks consequences."""
         if not status.is_cause and self.store.get("failed/cause") is not None:
             return False
         return self.store.add("failed/cause" if status.is_cause else "failed/noticed", status.to_json())
 
     def failure(self) -> ExitStatus | None:
-        """What some rank has told. A store that is gone is the failure of the rank that offered it."""
+        """The failure that some rank has reported. A store that is gone counts as one, of the rank that served it."""
         try:
             text = self.store.get("failed/cause") or self.store.get("failed/noticed")
         except Exception as error:  # whatever the store's library makes of a lost connection
@@ -170,7 +170,7 @@ class Rendezvous:
         return None
 
     def leave(self, *, patience: float = FAREWELL) -> None:
-        """Say that this rank needs the store no more. The rank that offers it stays until all have, or no longer."""
+        """Disconnect from the store. The rank that serves it waits ``patience`` seconds for all others to do so."""
         self.store.set(f"left/{self._place.rank}", "1")
         end = time.monotonic() + patience
         while self._server is not None and time.monotonic() < end:
@@ -179,19 +179,19 @@ class Rendezvous:
             time.sleep(0.05)
 
 
-# ------------------------------------------------------------------------------------------------------ where words lie
+# -------------------------------------------------------------------------------------------------------------- stores
 
 
 class Store(Protocol):
     """Messages by key."""
 
     def get(self, key: str) -> str | None:
-        """None where there is no message that counts."""
+        """The message that counts; None if there is none."""
 
     def set(self, key: str, text: str) -> None: ...
 
     def add(self, key: str, text: str) -> bool:
-        """Leave a message where none that counts lies; False if one does."""
+        """Set a message if there is none that counts; False if there is one."""
 
     def delete(self, key: str) -> None: ...
 
