@@ -157,7 +157,6 @@ def run_one(job: Job) -> dict[str, Any]:
             model, parameters = _ours(config, root)
         seconds = time.process_time() - begin
         documents = nats_of_documents(model, data)
-        curve = [(r["step"], r["loss"]) for r in _records(root) if "loss" in r]
     nats, size = (sum(column) for column in zip(*documents, strict=True))
     return {
         "nats_per_byte": nats / size,
@@ -168,7 +167,6 @@ def run_one(job: Job) -> dict[str, Any]:
         "parameters": parameters,
         "tokens": job.steps * 8 * config.data.seq_len,
         "seconds": seconds,
-        "curve": curve,
     }
 
 
@@ -183,11 +181,6 @@ def _ours(config: Any, root: Path) -> tuple[Any, int]:
     worker.run(config, run)
     model = AutoModelForCausalLM.from_pretrained(run.checkpoint(run.checkpoint_steps()[-1]) / "model")
     return model, sum(p.numel() for p in model.parameters())
-
-
-def _records(root: Path) -> list[dict[str, Any]]:
-    path = root / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _rival(job: Job, config: Any, data: Any, root: Path) -> tuple[Any, int]:
