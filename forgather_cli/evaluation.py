@@ -34,8 +34,8 @@ from forgather_cli.source import Located, load_located, locate
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer.build import eval_loader, model_spec
+from forgather_cli.trainer.checkpoints import load_model
 from forgather_cli.trainer.evaluate import evaluate
-from forgather_cli.trainer.resume import load_model
 
 
 def evaluate_source(

@@ -20,7 +20,7 @@ from forgather_cli.models.init import allocate
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.transform import cast_parameters
 from forgather_cli.run_dir import RunDir, is_model_directory, run_of
-from forgather_cli.trainer.resume import load_model
+from forgather_cli.trainer.checkpoints import load_model
 
 _SLACK = 1_000_000  # numbers; tied weights and rows for new tokens are not stored
 

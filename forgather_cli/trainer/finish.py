@@ -11,7 +11,7 @@ from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
 from forgather_cli.errors import TrainingError
 from forgather_cli.launch.exit_status import DONE, FAILED, STOPPED, ExitStatus, Kind, done, write_exit_record
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer.resume import Checkpoints
+from forgather_cli.trainer.checkpoints import Checkpoints
 from forgather_cli.trainer.run import Run
 
 

@@ -23,8 +23,8 @@ from forgather_cli.encoding import Encoded, decode
 from forgather_cli.errors import CheckpointError, DivergenceError
 from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import step_of
+from forgather_cli.trainer.checkpoints import COMPONENTS, Checkpoints
 from forgather_cli.trainer.metrics import LateReader
-from forgather_cli.trainer.resume import COMPONENTS, Checkpoints
 from forgather_cli.trainer.run import Run
 
 log = logging.getLogger(__name__)

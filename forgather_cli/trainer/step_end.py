@@ -14,10 +14,10 @@ from forgather_cli.config import schedule
 from forgather_cli.distributed import all_sum
 from forgather_cli.errors import NotFiniteError
 from forgather_cli.run_dir import step_of
+from forgather_cli.trainer.checkpoints import Checkpoints
 from forgather_cli.trainer.evaluate import EvaluationStopped, check_metric
 from forgather_cli.trainer.metrics import Interval
 from forgather_cli.trainer.recovery import Recovery
-from forgather_cli.trainer.resume import Checkpoints
 from forgather_cli.trainer.run import Run
 
 log = logging.getLogger(__name__)

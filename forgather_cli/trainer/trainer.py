@@ -41,6 +41,7 @@ from forgather_cli.trainer.arguments import (
     with_strategy,
 )
 from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num_parameters, strategy_of, train_loader
+from forgather_cli.trainer.checkpoints import Checkpoints, save_model
 from forgather_cli.trainer.device_errors import explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, track_best, users_metrics
@@ -51,7 +52,6 @@ from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings
 from forgather_cli.trainer.outer import outer_loop
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
-from forgather_cli.trainer.resume import Checkpoints, save_model
 from forgather_cli.trainer.run import Run, describe
 from forgather_cli.trainer.step_end import StepEnd
 from forgather_cli.trainer.step_sync import StepSync
