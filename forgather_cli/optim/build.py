@@ -120,19 +120,19 @@ def _build(assignments: list[Assignment]) -> Optimizer:
 def _factory(assignment: Assignment) -> Callable[..., Any]:
     if isinstance(assignment.option, Target):
         return import_target(assignment.option.path, "optimizer")
-    optim = torch.optim
-    if assignment.kind == "muon" and any(is_sharded(p) for _, p in assignment.parameters):
-        from forgather_cli.optim.muon import Muon
+    if assignment.kind != "muon":
+        optim = torch.optim
+        return {"adamw": optim.AdamW, "adafactor": optim.Adafactor, "sgd": optim.SGD}[assignment.kind]
+    from forgather_cli.optim.muon import Muon
 
-        for name, parameter in assignment.parameters:
-            if row_group(parameter) is None:
-                raise SetupError(
-                    f"optimizer=muon: {name} must be sharded by rows along one dimension of the mesh, got "
-                    f"{getattr(parameter, 'placements', 'a whole matrix')}; choose optimizer=adamw, or name another "
-                    "optimizer for it in optimizer.groups"
-                )
-        return Muon
-    return {"adamw": optim.AdamW, "adafactor": optim.Adafactor, "muon": optim.Muon, "sgd": optim.SGD}[assignment.kind]
+    for name, parameter in assignment.parameters:
+        if is_sharded(parameter) and row_group(parameter) is None:
+            raise SetupError(
+                f"optimizer=muon: {name} must be sharded by rows along one dimension of the mesh, got "
+                f"{getattr(parameter, 'placements', None)}; choose optimizer=adamw, or name another optimizer for it "
+                "in optimizer.groups"
+            )
+    return Muon
 
 
 def _fused(assignment: Assignment) -> dict[str, Any]:

@@ -158,8 +158,8 @@ def _torch_settings(
         assert isinstance(merged, (AdamWSettings, MuonSettings))
         return {**common, "betas": tuple(merged.betas), "eps": merged.eps}
     if isinstance(merged, MuonSettings):
-        muon = {"momentum": merged.momentum, "nesterov": merged.nesterov, "ns_steps": merged.ns_steps}
-        return {**common, **muon, "adjust_lr_fn": merged.adjust_lr}
+        names = ("momentum", "momentum_warmup_steps", "nesterov", "cautious_weight_decay", "ns_steps")
+        return {**common, **{name: getattr(merged, name) for name in names}, "adjust_lr_fn": merged.adjust_lr}
     assert not isinstance(merged, AdamWSettings)
     return {**common, "momentum": merged.momentum, "nesterov": merged.nesterov}
 

@@ -25,11 +25,13 @@ SHAPES = {
     "norm.weight": (5,),
 }
 """Rows that do not divide by 2 or 4, and fewer of them than ranks."""
+CAUTIOUS = MuonSettings(momentum_warmup_steps=4, cautious_weight_decay=True)
 OPTIONS: dict[str, OptimizerOption] = {
     "adamw": AdamWSettings(),
     "adamw, not fused": AdamWSettings(fused=False),
     "sgd": SGDSettings(momentum=0.9, nesterov=True),
     "muon": MuonSettings(),
+    "muon, warmed up and cautious": CAUTIOUS,
 }
 every_option = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 
@@ -163,7 +165,7 @@ STAGES = [["embed_tokens.weight", "up_proj.weight"], ["down_proj.weight", "norm.
 NORMS_APART = AdamWSettings(groups={"norms": GroupSettings(regex="norm", settings={"lr": 0.5})})
 
 
-@pytest.mark.parametrize("option", [AdamWSettings(), MuonSettings(), NORMS_APART], ids=["adamw", "muon", "groups"])
+@pytest.mark.parametrize("option", [AdamWSettings(), CAUTIOUS, NORMS_APART], ids=["adamw", "muon", "groups"])
 def test_states_of_parts_are_the_state_of_the_whole_model(option: OptimizerOption) -> None:
     stages = [part(names, option)[1] for names in STAGES]
     merged = merge_group_states([stage.group_state() for stage in stages])
@@ -177,7 +179,7 @@ def test_states_of_parts_are_the_state_of_the_whole_model(option: OptimizerOptio
         assert {**group, "parameters": []} == {**expected["groups"][name], "parameters": []}
 
 
-@pytest.mark.parametrize("option", [AdamWSettings(), MuonSettings(), NORMS_APART], ids=["adamw", "muon", "groups"])
+@pytest.mark.parametrize("option", [AdamWSettings(), CAUTIOUS, NORMS_APART], ids=["adamw", "muon", "groups"])
 def test_a_part_takes_its_own_from_the_state_of_the_whole_model(option: OptimizerOption) -> None:
     names = [*STAGES[0], *STAGES[1]]
     whole_model = part(names, option)[1]

@@ -9,6 +9,7 @@ from dataclasses import field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
+    Count,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -114,7 +115,9 @@ class MuonSettings(_Optimizer):
 
     type: Literal["muon"] = "muon"
     momentum: Probability = 0.95
+    momentum_warmup_steps: Count = 0
     nesterov: bool = True
+    cautious_weight_decay: bool = False
     ns_steps: PositiveInt = 5
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     betas: Betas = (0.9, 0.95)  # of AdamW
@@ -173,6 +176,8 @@ def _value_problem(key: str, value: Any, option: _Optimizer) -> str | None:
     elif isinstance(known[key], tuple):
         good = isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_number(v) and 0 <= v < 1 for v in value)
         wanted = "two numbers from 0 up to below 1"
+    elif key == "momentum_warmup_steps":
+        good, wanted = isinstance(value, int) and value >= 0, "a whole number, at least 0"
     elif isinstance(known[key], int):
         good, wanted = isinstance(value, int) and value > 0, "a positive whole number"
     elif key == "beta2_decay":
