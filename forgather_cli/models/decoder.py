@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(s.hidden_size, q_size, bias=s.attention_bias, std=std)
         self.k_proj = Linear(s.hidden_size, kv_size, bias=s.attention_bias, std=std)
         self.v_proj = Linear(s.hidden_size, kv_size, bias=s.attention_bias, std=std)
-        self.o_proj = Linear(q_size, s.hidden_size, bias=s.has_output_bias, std=std)
+        self.o_proj = Linear(q_size, s.hidden_size, bias=s.has_output_bias, std=0.0 if s.zero_init_outputs else std)
         self.q_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
 
@@ -93,7 +93,8 @@ class MLP(nn.Module):
         std = s.initializer_range
         self.gate_proj = Linear(s.hidden_size, s.intermediate_size, bias=s.mlp_bias, std=std)
         self.up_proj = Linear(s.hidden_size, s.intermediate_size, bias=s.mlp_bias, std=std)
-        self.down_proj = Linear(s.intermediate_size, s.hidden_size, bias=s.mlp_bias, std=std)
+        out_std = 0.0 if s.zero_init_outputs else std
+        self.down_proj = Linear(s.intermediate_size, s.hidden_size, bias=s.mlp_bias, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -153,9 +154,8 @@ class Decoder(nn.Module):
         assert settings.vocab_size is not None, "resolve_decoder first"
         self.settings = settings
         self.model = Stack(settings)
-        self.lm_head: Linear | None = Linear(
-            settings.hidden_size, settings.vocab_size, bias=False, std=settings.initializer_range
-        )
+        head_std = 0.0 if settings.zero_init_outputs else settings.initializer_range
+        self.lm_head: Linear | None = Linear(settings.hidden_size, settings.vocab_size, bias=False, std=head_std)
         if settings.tie_word_embeddings and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 

@@ -80,6 +80,8 @@ class Job:
     seed: int
     steps: int
     precision: str
+    as_long_as: str = ""
+    """Its steps are those that fit into the time of so many of another recipe: "400 steps of plain"."""
 
     @property
     def key(self) -> str:
@@ -328,7 +330,8 @@ def run(arguments: argparse.Namespace) -> None:
         steps = _equal_time_steps(done, name, size, corpus, arguments) if arguments.as_long_as else arguments.steps
         for rate, seed in itertools.product(arguments.rates or [None], arguments.seeds):
             given = words if rate is None else f"{words} learning_rate={rate:g}"
-            jobs.append(Job(name.strip(), given, size, corpus, seed, steps, arguments.precision))
+            budget = f"{arguments.steps} steps of {arguments.as_long_as}" if arguments.as_long_as else ""
+            jobs.append(Job(name.strip(), given, size, corpus, seed, steps, arguments.precision, budget))
     prose(Path(tempfile.gettempdir()))  # once, before several processes want it
 
     def one(job: Job) -> None:
@@ -370,43 +373,85 @@ def _equal_time_steps(done: list[dict[str, Any]], name: str, size: str, corpus: 
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """Of each size, corpus and number of steps: every recipe at its best rate, and against ``--base`` at its best."""
+    """Every recipe at its best rate, against ``--base`` at its best with as many tokens, or in as much time; and what
+    each needs to reach the loss of ``--base``'s longest runs."""
     cells: dict[tuple[Any, ...], dict[tuple[str, str], dict[int, dict[str, Any]]]] = defaultdict(
         lambda: defaultdict(dict)
     )
     for record in read(arguments.out):
         job = job_of(record)
-        cells[job.size, job.corpus, job.steps, job.precision][job.recipe, job.words][job.seed] = record
-    rows, claims = [], []
-    for (size, corpus, steps, precision), recipes in sorted(cells.items()):
+        cells[job.size, job.corpus, job.precision, job.as_long_as or job.steps][job.recipe, job.words][job.seed] = (
+            record
+        )
+    rows, claims, reached = [], [], []
+    curves: dict[tuple[Any, ...], dict[str, list[tuple[int, float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for (size, corpus, precision, budget), recipes in sorted(cells.items(), key=str):
         best: dict[str, dict[int, dict[str, Any]]] = {}
         for (name, _), runs in recipes.items():
             if name not in best or _mean(runs) < _mean(best[name]):
                 best[name] = runs
-        base = best.get(arguments.base, {})
+        if isinstance(budget, str):  # "400 steps of plain"
+            steps, _, _, name = budget.split()
+            of_base = [runs for (n, _), runs in cells[size, corpus, precision, int(steps)].items() if n == name]
+            base, against = min(of_base, key=_mean, default={}), name
+        else:
+            base, against = best.get(arguments.base, {}), arguments.base
         for name, runs in sorted(best.items(), key=lambda item: _mean(item[1])):
             pairs = [runs[s]["nats_per_byte"] - base[s]["nats_per_byte"] for s in sorted(runs.keys() & base.keys())]
             first = next(iter(runs.values()))
             spread = statistics.stdev(r["nats_per_byte"] for r in runs.values()) if len(runs) > 1 else 0.0
             claim = None
-            if name != arguments.base and len(pairs) > 1:
+            if name != against and len(pairs) > 1:
                 claim = len(claims)
                 claims.append(sign_flip(pairs))
             error = statistics.mean(record["standard_error"] for record in runs.values())
             seconds = statistics.median(record["seconds"] for record in runs.values())
-            difference = f"{statistics.mean(pairs):+.4f}" if pairs and name != arguments.base else ""
+            difference = f"{statistics.mean(pairs):+.4f}" if pairs and name != against else ""
             rows.append(
-                [size, corpus, f"{steps}", precision, name, f"{job_of(first).rate:.2g}", f"{len(runs)}",
-                 f"{_mean(runs):.4f}", f"{spread:.4f}", f"{error:.3f}", difference, claim,
+                [size, corpus, precision, f"{budget}", name, f"{job_of(first).rate:.2g}", f"{len(runs)}",
+                 f"{_mean(runs):.4f}", f"{spread:.4f}", f"{error:.3f}", against, difference, claim,
                  f"{first['tokens'] / 1e6:.2f} M", f"{seconds:.0f}"]
             )  # fmt: skip
+            if not isinstance(budget, str):
+                curves[size, corpus, precision][name].append((first["tokens"], _mean(runs), seconds))
     corrected = holm(claims)
-    names = "size, corpus, steps, precision, recipe, rate, seeds, nats per byte, spread of seeds, error over documents"
-    columns = [*names.split(", "), f"minus {arguments.base}", "p (Holm)", "tokens", "s of one core"]
+    for row in rows:
+        row[12] = "" if row[12] is None else f"{corrected[row[12]]:.3f}"
+    names = "size, corpus, precision, steps or time, recipe, rate, seeds, nats per byte, spread of seeds, error over"
+    columns = [*f"{names} documents, minus, difference, p (Holm), tokens, s of one core".split(", ")]
+    _print_table(columns, rows)
+    for cell, recipes in curves.items():
+        if arguments.base not in recipes:
+            continue
+        tokens, loss, seconds = max(recipes[arguments.base])
+        for name, points in recipes.items():
+            if name != arguments.base and (needed := _tokens_to_reach(loss, sorted(points))):
+                speed = statistics.median(t / s for t, _, s in points)
+                shares = f"{needed / tokens:.2f}", f"{needed / speed / seconds:.2f}"
+                reached.append([*cell, name, f"{needed / 1e6:.2f} M", *shares, f"{tokens / 1e6:.2f} M"])
+    print()
+    base = arguments.base
+    ours = (
+        f"size, corpus, precision, recipe, tokens to the loss of {base}, share of its tokens, of its time, its tokens"
+    )
+    _print_table(ours.split(", "), reached)
+
+
+def _tokens_to_reach(loss: float, points: Sequence[tuple[int, float, float]]) -> float | None:
+    """Between two complete runs, of which each decayed to its own end: over the logarithm of the tokens, a line.
+
+    None where no two lengths have the loss between them. ``points`` are (tokens, loss, seconds), shortest first.
+    """
+    for (few, above, _), (many, below, _) in itertools.pairwise(points):
+        if above >= loss >= below and above > below:
+            return few * (many / few) ** ((above - loss) / (above - below))
+    return None
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
     for row in rows:
-        row[11] = "" if row[11] is None else f"{corrected[row[11]]:.3f}"
         print("| " + " | ".join(row) + " |")
 
 

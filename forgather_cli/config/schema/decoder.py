@@ -67,6 +67,7 @@ class DecoderSettings(Settings):
     attention_dropout: Probability = 0.0
     residual_dropout: Probability = 0.0
     initializer_range: PositiveFloat = 0.02
+    zero_init_outputs: bool = False  # o, down and a head of its own
 
     @property
     def has_output_bias(self) -> bool:
