@@ -60,6 +60,18 @@ def test_values_follow_the_rules_and_the_seed() -> None:
     assert not torch.equal(weights[0], built("meta", seed=8).model.layers["0"].mlp.up_proj.weight)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_outputs_may_begin_at_zero_and_the_rest_as_before(tied: bool) -> None:
+    usual = built("meta", tie_word_embeddings=tied, attention_bias=True)
+    model = built("meta", tie_word_embeddings=tied, attention_bias=True, zero_init_outputs=True)
+    for (name, p), before in zip(model.named_parameters(), usual.parameters(), strict=True):
+        output = any(part in name for part in ("o_proj", "down_proj", "lm_head"))
+        assert torch.equal(p, torch.zeros_like(p) if output else before), name
+    tokens = torch.arange(16)[None]
+    embedded = model.model.embed_tokens(tokens)
+    torch.testing.assert_close(model.hidden_states(tokens), model.model.norm(embedded), msg="blocks add nothing")
+
+
 def test_a_part_of_the_model_gets_the_same_values() -> None:
     whole = built("cpu")
     with torch.device("meta"):
