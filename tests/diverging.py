@@ -64,9 +64,9 @@ class Notes(TrainerCallback):
         trainer = kwargs["trainer"]
         plain, path = trainer.strategy.forward_backward, Path(f"notes-{trainer.run.world.rank}.jsonl")
 
-        def noted(microbatches: Any, num_tokens: Any) -> Any:
+        def noted(microbatches: Any, step_targets: Any) -> Any:
             kept = _Kept(microbatches)
-            loss = plain(kept, num_tokens)
+            loss = plain(kept, step_targets)
             with path.open("a") as file:
                 file.write(json.dumps([state.global_step + 1, kept.rows]) + "\n")
             return loss

@@ -66,12 +66,12 @@ class TensorParallelFSDP2(Strategy):
         """Ranks along ``tensor`` have the same loss, which the first of them tells."""
         return total.detach() if self.mesh.get_local_rank("tensor") == 0 else torch.zeros_like(total)
 
-    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share = torch.zeros(())
         for batch in microbatches:
-            total = self._root(lambda batch=batch: self._with_loss(self._mine(batch), num_tokens))
-            (total / num_tokens).backward()
-            share += self._share(total / num_tokens)
+            total = self._root(lambda batch=batch: self._with_loss(self._mine(batch), step_targets))
+            (total / step_targets).backward()
+            share += self._share(total / step_targets)
         return share
 
     @torch.no_grad()

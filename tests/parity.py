@@ -117,9 +117,9 @@ class Probe(TrainerCallback):
         strategy.forward_backward = self._noting(strategy.forward_backward)
 
     def _noting(self, forward_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noted(microbatches: Any, num_tokens: Tensor) -> Tensor:
+        def noted(microbatches: Any, step_targets: Tensor) -> Tensor:
             rows: list[Tensor] = []
-            loss = forward_backward(_Noted(microbatches, rows), num_tokens)
+            loss = forward_backward(_Noted(microbatches, rows), step_targets)
             self.share.samples.append(torch.cat(rows) if rows else torch.empty(0, SEQ_LEN, dtype=torch.int64))
             return loss
 

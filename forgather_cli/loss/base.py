@@ -30,8 +30,8 @@ class Loss(ABC):
         """Raise ModelError, by name, for what ``model`` lacks for this loss."""
 
     @abstractmethod
-    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
-        """Sum over targets, 0-dim fp32. ``num_items`` counts the targets of the whole step; None: of this batch."""
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
+        """Sum over targets, 0-dim fp32. ``step_targets`` counts the targets of the whole step; None: of this batch."""
 
 
 def check_fusable(model: nn.Module, what: str) -> None:
@@ -69,9 +69,9 @@ class ModelWithLoss(nn.Module):
         self.model = model
         self.loss = loss
 
-    def forward(self, batch: dict[str, Tensor], num_items: Tensor | None = None) -> Tensor:
-        """Sum over targets, 0-dim fp32. ``num_items``: targets of the whole step."""
+    def forward(self, batch: dict[str, Tensor], step_targets: Tensor | None = None) -> Tensor:
+        """Sum over targets, 0-dim fp32. ``step_targets``: targets of the whole step."""
         labels = batch.get("labels")
         if labels is None:
             raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
-        return self.loss.total(self.model, model_kwargs(batch), labels, num_items)
+        return self.loss.total(self.model, model_kwargs(batch), labels, step_targets)

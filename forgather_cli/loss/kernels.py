@@ -44,7 +44,7 @@ class Liger(Loss):
     def check(self, model: nn.Module) -> None:
         check_fusable(model, "loss=liger")
 
-    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # below a trained head all may be frozen: liger-kernel 0.8.5 makes no gradient without the hidden states'
@@ -77,7 +77,7 @@ class CutCrossEntropy(Loss):
                 "loss=linear_cross_entropy"
             )
 
-    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics)
         kind, dtype = hidden.device.type, product_dtype(hidden)
         if kind == "cuda" and dtype == torch.float32 and torch.is_grad_enabled():

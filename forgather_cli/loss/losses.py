@@ -30,7 +30,7 @@ class CrossEntropy(Loss):
     def check(self, model: nn.Module) -> None:
         """Any model will do."""
 
-    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         logits = model_logits(model, inputs)
         if self.eval_metrics is not None:
             self.eval_metrics.add(logits, labels)
@@ -51,7 +51,7 @@ class LinearCrossEntropy(Loss):
     def check(self, model: nn.Module) -> None:
         check_fusable(model, "loss=linear_cross_entropy")
 
-    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics, chunk_size=self._options["chunk_size"])
         return linear_cross_entropy_sum(hidden, head.weight, labels, bias=head.bias, **self._options)
 
@@ -66,11 +66,11 @@ class UserLoss(Loss):
     def check(self, model: nn.Module) -> None:
         """Any model will do."""
 
-    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         logits = model_logits(model, inputs)
         if self.eval_metrics is not None:
             self.eval_metrics.add(logits, labels)
-        return _weighted(self._loss_fn, self._counted, logits, labels, num_items)
+        return _weighted(self._loss_fn, self._counted, logits, labels, step_targets)
 
 
 class UserFusedLoss(Loss):
@@ -82,18 +82,18 @@ class UserFusedLoss(Loss):
     def check(self, model: nn.Module) -> None:
         check_fusable(model, "fused_loss_factory")
 
-    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics)
         loss_fn = self._factory(head)
         counted = "num_items_in_batch" in inspect.signature(loss_fn).parameters
-        return _weighted(loss_fn, counted, hidden, labels, num_items)
+        return _weighted(loss_fn, counted, hidden, labels, step_targets)
 
 
-def _weighted(loss_fn: LossFn, counted: bool, output: Tensor, labels: Tensor, num_items: Tensor | None) -> Tensor:
+def _weighted(loss_fn: LossFn, counted: bool, output: Tensor, labels: Tensor, step_targets: Tensor | None) -> Tensor:
     """A user's loss as a sum over targets."""
     count = num_targets(labels)
     if counted:
-        items = count.clamp(min=1) if num_items is None else num_items
+        items = count.clamp(min=1) if step_targets is None else step_targets
         return loss_fn(output, labels, num_items_in_batch=items).float() * items
     # a mean over no targets is NaN: give it some, and weigh them with 0
     labels = torch.where(count > 0, labels, 0)

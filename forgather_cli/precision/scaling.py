@@ -85,5 +85,5 @@ class ScaledLoss(Loss):
     def check(self, model: nn.Module) -> None:
         self._loss.check(model)
 
-    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, num_items: Tensor | None) -> Tensor:
-        return self._scaler.scaled(self._loss.total(model, inputs, labels, num_items))
+    def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
+        return self._scaler.scaled(self._loss.total(model, inputs, labels, step_targets))

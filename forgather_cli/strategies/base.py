@@ -128,10 +128,10 @@ class Strategy(ABC):
         """Build the model with this rank's share of the parameters on ``device`` and set ``parts``."""
 
     @abstractmethod
-    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         """Accumulate the gradients of one optimizer step into ``.grad`` of all ``parts``.
 
-        The loss is the sum over targets divided by ``num_tokens`` (0-dim, on ``device``: the targets of the whole
+        The loss is the sum over targets divided by ``step_targets`` (0-dim, on ``device``: the targets of the whole
         step over all ranks, at least 1). Returns this rank's share of it, 0-dim fp32, detached; the shares' world
         sum is the step's loss.
         """

@@ -73,9 +73,9 @@ class SharedAmong:
             )
         self._subgroup, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
 
-    def begin_step(self, num_tokens: Tensor) -> None:
-        """A step of ``num_tokens`` targets over all ranks begins."""
-        self._num_tokens, self._num_own = num_tokens, torch.zeros_like(num_tokens)
+    def begin_step(self, step_targets: Tensor) -> None:
+        """A step of ``step_targets`` targets over all ranks begins."""
+        self._step_targets, self._num_own = step_targets, torch.zeros_like(step_targets)
 
     def add_targets(self, count: Tensor) -> None:
         """Say, before the backward of a micro-batch, how many targets it has."""
@@ -86,7 +86,7 @@ class SharedAmong:
         gradients = bucket.buffer()
         if self._sharing.among == "all":
             return average(gradients, self._world.group)
-        gradients.mul_(self._num_tokens / (self._num_own.clamp(min=1) * self._world.size))
+        gradients.mul_(self._step_targets / (self._num_own.clamp(min=1) * self._world.size))
         if self._sharing.among == "subgroup" and self._subgroup is not None:
             return average(gradients, self._subgroup)
         alone: torch.futures.Future[Tensor] = torch.futures.Future()

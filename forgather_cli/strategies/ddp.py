@@ -119,11 +119,11 @@ class DataParallel(Strategy):
 
     # ---------------------------------------------------------------------------------------------------- the verbs
 
-    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         synced = False
         if self._local_sgd is not None and self._replica is not None and self.gradient_sharing is not None:
-            self._local_sgd.begin_step(num_tokens)
+            self._local_sgd.begin_step(step_targets)
             # while each rank trains by itself, buffers too are sent only where the weights were averaged
             self._replica.broadcast_buffers = self._sends_buffers and self.gradient_sharing.weights_are_equal
         # gradients are averaged in the backward of the last micro-batch, which is known only where their number is
@@ -131,7 +131,7 @@ class DataParallel(Strategy):
         for n, batch in enumerate(microbatches, 1):
             synced = n == number
             with self._gradient_sync(synced):
-                loss = self._forward(batch, num_tokens) / num_tokens
+                loss = self._forward(batch, step_targets) / step_targets
                 if self._local_sgd is not None:
                     self._local_sgd.add_targets(num_targets(batch["labels"]))
                 (loss * self.data_size).backward()  # DDP divides by the number of ranks
@@ -142,10 +142,10 @@ class DataParallel(Strategy):
             self._backward_without_batch()
         return share
 
-    def _forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Any:
+    def _forward(self, batch: Batch | None, step_targets: Tensor | None) -> Any:
         """Model and loss: the sum over targets. Its backward averages gradients unless ``_gradient_sync`` is off."""
         with self._autocast():
-            return (self._replica or self._with_loss)(batch, num_tokens)
+            return (self._replica or self._with_loss)(batch, step_targets)
 
     def _gradient_sync(self, on: bool) -> AbstractContextManager[None]:
         """Around a forward and backward: on, gradients so far are averaged over ranks; off, they only accumulate."""
@@ -180,9 +180,9 @@ class _ModelOrZero(nn.Module):
         super().__init__()
         self.with_loss = with_loss
 
-    def forward(self, batch: Batch | None, num_tokens: Tensor | None) -> Tensor:
+    def forward(self, batch: Batch | None, step_targets: Tensor | None) -> Tensor:
         if batch is not None:
-            total: Tensor = self.with_loss(batch, num_tokens)
+            total: Tensor = self.with_loss(batch, step_targets)
             return total
         # sums over nothing: zero, and so are their gradients, whatever the weights are
         sums = [p.flatten()[:0].sum(dtype=torch.float32) for p in self.parameters() if p.requires_grad]

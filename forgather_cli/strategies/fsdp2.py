@@ -80,10 +80,10 @@ class FullyShard(Strategy):
         if self.model_group is not None and dist.get_rank(self.model_group) > 0:
             self.duplicates = frozenset(p for p in model.parameters() if not p.ndim)  # which every rank holds
 
-    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         for batch in self._even_microbatches.of(microbatches):
-            loss: Tensor = self._root(lambda batch=batch: self._with_loss(batch, num_tokens)) / num_tokens
+            loss: Tensor = self._root(lambda batch=batch: self._with_loss(batch, step_targets)) / step_targets
             if self._sharding.settings.replicate > 1:
                 # between copies of the model, which are further apart, gradients are summed once per step
                 cast(FSDPModule, self._root).set_requires_all_reduce(self._even_microbatches.is_last)

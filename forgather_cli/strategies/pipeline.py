@@ -161,7 +161,7 @@ class Pipeline(Strategy):
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         ran = False
         for batch in self._even_microbatches.of(microbatches):
@@ -172,7 +172,7 @@ class Pipeline(Strategy):
                 # the other pipelines wait for this one at the end of a schedule step
                 batch = self._even_microbatches.empty()
             with self._autocast():
-                losses = self._schedule.step(padded(stage_inputs(batch), self.batch_multiple), num_tokens)
+                losses = self._schedule.step(padded(stage_inputs(batch), self.batch_multiple), step_targets)
             for loss in losses:
                 share += loss.detach()
             ran = True

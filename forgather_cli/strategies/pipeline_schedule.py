@@ -47,7 +47,7 @@ class StageModule(nn.Module):
     def __init__(self, model: nn.Module, stage: Stage, boundary: Boundary, loss: Loss) -> None:
         super().__init__()
         self.model, self.stage, self.boundary, self.loss = model, stage, boundary, loss
-        self.num_tokens = torch.ones(())
+        self.step_targets = torch.ones(())
         """Targets of the optimizer step, set before each run of the schedule."""
 
     def forward(self, x: Tensor, run: Callable[[StageModule, Batch], Any] | None = None, **batch: Tensor) -> Any:
@@ -60,7 +60,7 @@ class StageModule(nn.Module):
             return run(self, {**batch, "input_ids": x})
         inputs = {"input_ids": x, **model_kwargs(batch)}
         if self.stage.has_head:
-            return self.loss.total(self.model, inputs, batch["labels"], self.num_tokens) / self.num_tokens
+            return self.loss.total(self.model, inputs, batch["labels"], self.step_targets) / self.step_targets
         out = self.passed_on(inputs)
         # a stage of frozen parameters alone: the schedules want something to go backward from
         return out if out.requires_grad else out.requires_grad_(torch.is_grad_enabled())
@@ -113,7 +113,7 @@ class TrainingSchedule:
         # at an error it logs a screen full of schedule, above the traceback
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
-    def step(self, batch: Batch, num_tokens: Tensor) -> list[Tensor]:
+    def step(self, batch: Batch, step_targets: Tensor) -> list[Tensor]:
         """Collective. Gradients of ``batch``, whose rows n_microbatches divides, are added to ``.grad``.
 
         Returns the shares of the loss, one per micro-batch, on the rank of the last stage; nothing elsewhere.
@@ -123,7 +123,7 @@ class TrainingSchedule:
             self._schedule = self._made_for(input_ids)
             self._shape = input_ids.shape
         for module in self._modules:
-            module.num_tokens = num_tokens
+            module.step_targets = step_targets
         args = (input_ids,) if self._has_first else ()
         kwargs: dict[str, Any] = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
         losses: list[Tensor] = []
@@ -148,7 +148,7 @@ class TrainingSchedule:
             stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
             n_microbatches=self._settings.n_microbatches,
             loss_fn=lambda loss, labels: loss,  # the last stage has made it already
-            # it would divide all of .grad at each step, wrong for a sum over several; ``num_tokens`` divides the loss
+            # it would divide all of .grad at each step, wrong for a sum over several; ``step_targets`` divides the loss
             scale_grads=False,
         )
 

@@ -43,12 +43,12 @@ class SingleDevice(Strategy):
         self.parts = [model]
         self._with_loss = ModelWithLoss(model, self._loss)
 
-    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share: Tensor | None = None
         for batch in microbatches:
             with self._autocast():
-                total = self._with_loss(batch, num_tokens)
-            loss = total / num_tokens
+                total = self._with_loss(batch, step_targets)
+            loss = total / step_targets
             loss.backward()
             share = loss.detach() if share is None else share + loss.detach()
         return torch.zeros((), device=self.device) if share is None else share

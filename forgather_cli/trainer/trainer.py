@@ -472,10 +472,10 @@ class Trainer:
         scaler = run.scaler
         self.emit("on_step_begin")
         seed_step(run.seed, run.state.global_step, run.world.rank, strategy.device)
-        num_tokens = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
+        step_targets = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
         any_handler = any(map(self.callbacks.handlers.get, MicrobatchEvents.EVENTS))
         batches = MicrobatchEvents(data.microbatches, self.emit) if any_handler else data.microbatches
-        loss = strategy.forward_backward(batches, num_tokens)
+        loss = strategy.forward_backward(batches, step_targets)
 
         if args.fuse_optim_with_backward:
             norm: Tensor = run.optimizer.grad_norm(strategy.model_group, strategy.duplicates)

@@ -46,10 +46,10 @@ class Seen(TrainerCallback):
         strategy = kwargs["trainer"].strategy
         inner = strategy.forward_backward
 
-        def noting(microbatches: Any, num_tokens: Tensor) -> Tensor:
+        def noting(microbatches: Any, step_targets: Tensor) -> Tensor:
             self.scales.append(kwargs["trainer"].run.scaler.scale)
             self.batches.append([])
-            share: Tensor = inner(_Noted(microbatches, self.batches[-1]), num_tokens)
+            share: Tensor = inner(_Noted(microbatches, self.batches[-1]), step_targets)
             return share
 
         strategy.forward_backward = noting

@@ -31,18 +31,18 @@ class OneByOne(Strategy):
         spec.fill(model, self.device)
         self.parts = [model]
 
-    def forward_backward(self, microbatches, num_tokens):
+    def forward_backward(self, microbatches, step_targets):
         share = torch.zeros((), device=self.device)
         for batch in microbatches:
             for n in range(0, len(batch["input_ids"]), self._rows):
                 part = {key: value[n : n + self._rows] for key, value in batch.items()}
-                loss = self._total(part, num_tokens) / num_tokens
+                loss = self._total(part, step_targets) / step_targets
                 loss.backward()
                 share += loss.detach()
         return share
 
-    def _total(self, batch, num_items=None):
-        return self._loss.total(self.parts[0], model_kwargs(batch), batch["labels"], num_items)
+    def _total(self, batch, step_targets=None):
+        return self._loss.total(self.parts[0], model_kwargs(batch), batch["labels"], step_targets)
 
     @torch.no_grad()
     def loss(self, batch):

@@ -406,10 +406,10 @@ class Asks(TrainerCallback):
         strategy = kwargs["trainer"].strategy
         plain = strategy.forward_backward
 
-        def noting(batches: Any, num_tokens: Tensor) -> Tensor:
+        def noting(batches: Any, step_targets: Tensor) -> Tensor:
             kept = list(batches)
             self.numbers.append([int(number) for batch in kept for number in batch["input_ids"][:, 1]])
-            return plain(kept, num_tokens)
+            return plain(kept, step_targets)
 
         strategy.forward_backward = noting
 

@@ -36,9 +36,9 @@ class FakeStrategy(Strategy):
     def materialize(self, spec: ModelSpec) -> None:
         self.parts = [spec.whole()]
 
-    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         count = sum(1 for _ in microbatches)
-        self.calls.append((count, float(num_tokens)))
+        self.calls.append((count, float(step_targets)))
         for parameter in self.parts[0].parameters():
             parameter.grad = torch.full_like(parameter, self.gradient)
         return torch.tensor(2.0)
@@ -167,9 +167,9 @@ def test_accumulation_equals_plain_pytorch_with_ragged_labels(tmp_path: Path, ac
     trainer = Trainer(model, args, None, data, callbacks=[curve])
     original = trainer.strategy.forward_backward
 
-    def spy(microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def spy(microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         seen.append(batches := list(microbatches))
-        return original(batches, num_tokens)
+        return original(batches, step_targets)
 
     trainer.strategy.forward_backward = spy  # type: ignore[method-assign]
     trainer.train()
@@ -454,7 +454,7 @@ def test_evaluation_at_start_after_a_delay_and_with_a_save(tmp_path: Path) -> No
 
 def test_running_out_of_memory_is_explained(tmp_path: Path) -> None:
     class Hungry(FakeStrategy):
-        def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+        def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
             list(microbatches)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -499,7 +499,7 @@ def test_running_out_of_memory_in_an_evaluation_is_explained(tmp_path: Path) -> 
 
 
 class FailsInStep(FakeStrategy):
-    def forward_backward(self, microbatches: Iterable[Batch], num_tokens: Tensor) -> Tensor:
+    def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
 
