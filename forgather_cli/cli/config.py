@@ -85,6 +85,31 @@ def recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
     console().print(table)
 
 
+@app.command(cls=Command)
+def explain(
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="As in an override: learning_rate, packing.")],
+    config_dir: ConfigDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a setting means, what it takes, and what each option has for it."""
+    from forgather_cli.config.explain import explain as explained
+    from forgather_cli.config.schema.base import typed
+
+    found = [each for key in keys for each in explained(key, config_dir)]
+    if as_json:
+        print_json([asdict(each) for each in found])
+        return
+    for each in found:
+        lines = [f"{each.path}: {each.comment}".rstrip(": "), f"  takes {each.takes}"]
+        same: dict[str, list[str]] = {}
+        for option, value in each.values.items():
+            shown = ", ".join(value) if isinstance(value, dict) else typed(value)
+            same.setdefault(shown, []).append(option.partition("=")[2] or option)
+        group = "" if "train" in each.values else f"{each.path.partition('.')[0]}="
+        lines += [f"  {value}  ({group}{'|'.join(names)})" for value, names in same.items()]
+        typer.echo("\n".join(lines))
+
+
 def _table(*titles: str) -> Table:
     from rich import box
     from rich.table import Table

@@ -207,10 +207,10 @@ def unknown(path: str, naming: Naming) -> str:
         return f"{name}: unknown callback{where};{near} One of your own needs {path}._target_=module.Class"
     if naming.fields and "." not in path:
         return f"{name}: unknown setting;{did_you_mean(name, list(naming.fields)) or ' leave it out'}"
-    return f"{name}: unknown setting{where};{_nearest(name) or ' forgather config show lists all'}"
+    return f"{name}: unknown setting{where};{nearest(name) or ' forgather config show lists all'}"
 
 
-def _nearest(name: str) -> str:
+def nearest(name: str) -> str:
     """`` did you mean ...?``: our name for another library's, a sibling of a dotted name, or a bare key."""
     parent, dot, last = name.rpartition(".")
     siblings = {setting.leaf: path for path, setting in settings().items() if path == f"{parent}.{setting.leaf}"}

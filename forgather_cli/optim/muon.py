@@ -74,8 +74,8 @@ class Muon(torch.optim.Muon):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         if warmup:
-            done = state.get("step", 0)
-            momentum = _MOMENTUM_START + (momentum - _MOMENTUM_START) * min(1.0, done / warmup)
+            done, start = state.get("step", 0), min(_MOMENTUM_START, momentum)
+            momentum = start + (momentum - start) * min(1.0, done / warmup)
             state["step"] = done + 1
         gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)

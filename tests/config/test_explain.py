@@ -1,0 +1,59 @@
+"""``forgather config explain``: every setting has a comment, a type and a value to begin with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from forgather_cli.cli.app import app
+from forgather_cli.config.explain import explain
+from forgather_cli.config.load import load_config
+from forgather_cli.config.paths import settings
+from forgather_cli.config.schema.base import value_at
+from forgather_cli.errors import ConfigError
+
+
+@pytest.mark.parametrize("path", settings())
+def test_every_setting_can_be_explained(path: str) -> None:
+    (found,) = explain(path)
+    assert found.path == path
+    assert found.takes
+    leaves = [value for value in found.values.values() if not isinstance(value, dict)]
+    assert found.comment or not leaves, "what a shipped file sets, it explains"
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "takes"),
+    [
+        ("packing", "data.packing", "concat, best_fit or pad"),
+        ("max_grad_norm", "max_grad_norm", "a number at least 0 or null"),
+        ("hidden_size", "model.hidden_size", "a whole number above 0"),
+        ("torch_compile", "torch_compile", "true or false"),
+        ("callbacks.textgen.prompts", "callbacks.textgen.prompts", "a list or text"),
+    ],
+)
+def test_a_key_as_in_an_override(key: str, path: str, takes: str) -> None:
+    (found,) = explain(key)
+    assert (found.path, found.takes) == (path, takes)
+
+
+def test_values_are_those_that_a_run_gets() -> None:
+    (found,) = explain("hidden_size")
+    assert found.values.keys() == {f"model={name}" for name in ("decoder", "nano", "tiny", "60m", "160m", "1b")}
+    for option, value in found.values.items():
+        assert value_at(load_config(None, [option]).config, "model.hidden_size") == value
+
+
+def test_an_unknown_key_is_a_config_mistake() -> None:
+    with pytest.raises(ConfigError, match="learning_rte: unknown setting; did you mean learning_rate"):
+        explain("learning_rte")
+
+
+def test_the_command_prints_it_and_json() -> None:
+    text = CliRunner().invoke(app, ["config", "explain", "min_lr_ratio", "seq_len"]).output
+    assert "lr_scheduler.min_lr_ratio: final learning rate" in text
+    assert "(lr_scheduler=infinite|linear|wsd)" in text
+    (found,) = json.loads(CliRunner().invoke(app, ["config", "explain", "packing", "--json"]).output)
+    assert found["values"]["data=instruct"] == "best_fit"
