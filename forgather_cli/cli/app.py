@@ -51,6 +51,7 @@ def _root(
 app.command("train", cls=Command)(train.train)
 app.command("resume", cls=Command)(resume.resume)
 app.add_typer(config.app, name="config")
+app.add_typer(config.recipe_app, name="recipe")
 app.command("plan", cls=Command)(plan.plan)
 app.command("eval", cls=Command)(evaluate.evaluate)
 app.command("generate", cls=Command)(generate.generate)

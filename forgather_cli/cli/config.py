@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forgather_cli.cli.output import AsJson, console, print_json
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.cli.words import ConfigDir, Words, load
-from forgather_cli.errors import ConfigError
+from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load
+from forgather_cli.errors import ConfigError, SetupError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,12 +19,15 @@ if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
 
 app = typer.Typer(cls=Group, help="The resolved config, groups with their options, and recipes.", no_args_is_help=True)
+recipe_app = typer.Typer(cls=Group, help="Recipes of your own.", no_args_is_help=True)
 
 
 @app.command(cls=Command)
-def show(words: Words = None, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
-    """Print the resolved config of a recipe with overrides, as YAML."""
-    loaded = load(words, config_dir)
+def show(
+    words: Words = None, config_dir: ConfigDir = None, trust_config: TrustConfig = False, as_json: AsJson = False
+) -> None:
+    """Print the resolved config of a recipe or a run, with overrides, as YAML."""
+    loaded = load(words, config_dir, trust_config=trust_config)
     if as_json:
         print_json(loaded.tree)
     else:
@@ -108,6 +112,36 @@ def explain(
         group = "" if "train" in each.values else f"{each.path.partition('.')[0]}="
         lines += [f"  {value}  ({group}{'|'.join(names)})" for value, names in same.items()]
         typer.echo("\n".join(lines))
+
+
+@recipe_app.callback()
+def _recipe() -> None: ...
+
+
+@recipe_app.command("copy", cls=Command)
+def copy_recipe(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A shipped recipe's name.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where you will edit it: ./recipes/mine.yaml.")],
+    config_dir: ConfigDir = None,
+) -> None:
+    """Put a recipe where you edit it."""
+    from forgather_cli.config import options as known
+    from forgather_cli.input_files import read_text, write_whole
+
+    text = read_text(known.find_recipe(name, known.search_path(config_dir), Path.cwd()), ConfigError)
+    if file.suffix != ".yaml":
+        raise ConfigError(f"FILE: a recipe is a .yaml file, got {file}; give {file.with_suffix('.yaml')}")
+    if file.exists():
+        raise ConfigError(f"FILE: {file} exists already; give another name, or remove it")
+    by_name = file.parent.resolve() == Path("recipes").resolve()
+    if by_name and file.stem in {info.name for info in known.recipes(config_dir)}:
+        raise ConfigError(f"FILE: there is a recipe {file.stem} already, got {file}; give another name")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text)
+    except OSError as error:
+        raise SetupError(f"{file}: {error.strerror}; give a file in a folder that you may write") from error
+    typer.echo(f"train it with: forgather train {file.stem if by_name else file.parent / file.name}")
 
 
 def _table(*titles: str) -> Table:

@@ -20,7 +20,7 @@ from types import FrameType
 import typer
 
 from forgather_cli.cli.output import Col, human_seconds, print_json, print_table
-from forgather_cli.cli.words import quoted
+from forgather_cli.cli.words import load_config_of, quoted
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.processes import end_with_parent
@@ -75,7 +75,6 @@ def _print_resume_command() -> None:
 
 def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> list[Job]:
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
-    from forgather_cli.config.load import load_config
     from forgather_cli.config.overrides import expand, job_name
     from forgather_cli.launch.layout import plan_layout
 
@@ -84,7 +83,7 @@ def plan_jobs(recipe: str, overrides: list[str], config_dir: Path | None) -> lis
     expanded = expand(overrides, config_dir=config_dir)
     for job_overrides in expanded:
         try:
-            loaded = load_config(recipe, job_overrides, config_dir=config_dir)
+            loaded = load_config_of(recipe, job_overrides, config_dir, trust_config=True)
             plan_layout(loaded.config, loaded.given)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)

@@ -21,7 +21,7 @@ from forgather_cli.cli.output import (
     print_json,
     print_table,
 )
-from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load_run_or_recipe
+from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def plan(
     tokenized or written. The number of tokens is known only where the corpus was
     tokenized before.
     """
-    compose = partial(load_run_or_recipe, config_dir=config_dir, trust_config=trust_config)
+    compose = partial(load, config_dir=config_dir, trust_config=trust_config)
     if fit:
         if params:
             raise ConfigError("--params: says nothing to --fit; leave one of them out")

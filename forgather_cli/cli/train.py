@@ -35,9 +35,11 @@ def train(
 ) -> None:
     """Train a recipe, with your settings.
 
-    Without RECIPE the [cyan]default[/] one. The run goes to [cyan]output_dir[/], or to
-    outputs/RECIPE/DATE_TIME. The exit code is 0 when done, 2 for a mistake in the
-    settings or in what they name, 75 after a signal, with a checkpoint to resume from.
+    Without RECIPE the [cyan]default[/] one. A run in its place, by its directory or a
+    config.yaml of it, is trained again from the start, beside it. The run goes to
+    [cyan]output_dir[/], or to outputs/RECIPE/DATE_TIME. The exit code is 0 when done, 2 for a
+    mistake in the settings or in what they name, 75 after a signal, with a checkpoint to
+    resume from.
     """
     if as_json and not dry_run:
         raise ConfigError("--json: training prints no document; use it with --dry-run, or see RUN/metrics.jsonl")
@@ -53,9 +55,9 @@ def train(
 
         raise typer.Exit(run_sweep(*split_words(words), config_dir=config_dir, dry_run=dry_run, as_json=as_json))
     if dry_run:
-        _show(load(words, config_dir), train_command(*split_words(words), config_dir), as_json)
+        _show(load(words, config_dir, trust_config=True), train_command(*split_words(words), config_dir), as_json)
         return
-    raise typer.Exit(run_training(place, partial(load, words, config_dir)))
+    raise typer.Exit(run_training(place, partial(load, words, config_dir, trust_config=True)))
 
 
 def run_training(place: Place | None, compose: Callable[[], Loaded]) -> int:

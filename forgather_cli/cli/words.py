@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 
 def is_override(word: str) -> bool:
-    """True for ``key=value`` in any of Hydra's forms and ``~key``; else the word can only be a recipe."""
-    return "=" in word or word.startswith("~")
+    """True for ``key=value`` in any of Hydra's forms and ``~key``; else the word can only be a recipe or a run.
+
+    Sweeps name runs by what they change: ``outputs/default/sweep-1/learning_rate=0.001``.
+    """
+    is_run = "/" in word.partition("=")[0] and Path(word).exists()
+    return not is_run and ("=" in word or word.startswith("~"))
 
 
 def split_words(words: Sequence[str] | None) -> tuple[str, list[str]]:
@@ -47,27 +51,29 @@ def quoted(path: Path | str) -> str:
     return f'"{text}"'
 
 
-def load(words: Sequence[str] | None, config_dir: Path | None) -> Loaded:
-    """Compose and check a run from the words of the command line. Raises ConfigError."""
-    from forgather_cli.config.load import load_config
-
-    recipe, overrides = split_words(words)
-    return load_config(recipe, overrides, config_dir=config_dir)
+def load(words: Sequence[str] | None, config_dir: Path | None, *, trust_config: bool) -> Loaded:
+    """The config that the words of a command line stand for, checked. Raises ConfigError."""
+    return load_config_of(*split_words(words), config_dir, trust_config=trust_config)
 
 
-def load_run_or_recipe(words: Sequence[str] | None, config_dir: Path | None, *, trust_config: bool) -> Loaded:
-    """The config of a recipe, or of a run given by its directory or a ``config.yaml`` of it. Raises ConfigError."""
-    recipe, overrides = split_words(words)
+def load_config_of(recipe: str, overrides: list[str], config_dir: Path | None, *, trust_config: bool) -> Loaded:
+    """Of a recipe, or of a run given by its directory or a ``config.yaml`` of it: then for a new run with its settings,
+    which goes to a directory of its own. Raises ConfigError.
+    """
+    from forgather_cli.config.decode import load_tree
+    from forgather_cli.config.load import load_config, load_resumed
+
     path = Path(recipe)
     run = run_of(path) if path.is_dir() and step_of(path) is None else None
     is_saved = re.fullmatch(r"config(\.\d+)?\.yaml", path.name)
     saved = run.newest_config() if run is not None else path if is_saved else None
     if saved is None:
-        return load(words, config_dir)
-    from forgather_cli.config.load import load_resumed
-
+        return load_config(recipe, overrides, config_dir=config_dir)
     reads = None if trust_config else GROUPS
-    return load_resumed(saved, overrides, config_dir=config_dir, reads=reads)
+    new: dict[str, Any] = {"output_dir": None, "overwrite_output_dir": False}
+    if load_tree(saved).get("resume_from_checkpoint") is True:  # a later start of the run; a path is where it began
+        new["resume_from_checkpoint"] = False
+    return load_resumed(saved, overrides, config_dir=config_dir, edited=new, reads=reads)
 
 
 def check_source(source: Path) -> None:
@@ -135,8 +141,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RECIPE] [OVERRIDE]...",
-        help="A recipe's name or file, and settings as [cyan]key=value[/], [cyan]group=option[/], [cyan]+key=value[/], "
-        "[cyan]~key[/].",
+        help="A recipe's name or file, or a run to train again, and settings as [cyan]key=value[/], "
+        "[cyan]group=option[/], [cyan]+key=value[/], [cyan]~key[/].",
         autocompletion=complete_words,
         show_default=False,
     ),
