@@ -74,7 +74,8 @@ _BASE = (
     "model=nano", "model.hidden_size=32", "model.intermediate_size=64", "model.num_key_value_heads=1",
     f"data.seq_len={SEQ_LEN}", "callbacks=minimal", "callbacks.progress=null", "callbacks.json=null",
     "callbacks.metrics=null", "+callbacks.probe._target_=parity.Probe", "max_steps=20", "warmup_steps=3",
-    "learning_rate=1e-3", "eval_steps=10", "per_device_eval_batch_size=4", "max_eval_samples=11", "save_steps=1000",
+    "optimizer=adamw", "learning_rate=1e-3", "eval_steps=10",
+    "per_device_eval_batch_size=4", "max_eval_samples=11", "save_steps=1000",
 )  # fmt: skip
 
 

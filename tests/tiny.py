@@ -56,9 +56,10 @@ class RandomTokens(Dataset[dict[str, Tensor]]):
 
 
 def config(output_dir: Path, *overrides: str, callbacks: str = "minimal") -> Config:
-    """The default recipe on a nano model and synthetic data, with overrides."""
+    """The default recipe on a nano model and synthetic data, with AdamW, and overrides."""
     base = [
-        "model=nano", "data=synthetic", "data.seq_len=16", "data.num_samples=256", "data.num_eval_samples=8",
+        "model=nano", "optimizer=adamw", "learning_rate=2e-3",
+        "data=synthetic", "data.seq_len=16", "data.num_samples=256", "data.num_eval_samples=8",
         f"callbacks={callbacks}", f"output_dir={output_dir}", "global_batch_size=8", "max_steps=4",
     ]  # fmt: skip
     return load_config(None, [*base, *overrides]).config

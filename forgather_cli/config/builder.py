@@ -22,7 +22,7 @@ from forgather_cli.config.options import BARE_GROUPS, SearchPath, shipped
 from forgather_cli.config.overrides import Change, apply, full_path
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import AdamWSettings
+from forgather_cli.config.schema import shipped_groups
 from forgather_cli.config.targets import target_problems
 from forgather_cli.errors import ConfigError
 
@@ -145,9 +145,10 @@ class ConfigBuilder:
             data["tokenizer"] = path if isinstance(path, str) and path != "???" else "bytes"
         # the first parameter group that matches wins, so the user's come before the shipped ones. A saved config is in
         # that order already: there only groups that the command line adds are moved
-        groups = _mapping(_mapping(tree.get("optimizer")).get("groups"))
+        optimizer = _mapping(tree.get("optimizer"))
+        groups, shipped = _mapping(optimizer.get("groups")), shipped_groups(optimizer.get("type"))
         added = {p.split(".")[2] for p, c in self.given.items() if p.startswith("optimizer.groups.") and not c.source}
-        own = [name for name in groups if name not in AdamWSettings().groups and (self.files or name in added)]
+        own = [name for name in groups if name not in shipped and (self.files or name in added)]
         if own:
             tree["optimizer"]["groups"] = {name: groups[name] for name in dict.fromkeys([*own, *groups])}
 

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from forgather_cli.config.schema import AdamWSettings, MuonSettings, OptimizerOption, Target, groups_of, label
+from forgather_cli.config.schema import (
+    AdamWSettings,
+    MuonSettings,
+    OptimizerOption,
+    Target,
+    groups_of,
+    label,
+    shipped_groups,
+)
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
 from forgather_cli.optim.groups import Assignment, assign, empty_groups
@@ -76,7 +84,8 @@ def build_optimizer(
     assignments = assign(option, named_parameters, lr=lr, weight_decay=weight_decay)
     if not assignments:
         raise SetupError("optimizer: the model has no trainable parameter; unfreeze some")
-    shipped, groups = AdamWSettings().groups, groups_of(option)  # of the user's own a warning; the shipped ones may
+    groups = groups_of(option)
+    shipped = shipped_groups(getattr(option, "type", None))  # of the user's own a warning; the shipped ones may
     for name in empty_groups(option, assignments):
         if shipped.get(name) != groups[name]:
             log.warning("optimizer.groups.%s.regex: %r matches no free parameter", name, groups[name].regex)

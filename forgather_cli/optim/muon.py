@@ -1,11 +1,12 @@
 """Muon: momentum whose matrices are made orthogonal before each step (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/), for whole matrices and for matrices of which each rank holds some rows.
 
-``torch.optim.Muon`` takes them one by one, which is up to five times as slow for small ones, has neither a warmup of
-its momentum nor a cautious weight decay, and is slow on DTensors: every product of its Newton-Schulz iteration gathers
-its operands and sums over ranks in bf16, so that 84 small matrices took 4.4 s per step instead of 0.2 s, and an update
-moved by 7 % (torch 2.13, ``torch/optim/_muon.py``, two gloo ranks). Without the added settings the numbers here are
-its numbers, bit for bit.
+``torch.optim.Muon`` has neither a warmup of its momentum nor a cautious weight decay, takes matrices one by one, and is
+slow on DTensors: every product of its Newton-Schulz iteration gathers its operands and sums over ranks in bf16, so that
+84 small matrices took 4.4 s per step instead of 0.2 s, and an update moved by 7 % (torch 2.13,
+``torch/optim/_muon.py``, two gloo ranks). Without the added settings the numbers here are its numbers, on a CPU bit for
+bit: there matrices go one by one too. Together they would be no faster from 256 x 256 on, and differ in some bits from
+those alone (torch 2.13, ``bmm`` in bf16); a GPU, which waits for its launches, gets those of one shape together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from forgather_cli.shards import is_sharded, local, row_group
 
 _BATCH = 1 << 22
-"""Numbers that are orthogonalised together: large matrices gain nothing from company, and would take memory."""
+"""Numbers that a GPU orthogonalises together: large matrices gain nothing from company, and would take memory."""
 _MOMENTUM_START = 0.85
 
 
@@ -73,10 +74,12 @@ class Muon(torch.optim.Muon):
         assert parameter.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        if warmup:
-            done, start = state.get("step", 0), min(_MOMENTUM_START, momentum)
-            momentum = start + (momentum - start) * min(1.0, done / warmup)
-            state["step"] = done + 1
+            if warmup:
+                state["step"] = 0
+        if warmup and "step" in state:  # a state that was saved without it is of a run without warmup, which goes on so
+            start = min(_MOMENTUM_START, momentum)
+            momentum = start + (momentum - start) * min(1.0, state["step"] / warmup)
+            state["step"] += 1
         gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
@@ -90,7 +93,9 @@ def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     parameters = sorted(parameters, key=lambda p: (p.numel(), p.shape))
     for _, members in itertools.groupby(parameters, lambda p: None if is_sharded(p) else p.shape):
         equal = list(members)
-        size = row_group(equal[0]).size() if is_sharded(equal[0]) else max(1, _BATCH // equal[0].numel())
+        size = max(1, _BATCH // equal[0].numel()) if equal[0].is_cuda else 1
+        if is_sharded(equal[0]):
+            size = row_group(equal[0]).size()
         for start in range(0, len(equal), size):
             yield equal[start : start + size]
 

@@ -28,7 +28,8 @@ class Activations:
 
     Counted by hand from ``models/decoder.py`` with SDPA, which keeps no T x T scores: per token and layer the inputs
     of two norms and of the linear layers behind them (4 E), rotated q and k, v, and the attention's output
-    ((2 H + 2 K) D), and SwiGLU's gate, up, activation and product (4 I). Activation checkpointing keeps E per layer
+    ((2 H + 2 K) D), and SwiGLU's gate, up, activation and product (4 I); with norms of queries and keys what goes into
+    these ((H + K) D). Activation checkpointing keeps E per layer
     and recomputes one layer at a time. A layer's backward holds the gradients of its MLP's insides (3 I) beside.
     The plain loss keeps logits and their log-softmax (2 V) and makes the gradient (V), in fp32; the chunked one (2 V)
     of a chunk of tokens. Liger's chunks have room for E logits per token of the batch, and Cut Cross-Entropy keeps none
@@ -72,6 +73,8 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
         width, stream = HALF, HALF if policy or precision.type == "bf16_true" else FP32
 
     layer = ((2 * heads + 2 * kv) * head_dim + 4 * mlp + 2 * hidden) * width + 2 * hidden * stream
+    if shape.qk_norm:
+        layer += (heads + kv) * head_dim * stream
     if isinstance(precision, QATSettings) and "dynamic-act" in precision.qat_recipe:
         # each of the seven linear layers keeps its own input, before it was cut off at the largest number, and as it is
         # multiplied, in place of the input itself

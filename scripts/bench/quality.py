@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Loss per compute: recipes against each other and against transformers' models, in nats per byte of held-out text.
 
-    python scripts/bench/quality.py run plain llama_adamw nanochat_muon [--sizes nano tiny] [--corpora stdlib prose]
-        [--seeds 1 2 3] [--rates 1e-3 1.4e-3 2e-3] [--steps 400] [--jobs 2] [--out quality.jsonl]
-    python scripts/bench/quality.py run 'mine: optimizer=muon learning_rate=1e-2 qk_norm=true'
+    python scripts/bench/quality.py run default plain llama_adamw nanochat_muon [--sizes nano tiny]
+        [--corpora stdlib prose] [--seeds 1 2 3] [--rates 1e-3 1.4e-3 2e-3] [--steps 400] [--jobs 2]
+        [--out quality.jsonl]
+    python scripts/bench/quality.py run 'mine: learning_rate=1e-2 optimizer.momentum=0.9'
     python scripts/bench/quality.py table [--base plain] [--out quality.jsonl]
     python scripts/bench/quality.py plot PICTURE.png [--out quality.jsonl]
 
@@ -53,10 +54,11 @@ SIZES = {  # overrides; parameters with bytes
     ),  # 10.8 M
 }
 CORPORA = ("stdlib", "prose")
+_OLD = "lr_scheduler=cosine model.qk_norm=false model.zero_init_outputs=false"
 RECIPES = {
-    "plain": "optimizer=adamw learning_rate=2e-3",
-    "plain_qk": "optimizer=adamw learning_rate=2e-3 qk_norm=true",
-    "muon_qk": "optimizer=muon learning_rate=1e-2 qk_norm=true",
+    "default": "learning_rate=5e-3",
+    "plain": f"optimizer=adamw learning_rate=2e-3 {_OLD}",  # the default of 0.1.0
+    "plain_qk": f"optimizer=adamw learning_rate=2e-3 {_OLD} model.qk_norm=true",
     # rivals, through transformers: see _rival
     "llama_adamw": "learning_rate=2e-3",
     "nanochat_muon": "learning_rate=1e-2",

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "hsdp 2x2": (4, ("trainer=fsdp2", "replicate=2")),
 }
 MODEL = (
+    "model.zero_init_outputs=false",
     "model.num_hidden_layers=4", "model.hidden_size=32", "model.intermediate_size=72", "model.num_key_value_heads=1",
     "model.tie_word_embeddings=true", "data.ragged=true", "max_grad_norm=0.05", "learning_rate=1e-3", "warmup_steps=1",
     "logging_steps=1", "eval_steps=2", "save_steps=2",

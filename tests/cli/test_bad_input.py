@@ -199,7 +199,7 @@ CONFIG_MISTAKES = {
     "trainer=dpp": "trainer=dpp: no such option; did you mean ddp?",
     "trainer=pipeline nproc_per_node=1": "trainer: pipeline needs at least 2 ranks, got 1",
     "n_microbatches=8": "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected",
-    "fuse_optim_with_backward=true": "could clip them; set max_grad_norm=null",
+    "optimizer=adamw fuse_optim_with_backward=true": "could clip them; set max_grad_norm=null",
     "eval_strategy=no eval_steps=5": "eval_steps: nothing reads it with eval_strategy=no; set eval_strategy=steps",
     "resume_from_checkpoint=true overwrite_output_dir=true": (
         "overwrite_output_dir: nothing reads it with resume_from_checkpoint=true"

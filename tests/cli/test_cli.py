@@ -151,7 +151,7 @@ def test_completion_offers_settings_options_and_recipes(
     assert complete("forgather train model=z") == []
     assert complete("forgather train --config-dir own model=z") == ["model=zzz"]
     assert complete("forgather resume somewhere --config-dir own model = z") == ["zzz"]
-    assert complete("forgather train --config-dir own ze") == ["zebra"]
+    assert complete("forgather train --config-dir own zeb") == ["zebra"]
 
 
 # ------------------------------------------------------------------------------------------------- config and errors
@@ -253,11 +253,12 @@ def test_dry_run_shows_config_plan_and_command_and_writes_nothing(forgather: For
 
 
 def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> None:
-    hidden, layers, inner, vocab, seq_len = 64, 2, 192, 257, 16
-    done = forgather("plan", *SMALL, "max_steps=7", "gradient_accumulation_steps=2", "--params", "--json")
+    hidden, head_dim, layers, inner, vocab, seq_len = 64, 32, 2, 192, 257, 16
+    words = ("optimizer=adamw", "max_steps=7", "gradient_accumulation_steps=2")
+    done = forgather("plan", *SMALL, *words, "--params", "--json")
     plan = done.json()
     block = 4 * hidden * hidden + 3 * hidden * inner
-    norms = (2 * layers + 1) * hidden
+    norms = (2 * layers + 1) * hidden + 2 * layers * head_dim
     total = 2 * vocab * hidden + layers * block + norms
     assert plan["num_parameters"] == total == sum(row["numel"] for row in plan["parameters"])
     assert plan["parameters_by_kind"] == {

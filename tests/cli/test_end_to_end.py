@@ -351,7 +351,8 @@ CHOICES = [
     "precision=bf16", "loss=linear_cross_entropy", "data=synthetic", "data=tokens", "isolate_documents=true",
     "data.tokenizer=bpe bpe_vocab_size=300", "packing=best_fit isolate_documents=true",
     "packing=pad isolate_documents=true", "gradient_checkpointing=true", "max_grad_norm=0", "seed=-1",
-    "fuse_optim_with_backward=true max_grad_norm=null", "torch_compile=true torch_compile_backend=eager",
+    "optimizer=adamw fuse_optim_with_backward=true max_grad_norm=null",
+    "torch_compile=true torch_compile_backend=eager",
     "dataloader_num_workers=2", "async_save=false", "per_device_train_batch_size=1", "construct_model_on=device",
     "construct_model_on=cpu", "eval_strategy=no", "max_steps=-1 num_train_epochs=0.005", "logging_strategy=no",
 ]  # fmt: skip

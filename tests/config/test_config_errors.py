@@ -55,7 +55,7 @@ TYPED_WRONG = {
     "files=[x]": (
         "files: only data=text|tokens|instruct has this setting, but data=python_stdlib is selected; choose data=text"
     ),
-    "momentum=0.1": "momentum: only optimizer=muon|sgd has this setting, but optimizer=adamw is selected;",
+    "beta2_decay=-1": "beta2_decay: only optimizer=adafactor has this setting, but optimizer=muon is selected",
     "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",
     "recipe=x": "recipe: is named by the first word",
     "seq_len=x": "seq_len: must be a whole number, got 'x'",
@@ -92,7 +92,7 @@ TYPED_WRONG = {
     "head_dim=1": "model.head_dim: rotary embedding needs an even head size, got 1; set model.head_dim=2",
     "+optimizer.groups.x={regex: '('}": "optimizer.groups.x.regex: not a regular expression (missing ), unterminated",
     "+optimizer.groups.x={regex: a, settings: {weight_decey: 0}}": (
-        "optimizer.groups.x.settings.weight_decey: adamw has no such setting; did you mean weight_decay?"
+        "optimizer.groups.x.settings.weight_decey: muon has no such setting; did you mean weight_decay?"
     ),
     "+optimizer.groups.x={regex: a, optimizer: {type: sgd, nesterov: true}}": (
         "optimizer.groups.x.settings.nesterov: looks ahead along the momentum, got momentum=0; set momentum=0.9"
@@ -114,7 +114,7 @@ TYPED_WRONG = {
     ),
     "optimizer={type: sgd, momentum: 0.9}": "optimizer.type: follows from the option; choose it with optimizer=sgd,",
     "warmup_steps=10.5": "lr_scheduler.warmup_steps: must be whole steps, or below 1 a fraction of all, got 10.5",
-    "warmup_steps=500": "warmup_steps: 500 steps are more than the run has, so learning_rate=0.002 is never reached",
+    "warmup_steps=500": "warmup_steps: 500 steps are more than the run has, so learning_rate=0.005 is never reached",
     "+callbacks.x._target_=collections.OrderedDict": "callbacks.x._target_: is no callback, got collections.Ordered",
     "+callbacks.x._target_=os.path": "callbacks.x._target_: cannot import os.path (it is a module, no class",
     "callbacks=none": "callbacks=none: no such option; remove it with ~callbacks;",
@@ -318,7 +318,9 @@ CONTRADICTIONS = {
     "fuse_optim_with_backward=true max_grad_norm=null gradient_accumulation_steps=4": "gradient_accumulation_steps=4",
     "fuse_optim_with_backward=true max_grad_norm=0 per_device_train_batch_size=4": "global_batch_size=8 with",
     "fuse_optim_with_backward=true max_grad_norm=0 optimizer=muon": "optimizer=muon brings AdamW",
-    "fuse_optim_with_backward=true max_grad_norm=0 +optimizer.groups.h={regex: h, optimizer: {type: sgd}}": "groups.h",
+    "optimizer=adamw fuse_optim_with_backward=true max_grad_norm=0 "
+    "+optimizer.groups.h={regex: h, optimizer: {type: sgd}}": "groups.h",
+    "fuse_optim_with_backward=true max_grad_norm=0": "choose optimizer=adamw",
     "fuse_optim_with_backward=true max_grad_norm=0 trainer=ddp": "not possible with trainer=ddp; choose trainer=single",
     "fuse_optim_with_backward=true max_grad_norm=0 trainer=pipeline": "not possible with trainer=pipeline",
     "trainer=pipeline schedule=ZBVZeroBubble torch_compile=true": "torch_compile: compiled blocks get wrong gradients",
@@ -441,7 +443,7 @@ def test_a_setting_that_a_later_one_makes_void_is_no_mistake(problems: Problems,
         ["trainer=pipeline", "loss=liger", "nproc_per_node=2", "z_loss=0.1", "label_smoothing=0.1"],
         ["loss=cut_cross_entropy", "device=cuda", "precision=bf16"],
         ["loss=cut_cross_entropy", "device=cpu", "deterministic=true"],
-        ["fuse_optim_with_backward=true", "max_grad_norm=null"],
+        ["fuse_optim_with_backward=true", "max_grad_norm=null", "optimizer=adamw"],
         ["load_best_model_at_end=true"],
         ["torch_compile=true", "activation_memory_budget=0.5"],
         ["gradient_accumulation_steps=4"],

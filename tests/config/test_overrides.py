@@ -103,14 +103,14 @@ def test_later_overrides_win_however_they_are_typed(tree: Any) -> None:
 
 
 def test_a_bare_key_prefers_the_selected_options(tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_loss_k1.py").write_text("def loss(logits, labels, momentum=0.0): ...\n")
+    (tmp_path / "own_loss_k1.py").write_text("def loss(logits, labels, clipping_threshold=0.0): ...\n")
     own = tmp_path / "conf/loss/own.yaml"
     own.parent.mkdir(parents=True)
-    own.write_text("_target_: own_loss_k1.loss\nmomentum: 0.1\n")
+    own.write_text("_target_: own_loss_k1.loss\nclipping_threshold: 0.1\n")
     monkeypatch.chdir(tmp_path)
-    found = tree("loss=own", "momentum=0.5")
-    assert found["loss"]["momentum"] == 0.5
-    assert "momentum" not in found["optimizer"]
+    found = tree("loss=own", "clipping_threshold=0.5")
+    assert found["loss"]["clipping_threshold"] == 0.5
+    assert "clipping_threshold" not in found["optimizer"]
 
 
 class TestCompletion:

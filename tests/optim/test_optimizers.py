@@ -30,6 +30,7 @@ from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.eager import unguard_step
 from forgather_cli.optim.groups import describe
 from forgather_cli.optim.in_backward import FusedBackward
+from forgather_cli.optim.muon import orthogonalised
 from forgather_cli.optim.state import ParameterOptimizer
 
 LR, DECAY = 1e-2, 0.1
@@ -37,7 +38,7 @@ OPTIONS: list[OptimizerOption] = [
     AdamWSettings(),
     AdamWSettings(fused=False),
     AdafactorSettings(),
-    MuonSettings(),
+    MuonSettings(momentum_warmup_steps=0),
     MuonSettings(momentum=0.9, momentum_warmup_steps=3, cautious_weight_decay=True),
     SGDSettings(),
     SGDSettings(momentum=0.9, nesterov=True),
@@ -137,10 +138,11 @@ def test_muon_takes_the_hidden_matrices_of_a_llama(llama_names: list[tuple[str, 
     rows = describe(MuonSettings(), llama_names, lr=LR, weight_decay=DECAY)
     muon = {row.name for row in rows if row.optimizer == "muon"}
     assert muon == {n for n, p in llama_names if p.ndim == 2 and ".layers." in n}
-    groups = {row.name: row.group for row in rows}
-    assert groups["lm_head.weight"] == "default.adamw"
-    assert groups["model.embed_tokens.weight"] == "no_decay.adamw"
-    assert groups["model.layers.0.mlp.up_proj.weight"] == "default.muon"
+    groups = {row.name: (row.group, row.lr, row.weight_decay) for row in rows}
+    assert groups["lm_head.weight"] == ("head.adamw", 3 * LR, DECAY)
+    assert groups["model.embed_tokens.weight"] == ("embedding.adamw", 4 * LR, 0.0)
+    assert groups["model.norm.weight"] == ("no_decay.adamw", LR, 0.0)
+    assert groups["model.layers.0.mlp.up_proj.weight"] == ("default.muon", LR, DECAY)
 
 
 def test_first_match_wins_and_settings_reach_the_torch_groups():
@@ -305,7 +307,12 @@ def plain_torch(option: OptimizerOption, model: nn.Module) -> list[torch.optim.O
     if isinstance(option, Target):
         return [torch.optim.NAdam(groups, momentum_decay=0.01, **shared)]
     hidden = [p for n, p in named.items() if "layers" in n and p.ndim == 2]
-    rest = [{"params": undecayed, "weight_decay": 0.0}, {"params": [named["lm_head.weight"]]}]
+    embedding, head = named["embed_tokens.weight"], named["lm_head.weight"]
+    rest = [
+        {"params": [embedding], "weight_decay": 0.0, "lr": 4 * LR},
+        {"params": [head], "lr": 3 * LR},
+        {"params": [p for p in undecayed if p is not embedding], "weight_decay": 0.0},
+    ]
     muon = WarmedUpAndCautious if option.cautious_weight_decay else torch.optim.Muon
     return [
         muon(hidden, momentum=option.momentum, adjust_lr_fn="match_rms_adamw", **shared),
@@ -330,6 +337,18 @@ def test_equals_plain_torch(option: OptimizerOption):
     else:
         assert same(weights(model), weights(other))
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (4, 12), (64, 16)])  # singular values far from 0
+def test_matrices_together_are_orthogonalised_as_alone(shape: tuple[int, int]):
+    group = next(g for g in build(MuonSettings(), TinyModel()).param_groups if "ns_steps" in g)
+    updates = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    together = orthogonalised(updates, group).float()
+    alone = torch.stack([orthogonalised(each, group) for each in updates]).float()
+    assert (together - alone).norm() < 1e-2 * alone.norm()
+    values = torch.linalg.svdvals(together)
+    assert values.min() > 0.5
+    assert values.max() < 1.3
 
 
 UNCOMPILED = """

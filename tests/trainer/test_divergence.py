@@ -295,7 +295,15 @@ def test_after_max_rollbacks_the_run_is_stopped(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ real processes, kills, exit codes
 
-WORDS = [*SMALL, "trainer=single", "max_steps=24", "logging_steps=4", "save_steps=4"]
+WORDS = [
+    *SMALL,
+    "trainer=single",
+    "optimizer=adamw",
+    "learning_rate=2e-3",
+    "max_steps=24",
+    "logging_steps=4",
+    "save_steps=4",
+]
 """16 steps of 4 samples to an epoch; SMALL ends with the run directory."""
 NOTES = add("notes", "diverging.Notes")
 RESTARTED = ("trainer=ddp", "nproc_per_node=1", "max_restarts=2")

@@ -58,6 +58,22 @@ class GroupSettings:
 _NO_DECAY = r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$"
 
 
+def _no_decay() -> dict[str, GroupSettings]:
+    return {"no_decay": GroupSettings(regex=_NO_DECAY, settings={"weight_decay": 0.0})}
+
+
+def _muon_groups() -> dict[str, GroupSettings]:
+    """Embedding and head learn best at rates above that of the matrices, which all follow ``learning_rate``."""
+    return {
+        "embedding": GroupSettings(regex=_EMBEDDING, settings={"lr_scale": 4.0, "weight_decay": 0.0}),
+        "head": GroupSettings(regex=r"(^|\.)lm_head\.weight$", settings={"lr_scale": 3.0}),
+        **_no_decay(),
+    }
+
+
+_EMBEDDING = r"(embed|wte|wpe)\w*\.weight$"
+
+
 @settings
 class _Optimizer(Settings):
     trains_shards: ClassVar[bool] = True
@@ -66,9 +82,7 @@ class _Optimizer(Settings):
     """Some parameters are trained by an optimizer of another kind."""
 
     type: str = ""
-    groups: dict[str, GroupSettings] = field(
-        default_factory=lambda: {"no_decay": GroupSettings(regex=_NO_DECAY, settings={"weight_decay": 0.0})}
-    )
+    groups: dict[str, GroupSettings] = field(default_factory=_no_decay)
 
     def group_problems(self) -> Iterator[str]:
         """What can be seen of the groups without parameters."""
@@ -115,7 +129,7 @@ class MuonSettings(_Optimizer):
 
     type: Literal["muon"] = "muon"
     momentum: Probability = 0.95
-    momentum_warmup_steps: Count = 0
+    momentum_warmup_steps: Count = 200
     nesterov: bool = True
     cautious_weight_decay: bool = False
     ns_steps: PositiveInt = 5
@@ -123,6 +137,7 @@ class MuonSettings(_Optimizer):
     betas: Betas = (0.9, 0.95)  # of AdamW
     eps: PositiveFloat = 1e-8  # of AdamW
     fused: bool | None = None  # of AdamW
+    groups: dict[str, GroupSettings] = field(default_factory=_muon_groups)
 
 
 @settings
@@ -140,8 +155,13 @@ OptimizerOption = Annotated[AdamWSettings | AdafactorSettings | MuonSettings | S
 
 
 def groups_of(option: OptimizerOption) -> dict[str, GroupSettings]:
-    """The option's groups; a ``_target_`` has none of its own and gets the shipped ones."""
+    """The option's groups; a ``_target_`` has none of its own and gets AdamW's."""
     return AdamWSettings().groups if isinstance(option, Target) else option.groups
+
+
+def shipped_groups(kind: object) -> dict[str, GroupSettings]:
+    """The groups that an optimizer begins with; ``kind`` is its option's ``type``, None of a ``_target_``."""
+    return _muon_groups() if kind == "muon" else _no_decay()
 
 
 def label(option: OptimizerOption) -> str:
