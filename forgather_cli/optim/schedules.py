@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from forgather_cli.config.schema import (
+    DEFAULT_GROUP,
     ConstantSettings,
     CosineSettings,
     InfiniteSettings,
@@ -150,6 +151,7 @@ class Schedule:
         """Optimizer steps done."""
         for group in optimizers.param_groups:
             group.setdefault("initial_lr", group["lr"])
+        self._main = _main_group(optimizers.param_groups)
         self._apply()
 
     def _apply(self) -> None:
@@ -165,6 +167,10 @@ class Schedule:
     def get_last_lr(self) -> list[float]:
         """Learning rate of each group, for the next step."""
         return [float(group["lr"]) for group in self._optimizers.param_groups]
+
+    def learning_rate(self) -> float:
+        """That of the run, for the next step: groups may have multiples of it."""
+        return float(self._main["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.last_step}
@@ -206,6 +212,11 @@ class TorchSchedule:
         """Learning rate of each group, for the next step."""
         return [float(lr) for scheduler in self.schedulers for lr in scheduler.get_last_lr()]
 
+    def learning_rate(self) -> float:
+        """That of the run, for the next step: groups may have multiples of it."""
+        groups = [group for scheduler in self.schedulers for group in _groups(scheduler)]
+        return float(_main_group(groups)["lr"]) if groups else self.get_last_lr()[0]
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "schedulers": [_plain(scheduler.state_dict()) for scheduler in self.schedulers],
@@ -236,6 +247,11 @@ class TorchSchedule:
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
+
+
+def _main_group(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parameters that no regex has put elsewhere, of Muon its matrices; without them the first group."""
+    return next((group for group in groups if str(group.get("name", "")).startswith(DEFAULT_GROUP)), groups[0])
 
 
 def _groups(scheduler: Any) -> list[dict[str, Any]]:

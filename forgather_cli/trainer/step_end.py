@@ -165,7 +165,7 @@ class StepEnd:
             return
         logs, interval = run.metrics.read()
         # used_lr is None if all steps of this interval were before a resume
-        logs["learning_rate"] = run.lr_scheduler.get_last_lr()[0] if run.used_lr is None else run.used_lr
+        logs["learning_rate"] = run.lr_scheduler.learning_rate() if run.used_lr is None else run.used_lr
         if run.scaler is not None:
             logs["loss_scale"] = run.scaler.scale
         logs["epoch"] = run.state.epoch

@@ -496,7 +496,7 @@ class Trainer:
             if run.outer is not None:
                 run.outer.after_optimizer_step()
             self.emit("on_optimizer_step")
-            run.used_lr = run.lr_scheduler.get_last_lr()[0]
+            run.used_lr = run.lr_scheduler.learning_rate()
             run.lr_scheduler.step()
         for parameter in self._parameters:
             parameter.grad = None

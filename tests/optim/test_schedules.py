@@ -358,3 +358,16 @@ def test_wrapped_scheduler_of_the_user():
 def test_wrong_targets(path: str, kwargs: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         make_target(path, kwargs)
+
+
+def test_the_runs_learning_rate_is_that_of_parameters_without_a_group_of_their_own():
+    names = ("embed_tokens.weight", "layers.0.up_proj.weight", "lm_head.weight")
+    parameters = [(name, torch.nn.Parameter(torch.zeros(2, 2))) for name in names]
+    optimizers = build_optimizer(MuonSettings(), parameters, lr=0.1, weight_decay=0.0)
+    schedule = build_schedule(LinearSettings(), optimizers, total_steps=10)
+    schedule.step()
+    assert schedule.learning_rate() == pytest.approx(0.09)
+    assert sorted(schedule.get_last_lr()) == pytest.approx([0.09, 0.27, 0.36])
+    step_lr = Target("torch.optim.lr_scheduler.StepLR", {"step_size": 1})
+    optimizers = build_optimizer(MuonSettings(), parameters, lr=0.1, weight_decay=0.0)
+    assert build_schedule(step_lr, optimizers, total_steps=10).learning_rate() == pytest.approx(0.1)
