@@ -32,6 +32,7 @@ from forgather_cli.control.registry import Entry
 PICO = [
     "model=nano", f"model.intermediate_size={SHAPE['mlp']}", f"data.seq_len={SHAPE['seq']}",
     f"global_batch_size={SHAPE['batch']}", "logging_steps=10", "eval_strategy=no", "lr_scheduler=linear", "device=cpu",
+    "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
 ]  # fmt: skip
 SETS: dict[str, list[str]] = {
     "no callbacks": ["~callbacks"],

@@ -247,6 +247,7 @@ def run_forgather_cli(steps: int, clock: Clock) -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     overrides = [
         "model=nano", f"model.intermediate_size={SHAPE['mlp']}", "data.seq_len=64", "global_batch_size=4",
+        "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
         f"max_steps={steps}", "logging_steps=10",
         "eval_strategy=no", "save_strategy=no", "lr_scheduler=linear", "~callbacks.textgen",
         "+callbacks.probe._target_=loop_overhead.Probe", f"output_dir={tempfile.mkdtemp()}",

@@ -27,6 +27,7 @@ LAYOUTS = {
 COMMON = (
     "data=synthetic", "global_batch_size=16", "per_device_train_batch_size=8", "max_steps=4", "logging_steps=1",
     "eval_strategy=no", "callbacks=minimal", "device=cpu",
+    "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
 )  # fmt: skip
 NOTHING = (
     "model=nano", "model.hidden_size=8", "model.num_attention_heads=2", "model.num_hidden_layers=2",

@@ -54,7 +54,8 @@ class Variant:
         from forgather_cli.trainer.build import model_spec
 
         compiled = ["torch_compile=true"] if args.compile else []
-        words = [f"model={args.model}", f"device={args.device}", *overrides, *compiled]
+        words = [f"model={args.model}", "model.qk_norm=false", "model.zero_init_outputs=false", f"device={args.device}"]
+        words += [*overrides, *compiled]
         config = load_config(None, words).config
         self.strategy: Any = build_strategy(config)
 

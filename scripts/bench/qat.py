@@ -42,7 +42,8 @@ def losses(args: argparse.Namespace, overrides: list[str], seed: int, precision:
 
     words = [
         f"model={args.model}", f"max_steps={args.steps}", f"seed={seed}", "callbacks=minimal",
-        f"save_steps={args.start or args.steps}", "save_total_limit=5", f"output_dir={root}", *overrides,
+        f"save_steps={args.start or args.steps}", "save_total_limit=5", f"output_dir={root}",
+        "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false", *overrides,
     ]  # fmt: skip
     run = RunDir(root)
     worker.run(load_config(None, [*words, *precision, "eval_strategy=no"]).config, run)

@@ -38,7 +38,8 @@ def trained(args: argparse.Namespace, overrides: list[str], root: Path) -> Path:
     tokenizer = [] if args.vocab == 257 else ["tokenizer=bpe", f"bpe_vocab_size={args.vocab}"]
     words = [
         f"model={args.model}", *tokenizer, f"max_steps={args.steps}", "callbacks=minimal", "eval_strategy=no",
-        f"output_dir={root}", *overrides,
+        f"output_dir={root}", "optimizer=adamw", "learning_rate=2e-3",
+        "model.qk_norm=false", "model.zero_init_outputs=false", *overrides,
     ]  # fmt: skip
     run = RunDir(root)
     worker.run(load_config(None, words).config, run)
