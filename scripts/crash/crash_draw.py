@@ -138,7 +138,7 @@ LAYOUTS = {
 """With the weights they are drawn by."""
 
 RECIPES = (
-    Recipe("adamw", ("optimizer=adamw", "data.packing=concat")),
+    Recipe("adamw", ("optimizer=adamw", "learning_rate=2e-3", "data.packing=concat")),
     Recipe(
         "sgd, 2 micro-steps",
         ("optimizer=sgd", "optimizer.momentum=0.9", "learning_rate=0.05", "data.packing=best_fit"),
@@ -152,7 +152,7 @@ RECIPES = (
     ),
     Recipe(
         "adamw, dropout, 2 micro-steps",
-        ("optimizer=adamw", "model.residual_dropout=0.1", "data.packing=concat"),
+        ("optimizer=adamw", "learning_rate=2e-3", "model.residual_dropout=0.1", "data.packing=concat"),
         accumulation=2,
         exact=False,
     ),
