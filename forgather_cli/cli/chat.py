@@ -25,9 +25,7 @@ def converse(model: Generator, sampling: Sampling, *, system: str | None, prompt
     On a terminal Ctrl-C ends an answer, and at the prompt the conversation; Ctrl-D ends it too.
     """
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    model.render(
-        [*messages, {"role": "user", "content": "?"}]
-    )  # a template that fails is reported before the first question
+    model.render([*messages, {"role": "user", "content": "?"}])  # one that fails does so before the first question
     on_terminal = prompt is None and sys.stdin.isatty() and not as_json
     for words in [prompt] if prompt is not None else _lines(on_terminal):
         asked: list[Message] = [*messages, {"role": "user", "content": words}]

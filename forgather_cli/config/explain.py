@@ -5,11 +5,11 @@ from __future__ import annotations
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from forgather_cli.config.mistakes import nearest
 from forgather_cli.config.options import SearchPath, comment, search_path
-from forgather_cli.config.paths import Setting, alternatives, ending_with, settings
+from forgather_cli.config.paths import Setting, ending_with, settings
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_yaml
 
@@ -60,7 +60,7 @@ def _explained(setting: Setting, search: SearchPath) -> Explained:
 
 
 def takes(annotation: Any) -> str:
-    """What may be given: ``a number, at least 0, or null``."""
+    """What may be given: ``a number at least 0 or null``."""
     found = [_kind(each) for each in _parts(annotation)]
     *first, last = dict.fromkeys(text for text in found if text)
     return f"{', '.join(first)} or {last}" if first else last
@@ -75,7 +75,7 @@ def _parts(annotation: Any) -> list[Any]:
         return _parts(arguments[0])
     if origin is Literal:
         return list(arguments)
-    if origin is not None and len(alternatives(annotation)) > 1:
+    if origin in (Union, types.UnionType):
         return [part for each in arguments for part in _parts(each)]
     return [annotation]
 

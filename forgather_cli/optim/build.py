@@ -89,9 +89,7 @@ def build_optimizer(
     for name in empty_groups(option, assignments):
         if shipped.get(name) != groups[name]:
             log.warning("optimizer.groups.%s.regex: %r matches no free parameter", name, groups[name].regex)
-    together: list[
-        tuple[Any, list[Assignment]]
-    ] = []  # one torch optimizer for a kind, or a _target_ with its arguments
+    together: list[tuple[Any, list[Assignment]]] = []  # a torch optimizer for each kind or _target_ with arguments
     for assignment in assignments:
         key = assignment.option if isinstance(assignment.option, Target) else assignment.kind
         members = next((members for known, members in together if known == key), None)

@@ -251,7 +251,8 @@ class TorchSchedule:
 
 def _main_group(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """The parameters that no regex has put elsewhere, of Muon its matrices; without them the first group."""
-    return next((group for group in groups if str(group.get("name", "")).startswith(DEFAULT_GROUP)), groups[0])
+    names = [str(group.get("name", "")).split(".")[0] for group in groups]
+    return groups[names.index(DEFAULT_GROUP)] if DEFAULT_GROUP in names else groups[0]
 
 
 def _groups(scheduler: Any) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from plain import PLAIN
+
 
 def forgather(*words: str) -> str:
     """Standard output of ``forgather WORDS``."""
@@ -39,7 +41,7 @@ def losses_of(run: Path, seed: int, schedule: str, arguments: argparse.Namespace
         f"model={arguments.model}", f"data.seq_len={arguments.seq_len}", f"max_steps={arguments.steps}",
         f"seed={seed}", f"save_steps={arguments.every}", f"save_total_limit={arguments.last}",
         f"lr_scheduler={schedule}", "warmup_steps=20", "eval_strategy=no", "callbacks=minimal", f"output_dir={run}",
-        "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
+        *PLAIN,
     ]  # fmt: skip
     forgather("train", *settings)
     mean = run / "mean"

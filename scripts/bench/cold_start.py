@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from plain import PLAIN
+
 BARE = """
 import os, torch, torch.distributed as dist
 from forgather_cli.config.schema import DecoderSettings
@@ -65,7 +67,7 @@ def commands(trainers: list[str], folder: Path, rep: int) -> dict[str, dict[str,
     ours = [
         python, "-m", "forgather_cli", "train", "model=nano", "data=synthetic", "data.seq_len=64", "max_steps=1",
         "global_batch_size=8", "eval_strategy=no", "save_strategy=no", "~callbacks.textgen",
-        "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
+        *PLAIN,
     ]  # fmt: skip
     alone = {"python of a bare script": [python, str(script)]}
     launched = {"torchrun of a bare script": [python, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]}

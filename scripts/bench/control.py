@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from loop_overhead import SHAPE
+from plain import PLAIN
 
 from forgather_cli.control import client, registry
 from forgather_cli.control.command_record import SAVE
@@ -32,7 +33,7 @@ from forgather_cli.control.registry import Entry
 PICO = [
     "model=nano", f"model.intermediate_size={SHAPE['mlp']}", f"data.seq_len={SHAPE['seq']}",
     f"global_batch_size={SHAPE['batch']}", "logging_steps=10", "eval_strategy=no", "lr_scheduler=linear", "device=cpu",
-    "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
+    *PLAIN,
 ]  # fmt: skip
 SETS: dict[str, list[str]] = {
     "no callbacks": ["~callbacks"],

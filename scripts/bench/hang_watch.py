@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from loop_overhead import SHAPE
+from plain import PLAIN
 from turns import ratio
 
 WITH, WITHOUT = "watched", "not watched"
@@ -35,7 +36,7 @@ def step_seconds(variant: str, strategy: str, steps: int) -> float:
         run = Path(folder, "run")
         words = [
             "model=nano", f"model.intermediate_size={SHAPE['mlp']}", "data=synthetic", f"data.seq_len={SHAPE['seq']}",
-            "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
+            *PLAIN,
             "num_samples=4096", f"global_batch_size={SHAPE['batch']}", "device=cpu",
             f"trainer={strategy}", "nproc_per_node=2", f"max_steps={steps}", f"logging_steps={max(5, steps // 40)}",
             "eval_strategy=no", "save_strategy=no", "callbacks=minimal", f"output_dir={run}", setting,

@@ -30,6 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from plain import PLAIN
+
 SHAPE = {"layers": 2, "width": 64, "heads": 2, "mlp": 172, "seq": 64, "batch": 4, "vocab": 257}
 WARM_UP = 50  # steps left out
 RUNNERS = ("bare", "forgather", "forgather-cli", "bare-hf", "accelerate", "hf-trainer", "lightning")
@@ -247,7 +249,7 @@ def run_forgather_cli(steps: int, clock: Clock) -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     overrides = [
         "model=nano", f"model.intermediate_size={SHAPE['mlp']}", "data.seq_len=64", "global_batch_size=4",
-        "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
+        *PLAIN,
         f"max_steps={steps}", "logging_steps=10",
         "eval_strategy=no", "save_strategy=no", "lr_scheduler=linear", "~callbacks.textgen",
         "+callbacks.probe._target_=loop_overhead.Probe", f"output_dir={tempfile.mkdtemp()}",

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from plain import PLAIN
+
 WARM_UP = 5  # steps left out
 VOCABULARY = 257
 
@@ -72,7 +74,7 @@ def run_rank(model: str, blocks: int, steps: int, overrides: list[str]) -> None:
         last = WARM_UP + 2 * blocks * steps + 1
         words = [
             f"model={model}", "data=synthetic", "callbacks=minimal", "eval_strategy=no", "save_strategy=no",
-            "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
+            *PLAIN,
             "device=cpu", "global_batch_size=8", f"max_steps={last}", f"output_dir={folder}", *overrides,
         ]  # fmt: skip
         config = load_config(None, words).config

@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from plain import PLAIN
+
 MIB = 2**20
 LAYOUTS = {
     "single": ("trainer=single",),
@@ -27,7 +29,7 @@ LAYOUTS = {
 COMMON = (
     "data=synthetic", "global_batch_size=16", "per_device_train_batch_size=8", "max_steps=4", "logging_steps=1",
     "eval_strategy=no", "callbacks=minimal", "device=cpu",
-    "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
+    *PLAIN,
 )  # fmt: skip
 NOTHING = (
     "model=nano", "model.hidden_size=8", "model.num_attention_heads=2", "model.num_hidden_layers=2",

@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from plain import PLAIN
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
@@ -43,7 +45,7 @@ def losses(args: argparse.Namespace, overrides: list[str], seed: int, precision:
     words = [
         f"model={args.model}", f"max_steps={args.steps}", f"seed={seed}", "callbacks=minimal",
         f"save_steps={args.start or args.steps}", "save_total_limit=5", f"output_dir={root}",
-        "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false", *overrides,
+        *PLAIN, *overrides,
     ]  # fmt: skip
     run = RunDir(root)
     worker.run(load_config(None, [*words, *precision, "eval_strategy=no"]).config, run)

@@ -382,9 +382,8 @@ def table(arguments: argparse.Namespace) -> None:
     )
     for record in read(arguments.out):
         job = job_of(record)
-        cells[job.size, job.corpus, job.precision, job.as_long_as or job.steps][job.recipe, job.words][job.seed] = (
-            record
-        )
+        cell = cells[job.size, job.corpus, job.precision, job.as_long_as or job.steps]
+        cell[job.recipe, job.words][job.seed] = record
     rows, claims, reached = [], [], []
     curves: dict[tuple[Any, ...], dict[str, list[tuple[int, float, float]]]] = defaultdict(lambda: defaultdict(list))
     for (size, corpus, precision, budget), recipes in sorted(cells.items(), key=str):

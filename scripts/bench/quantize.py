@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import get_args
 
+from plain import PLAIN
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
@@ -38,8 +40,7 @@ def trained(args: argparse.Namespace, overrides: list[str], root: Path) -> Path:
     tokenizer = [] if args.vocab == 257 else ["tokenizer=bpe", f"bpe_vocab_size={args.vocab}"]
     words = [
         f"model={args.model}", *tokenizer, f"max_steps={args.steps}", "callbacks=minimal", "eval_strategy=no",
-        f"output_dir={root}", "optimizer=adamw", "learning_rate=2e-3",
-        "model.qk_norm=false", "model.zero_init_outputs=false", *overrides,
+        f"output_dir={root}", *PLAIN, *overrides,
     ]  # fmt: skip
     run = RunDir(root)
     worker.run(load_config(None, words).config, run)

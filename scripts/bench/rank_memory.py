@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+from plain import PLAIN
+
 MIB = 2**20
 VOCABULARY = 32000
 LAYOUTS = (
@@ -64,7 +66,7 @@ def run_rank(model: str, trainer_type: str, settings: list[str]) -> None:
         f"model={model}", "data=synthetic", "global_batch_size=8", "max_steps=2", f"output_dir={tempfile.mkdtemp()}",
         f"trainer={trainer_type}", *settings, f"nproc_per_node={dist.get_world_size()}",
         "eval_strategy=no", "save_strategy=no", "callbacks=minimal",
-        "optimizer=adamw", "learning_rate=2e-3", "model.qk_norm=false", "model.zero_init_outputs=false",
+        *PLAIN,
     ]  # fmt: skip
     config = load_config(None, overrides).config
     tokens = torch.randint(0, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(0))

@@ -55,6 +55,7 @@ class GroupSettings:
             yield from _nesterov_problems(f"{where}.settings.nesterov", nesterov, momentum)
 
 
+_EMBEDDING = r"(embed|wte|wpe)\w*\.weight$"
 _NO_DECAY = r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$"
 
 
@@ -69,9 +70,6 @@ def _muon_groups() -> dict[str, GroupSettings]:
         "head": GroupSettings(regex=r"(^|\.)lm_head\.weight$", settings={"lr_scale": 3.0}),
         **_no_decay(),
     }
-
-
-_EMBEDDING = r"(embed|wte|wpe)\w*\.weight$"
 
 
 @settings
@@ -155,13 +153,14 @@ OptimizerOption = Annotated[AdamWSettings | AdafactorSettings | MuonSettings | S
 
 
 def groups_of(option: OptimizerOption) -> dict[str, GroupSettings]:
-    """The option's groups; a ``_target_`` has none of its own and gets AdamW's."""
-    return AdamWSettings().groups if isinstance(option, Target) else option.groups
+    """The option's groups; a ``_target_`` has none of its own and gets those of ``shipped_groups``."""
+    return shipped_groups(None) if isinstance(option, Target) else option.groups
 
 
 def shipped_groups(kind: object) -> dict[str, GroupSettings]:
     """The groups that an optimizer begins with; ``kind`` is its option's ``type``, None of a ``_target_``."""
-    return _muon_groups() if kind == "muon" else _no_decay()
+    options: tuple[type[_Optimizer], ...] = (AdamWSettings, AdafactorSettings, MuonSettings, SGDSettings)
+    return next((option().groups for option in options if option.type == kind), _no_decay())
 
 
 def label(option: OptimizerOption) -> str:
