@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 StreamName = Literal["stdout", "stderr"]
 
+TIME = "%Y-%m-%d %H:%M:%S"
+"""How people are shown a moment, in local time."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -38,7 +40,7 @@ def console(name: StreamName) -> Console:
 
 def timestamp() -> str:
     """Local time to the second, as plain lines begin with it."""
-    return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.now().strftime(TIME)
 
 
 def printable(text: str, name: StreamName | None = None) -> str:

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.output import AsJson, Col, console, human_bytes, only_json, print_facts, print_json, print_table
+from forgather_cli.cli.output import (
+    AsJson,
+    Col,
+    console,
+    human_bytes,
+    local_time,
+    only_json,
+    print_facts,
+    print_json,
+    print_table,
+)
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import Overrides, TrustConfig, check_overrides, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
@@ -67,17 +77,16 @@ def _of_run(run_dir: Path) -> list[CheckpointInfo]:
 def _print_list(found: list[CheckpointInfo]) -> None:
     columns = (
         Col("step", right=True),
-        Col("loss", right=True),
+        Col("step loss", right=True),
         Col("eval loss", right=True),
-        Col("size", right=True),
-        Col("saved (UTC)", droppable=1),
-        Col(""),
+        Col("size", right=True, droppable=2),
+        Col("saved", droppable=1),
+        Col("note", fold=True),
     )
     rows, styles = [], []
     for info in found:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
-        saved = info.created.replace("T", " ")[:19]
         marks = {
             "damaged": info.problem,
             "best": info.best and not info.problem,
@@ -86,7 +95,7 @@ def _print_list(found: list[CheckpointInfo]) -> None:
             "abandoned": info.abandoned and not info.problem,
         }
         told = ", ".join(mark for mark, holds in marks.items() if holds)
-        rows.append((str(info.step), *shown, human_bytes(info.size_bytes), saved, told))
+        rows.append((str(info.step), *shown, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")
     print_table(columns, rows, styles)
     typer.echo(f"newest: {found[-1].path}")
@@ -107,11 +116,11 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
         model = [t for t in tensors if t["file"].startswith("model/")]  # of others how many; --json lists all
         shapes = [" x ".join(map(str, t["shape"])) or "scalar" for t in model]
         rows = [(t["name"], t["dtype"], s, human_bytes(t["bytes"])) for t, s in zip(model, shapes, strict=True)]
-        print_table((Col("tensor"), Col("dtype", droppable=1), Col("shape"), Col("size", right=True)), rows)
+        print_table((Col("tensor", fold=True), Col("dtype", droppable=1), Col("shape"), Col("size", right=True)), rows)
         files = dict.fromkeys(t["file"] for t in tensors)
         sizes = {file: [t["bytes"] for t in tensors if t["file"] == file] for file in files}
         totals = [(file, f"{len(each):,}", human_bytes(sum(each))) for file, each in sizes.items()]
-        print_table((Col("file"), Col("tensors", right=True), Col("size", right=True)), totals)
+        print_table((Col("file", fold=True), Col("tensors", right=True), Col("size", right=True)), totals)
 
 
 def _tensors(path: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
@@ -131,11 +140,11 @@ def _print_manifest(path: Path, manifest: Manifest) -> None:
         {
             "checkpoint": str(path),
             "step": str(manifest.step),
-            "saved": f"{manifest.created.replace('T', ' ')[:19]} UTC",
+            "saved": local_time(manifest.created),
             "strategy": f"{manifest.strategy}, world size {manifest.world_size}",
             "healthy": "yes" if manifest.healthy else "no",
             "final": "yes" if manifest.final else "no",
-            "metrics": ", ".join(f"{key}={value:.6g}" for key, value in manifest.metrics.items()),
+            "step metrics": ", ".join(f"{key}={value:.6g}" for key, value in manifest.metrics.items()),
             "components": ", ".join(f"{key} ({kind})" for key, kind in kinds.items()),
             "versions": ", ".join(f"{key} {value}" for key, value in manifest.versions.items()),
             "config": manifest.config_fingerprint or "-",

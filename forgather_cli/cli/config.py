@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.output import AsJson, console, print_json
+from forgather_cli.cli.output import AsJson, Col, console, print_json, print_table
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load
+from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load, saved_config
 from forgather_cli.errors import ConfigError, SetupError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from forgather_cli.config.load import Loaded
 
 app = typer.Typer(cls=Group, help="The resolved config, groups with their options, and recipes.", no_args_is_help=True)
 recipe_app = typer.Typer(cls=Group, help="Recipes of your own.", no_args_is_help=True)
+
+RecipeOrRun = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run, or a recipe's name or file.", show_default=False)
+]
 
 
 @app.command(cls=Command)
@@ -49,6 +51,39 @@ def print_config(loaded: Loaded) -> None:
 
 
 @app.command(cls=Command)
+def diff(
+    first: RecipeOrRun,
+    second: RecipeOrRun,
+    config_dir: ConfigDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the settings that differ between two runs or recipes, with defaults and options resolved.
+
+    Of a run as it was saved: nothing that its config names is imported. A dash: has no such setting.
+    """
+    from forgather_cli.config.decode import load_tree
+    from forgather_cli.config.load import load_config
+    from forgather_cli.config.paths import walk
+    from forgather_cli.config.schema.base import typed
+
+    sides: list[dict[str, Any]] = []
+    for name in (first, second):
+        saved = saved_config(name)
+        tree = load_tree(saved) if saved else load_config(name, [], config_dir=config_dir).tree
+        sides.append(dict(walk({**tree, "output_dir": None}, lists=False)))  # each run has one of its own
+    paths = [path for path in sides[0] | sides[1] if sides[0].get(path, ...) != sides[1].get(path, ...)]
+    if as_json:
+        named = list(zip(("first", "second"), sides, strict=True))
+        print_json({path: {name: side[path] for name, side in named if path in side} for path in paths})
+    elif paths:
+        columns = (Col("setting", style="cyan", fold=True), Col(first, fold=True), Col(second, fold=True))
+        rows = [(path, *(typed(side[path]) if path in side else "-" for side in sides)) for path in paths]
+        print_table(columns, rows)
+    else:
+        typer.echo("no setting differs")
+
+
+@app.command(cls=Command)
 def options(
     groups: Annotated[
         list[str] | None, typer.Argument(metavar="[GROUP]...", help="Only these groups.", show_default=False)
@@ -67,11 +102,9 @@ def options(
     if as_json:
         print_json({group: [asdict(info) for info in infos] for group, infos in wanted.items()})
         return
-    table = _table("group", "option", "")
-    for group, infos in wanted.items():
-        for n, info in enumerate(infos):
-            table.add_row("" if n else group, info.name, info.description, end_section=info is infos[-1])
-    console().print(table)
+    columns = (Col("group", style="bold"), Col("option", style="cyan"), Col("description", fold=True))
+    rows = [(group, info.name, info.description) for group, infos in wanted.items() for info in infos]
+    print_table(columns, rows)
 
 
 @app.command(cls=Command)
@@ -83,10 +116,8 @@ def recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json([asdict(info) for info in found])
         return
-    table = _table("recipe", "")
-    for info in found:
-        table.add_row(info.name, info.description)
-    console().print(table)
+    columns = (Col("recipe", style="cyan", fold=True), Col("description", fold=True))
+    print_table(columns, [(info.name, info.description) for info in found])
 
 
 @app.command(cls=Command)
@@ -142,13 +173,3 @@ def copy_recipe(
     except OSError as error:
         raise SetupError(f"{file}: {error.strerror}; give a file in a folder that you may write") from error
     typer.echo(f"train it with: forgather train {file.stem if by_name else file.parent / file.name}")
-
-
-def _table(*titles: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for n, title in enumerate(titles):
-        table.add_column(title, style=("bold", "cyan", "")[n] if len(titles) == 3 else ("cyan", "")[n])
-    return table

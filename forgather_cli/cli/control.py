@@ -59,10 +59,22 @@ def list_(as_json: AsJson = False) -> None:
     if not found:
         typer.echo("no jobs")
         return
-    columns = (Col("job"), Col("state"), Col("step", right=True), Col("loss", right=True), Col("left", right=True),
-               Col("run directory", droppable=1))  # fmt: skip
-    rows = [(entry.job_id, _job_state(entry, status), *_cells(status), entry.run_dir) for entry, status in found]
+    columns = (
+        Col("job", fold=True),
+        Col("state"),
+        Col("step", right=True),
+        Col("mean loss", right=True, droppable=1),
+        Col("left", right=True, droppable=2),
+        Col("run directory", fold=True),
+    )
+    rows = [(entry.job_id, _job_state(entry, status), *_cells(status), _from_here(entry)) for entry, status in found]
     print_table(columns, rows, ["dim" if entry.is_running is False else "" for entry, _ in found])
+
+
+def _from_here(entry: Entry) -> str:
+    """A job's run directory, short where it lies below the current one."""
+    root, here = Path(entry.run_dir), Path.cwd()
+    return str(root.relative_to(here)) if root.is_relative_to(here) else entry.run_dir
 
 
 def _job_state(entry: Entry, status: dict[str, Any] | None) -> str:
@@ -107,13 +119,16 @@ def status(
 def _facts(status: dict[str, Any]) -> dict[str, str]:
     metrics, saved = status["metrics"], status["checkpoints"]
     epoch = f", epoch {status['epoch']:.2f}" if status["epoch"] else ""
+    numbers = {"mean loss" if key == "loss" else key: value for key, value in metrics.items()}
+    shown = [f"{key} {value:{',' if isinstance(value, int) else '.5g'}}" for key, value in numbers.items()
+             if isinstance(value, int | float)]  # fmt: skip
     waiting = ", ".join(f"{command['command']} ({command['state']})" for command in status["commands"])
     facts = {
         "job": status["job_id"],
         "state": status["state"],
         "step": f"{_cells(status)[0]}{epoch}",
         "time left": human_seconds(status["eta_seconds"]),
-        "metrics": ", ".join(f"{key} {value:.5g}" for key, value in metrics.items() if isinstance(value, int | float)),
+        "metrics": ", ".join(shown),
         "commands": waiting,
         "checkpoint": saved[-1]["path"] if saved else "none yet",
         "run": status["run_dir"],

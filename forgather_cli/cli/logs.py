@@ -41,7 +41,9 @@ def summary(
     """First, last and best loss, speed and time of runs.
 
     Of several runs the settings that differ are shown too, and a run that has measured
-    nothing is a row with its state. The eval loss to sort by is the best one.
+    nothing is a row with its state. The eval loss to sort by is the best one. A loss is
+    the mean of the steps since the log before; [cyan]checkpoint list[/] has that of the
+    saved step alone.
     """
     if as_json and markdown:
         raise ConfigError("--markdown: got --json too; use one of them")
@@ -91,30 +93,35 @@ def plot(
 ) -> None:
     """Draw loss, gradient norm, learning rate, throughput and memory of runs.
 
-    Several runs are compared in one picture, named by the settings that differ. Needs
-    matplotlib: pip install 'forgather\\[plot]'.
+    Several runs, such as all of a sweep's directory, are compared in one picture, named by
+    the settings that differ. Needs matplotlib: pip install 'forgather\\[plot]'.
     """
     from forgather_cli.report.curves import Look
     from forgather_cli.report.picture import draw
 
-    typer.echo(draw(find_runs(run_dirs), Look(x, tuple(metric or ()), smooth, log_y), heatmap, out))
+    runs = find_runs(run_dirs)
+    silent = [run for run in runs if not run.metrics.is_file() or not run.metrics.stat().st_size]
+    if heatmap is None and 0 < len(silent) < len(runs):
+        typer.echo(f"left out, nothing was logged there: {', '.join(str(run.root) for run in silent)}", err=True)
+        runs = [run for run in runs if run not in silent]
+    typer.echo(draw(runs, Look(x, tuple(metric or ()), smooth, log_y), heatmap, out))
 
 
 def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None:
     """One row per run, below each other for people or as a table in Markdown."""
     keys = list(dict.fromkeys(key for each in summaries for key in each.settings))
     columns = (
-        Col("run"),
-        *(Col(key, right=True, droppable=max(0, n - 2) and n + 4) for n, key in enumerate(keys)),
+        Col("run", fold=True),
+        *(Col(key, right=True, fold=True, droppable=n + 4 if n > 1 else 0) for n, key in enumerate(keys)),
         Col("step", right=True),
-        Col("first", right=True, droppable=4),
-        Col("loss", right=True),
-        Col("best", right=True, droppable=5),
-        Col("eval", right=True),
+        Col("first loss", right=True, droppable=4),
+        Col("mean loss", right=True, droppable=1),
+        Col("best loss", right=True, droppable=5),
+        Col("eval", right=True, droppable=2),
         Col("best eval", right=True),
         Col("tokens", right=True, droppable=3),
-        Col("tok/s", right=True, droppable=2),
-        Col("time", right=True, droppable=1),
+        Col("tok/s", right=True, droppable=3),
+        Col("time", right=True, droppable=3),
         Col("state"),
     )
     rows = [(each.run, *(each.settings.get(key, "-") for key in keys), *_cells(each)) for each in summaries]

@@ -155,18 +155,19 @@ def _show(jobs: list[Job], recipe: str, config_dir: Path | None, as_json: bool) 
 def _print_table(jobs: list[Job], codes: dict[str, int]) -> None:
     """The summary at the end, with the job of the best evaluation in bold. ``codes``: of the jobs that were started."""
     columns = (
-        Col("job"),
+        Col("job", fold=True),
         Col("state"),
         Col("step", right=True),
-        Col("loss", right=True),
+        Col("mean loss", right=True, droppable=1),
         Col("eval", right=True, droppable=2),
         Col("best eval", right=True),
-        Col("time", right=True, droppable=1),
+        Col("time", right=True, droppable=3),
     )
     rows = [(job.name, *_cells(job, codes.get(job.name))) for job in jobs]
     best = min((row[5] for row in rows if row[5] != "-"), default=None, key=float)
     print_table(columns, rows, ["bold green" if row[5] == best else "" for row in rows])
-    typer.echo(f"runs are in {jobs[0].run.root.parent}")
+    sweep = jobs[0].run.root.parent
+    typer.echo(f"runs are in {sweep}; a picture of them: {shlex.join(['forgather', 'logs', 'plot', str(sweep)])}")
 
 
 def _cells(job: Job, code: int | None) -> list[str]:

@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,16 +22,17 @@ if TYPE_CHECKING:
 
     from forgather_cli.generation import Generator, Text
 
-PLAIN_WIDTH = 160  # columns of a table where it is written to no terminal
+_NO_TERMINAL = 100_000  # columns where nobody looks: a pipe gets every value whole, in one line
+_FOLDED = 16  # characters that a column which may fold keeps
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console that prints text as it is; ``PLAIN_WIDTH`` columns where it is no terminal."""
+    """A rich console that prints text as it is, to the width of the terminal; where it is none, no line ends early."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else PLAIN_WIDTH)
+    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _NO_TERMINAL)
 
 
 @dataclass(frozen=True)
@@ -40,42 +42,39 @@ class Col:
     title: str
     right: bool = False
     style: str = ""
+    fold: bool = False
+    """Names and sentences: they go on below themselves where the terminal is too narrow."""
     droppable: int = 0
-    """0 stays; where the terminal is too narrow, the columns with the largest number go first."""
+    """Where folding is not enough, the columns with the largest number are left out first, and those with 0 last."""
 
 
 def print_table(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
-    """Print rows under titles. What is too wide for the terminal loses columns, then folds its first column."""
+    """Print rows under titles. No value is cut: what is too wide for the terminal folds, then columns are left out, of
+    which a line below tells; the first one stays.
+    """
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table
 
     screen = console()
-    kept = _fitting(columns, rows, screen.width)
+    widths = [max(cell_len(text) for text in (c.title, *(row[n] for row in rows))) for n, c in enumerate(columns)]
+    needed = [min(width, _FOLDED) if c.fold else width for c, width in zip(columns, widths, strict=True)]
+    kept = list(range(len(columns)))
+    while len(kept) > 1 and sum(needed[n] + 3 for n in kept) > screen.width:  # 3 blanks between two in SIMPLE_HEAD
+        kept.remove(max(kept[1:], key=lambda n: (columns[n].droppable, n)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for n in kept:
-        column = columns[n]
-        table.add_column(
-            column.title,
-            justify="right" if column.right else "left",
-            style=column.style,
-            no_wrap=n > 0,
-            overflow="fold",
-        )
+        justify: Literal["left", "right"] = "right" if columns[n].right else "left"
+        folds = columns[n].fold or len(kept) == 1
+        table.add_column(columns[n].title, justify=justify, style=columns[n].style, no_wrap=not folds, overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(*(row[n] for n in kept), style=styles[number] if styles else "")
     screen.print(table)
-
-
-def _fitting(columns: Sequence[Col], rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Indices of the columns that fit side by side."""
-    widths = [max(len(line) for line in (c.title, *(row[n] for row in rows))) for n, c in enumerate(columns)]
-    kept = list(range(len(columns)))
-    while sum(widths[n] + 3 for n in kept) > width:  # three blanks between two columns, rich's SIMPLE_HEAD
-        worst = max(kept, key=lambda n: (columns[n].droppable, n))
-        if not columns[worst].droppable:
-            break
-        kept.remove(worst)
-    return kept
+    if left_out := [column.title for n, column in enumerate(columns) if n not in kept]:
+        names = ", ".join(left_out)
+        screen.print(
+            f"not shown at {screen.width} columns: {names}; a wider terminal or a pipe shows them", style="dim"
+        )
 
 
 def print_facts(facts: dict[str, str]) -> None:
@@ -176,6 +175,16 @@ def human_seconds(seconds: float | None) -> str:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def local_time(moment: str) -> str:
+    """A moment in ISO format as people are shown it; as it is where it is none."""
+    from forgather_cli.callbacks.console import TIME
+
+    try:
+        return datetime.fromisoformat(moment).astimezone().strftime(TIME)
+    except ValueError:
+        return moment
 
 
 def on_screen(text: str) -> str:

@@ -185,7 +185,7 @@ def _known(size: int | None) -> str:
 
 def _print_parameters(made: RunPlan) -> None:
     columns = (
-        Col("parameter"),
+        Col("parameter", fold=True),
         Col("shape", droppable=1),
         Col("numbers", right=True, droppable=2),
         Col("kind", droppable=3),
@@ -257,11 +257,11 @@ def print_fit(fit: Fit, config: Config, made: RunPlan) -> None:
     if fit.ways:
         typer.echo("To fit more:")
         columns = (
-            Col("settings"),
+            Col("settings", fold=True),
             Col("micro-batch", right=True),
             Col("memory", right=True),
             Col("step time", right=True, droppable=1),
-            Col("cost", droppable=2),
+            Col("cost", fold=True),
         )
         rows = []
         for way in fit.ways:

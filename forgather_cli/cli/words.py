@@ -63,10 +63,7 @@ def load_config_of(recipe: str, overrides: list[str], config_dir: Path | None, *
     from forgather_cli.config.decode import load_tree
     from forgather_cli.config.load import load_config, load_resumed
 
-    path = Path(recipe)
-    run = run_of(path) if path.is_dir() and step_of(path) is None else None
-    is_saved = re.fullmatch(r"config(\.\d+)?\.yaml", path.name)
-    saved = run.newest_config() if run is not None else path if is_saved else None
+    saved = saved_config(recipe)
     if saved is None:
         return load_config(recipe, overrides, config_dir=config_dir)
     reads = None if trust_config else GROUPS
@@ -74,6 +71,14 @@ def load_config_of(recipe: str, overrides: list[str], config_dir: Path | None, *
     if load_tree(saved).get("resume_from_checkpoint") is True:  # a later start of the run; a path is where it began
         new["resume_from_checkpoint"] = False
     return load_resumed(saved, overrides, config_dir=config_dir, edited=new, reads=reads)
+
+
+def saved_config(recipe: str) -> Path | None:
+    """The ``config.yaml`` that ``recipe`` means where it is a run, by its directory or one of its configs; else None."""
+    path = Path(recipe)
+    run = run_of(path) if path.is_dir() and step_of(path) is None else None
+    is_saved = re.fullmatch(r"config(\.\d+)?\.yaml", path.name)
+    return run.newest_config() if run is not None else path if is_saved else None
 
 
 def check_source(source: Path) -> None:

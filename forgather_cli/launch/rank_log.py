@@ -171,7 +171,7 @@ def rank_log(path: Path, *, terminal: bool = True) -> Iterator[LogFile]:
     """
     with contextlib.closing(LogFile(path)) as log, _copied(log) if terminal else _moved(log):
         handler = _CurrentStderr()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         logging.getLogger().addHandler(handler)
         logging.getLogger("forgather_cli").setLevel(logging.INFO)
         faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)

@@ -7,12 +7,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.report import style
 from forgather_cli.report.records import Record, is_number, metric_names, positions, read_records
-from forgather_cli.report.runs import differing, labels, settings_of
+from forgather_cli.report.runs import labels, settings_of
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FEW = 4  # runs, up to which there are thin lines
+_LETTERS = 12  # of a legend, for each inch of its width
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,16 @@ def draw_curves(runs: Sequence[RunDir], look: Look) -> Figure:
     from matplotlib.figure import Figure
 
     found = [_history(run, name, look.axis) for run, name in zip(runs, labels(runs), strict=True)]
-    names = list(dict.fromkeys(name for each in found for name in metric_names(each.records)))
+    logged = list(dict.fromkeys(name for each in found for name in metric_names(each.records)))
     problems = []
     for wanted in look.metrics:
-        if wanted not in names:
-            near = did_you_mean(wanted, names)
-            logged = f"{'Logged' if near else 'logged'}: {', '.join(names)}"
-            problems.append(f"--metric: nothing was logged as {wanted!r};{near} {logged}")
+        if wanted not in logged:
+            near = did_you_mean(wanted, logged)
+            known = f"{'Logged' if near else 'logged'}: {', '.join(logged)}"
+            problems.append(f"--metric: nothing was logged as {wanted!r};{near} {known}")
     if problems:
         raise ConfigError(problems)
-    panels = [panel for panel in PANELS if {*panel.metrics, *panel.points} & set(names)]
+    panels = [panel for panel in PANELS if {*panel.metrics, *panel.points} & set(logged)]
     if look.metrics:  # a panel for each alone
         panels = []
         for name in look.metrics:
@@ -83,17 +85,17 @@ def draw_curves(runs: Sequence[RunDir], look: Look) -> Figure:
             panels.append(Panel(name, line, points, unit))
     # two in a row; of an odd number the first is as wide as both, and higher
     wide, rows = len(panels) % 2, len(panels) // 2
-    height = (3.6 * wide + 2.6 * rows + 0.5 if rows else 4.6) + (
-        0.22 * math.ceil(len(found) / 3) if len(found) > 1 else 0
-    )
-    figure = Figure(figsize=(10.0 if rows else 8.0, height), layout="constrained")
+    width = 10.0 if rows else 8.0
+    names = [fill(each.name, int(_LETTERS * width) - 7) for each in found] if len(found) > 1 else []
+    height = (3.6 * wide + 2.6 * rows + 0.5 if rows else 4.6) + 0.16 * sum(name.count("\n") + 1 for name in names)
+    figure = Figure(figsize=(width, height), layout="constrained")
     cells: Any = [[0, 0]] * wide + [[n, n + 1] for n in range(wide, len(panels), 2)]
     placed = figure.subplot_mosaic(cells, height_ratios=[1.35] * wide + [1.0] * rows)
     places = [placed[n] for n in range(len(panels))]
     for panel, axes in zip(panels, places, strict=True):
         _draw_panel(axes, panel, found, look)
     _scale_x(places, found, look)
-    _legend(figure, places, runs, found)
+    _legend(figure, places, runs, names)
     return figure
 
 
@@ -114,27 +116,25 @@ def _scale_x(places: Sequence[Axes], found: Sequence[History], look: Look) -> No
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.si(value / size)))
 
 
-def _legend(figure: Figure, places: Sequence[Axes], runs: Sequence[RunDir], found: Sequence[History]) -> None:
-    """The title, and below it a line for each run and what the marks mean.
+def _legend(figure: Figure, places: Sequence[Axes], runs: Sequence[RunDir], names: Sequence[str]) -> None:
+    """The title, and below it the ``names`` of several runs and what the marks mean.
 
     It is the legend's own: a title of the figure would stand where constrained layout puts the legend.
     """
     recipes = {str(settings_of(run).get("recipe") or "") for run in runs} - {""}
     recipe = f"recipe {recipes.pop()}" if len(recipes) == 1 else ""
     if len(runs) == 1:
-        title = "   ".join(filter(None, (style.shortened(str(runs[0].root), 70), recipe)))
+        title = "   ".join(filter(None, (str(runs[0].root), recipe)))
     else:
-        keys = list(dict.fromkeys(key for each in differing(runs) for key in each))
-        told = [key for key in keys if any(f"{key}=" in each.name for each in found)]
-        by = f" by {' and '.join(told)}" if told else ""
-        title = f"{len(runs)} runs{by}{f', {recipe}' if recipe else ''}"
-    names = [style.shortened(each.name, 60) for each in found] if len(found) > 1 else []
+        title = ", ".join(filter(None, (f"{len(runs)} runs", recipe)))
+    room = int(_LETTERS * figure.get_figwidth())
     entries = [_entry(name, color=style.colour(n), linestyle=style.dash(n)) for n, name in enumerate(names)]
-    entries += _marks(places, alone=len(found) == 1)
-    longest = max((len(str(entry.get_label())) for entry in entries), default=0)
-    room = int(12 * figure.get_figwidth())  # letters
-    columns = max(1, min(len(entries), room // (longest + 7)))
-    legend = figure.legend(handles=entries, title=title, loc="outside upper left", ncols=columns, alignment="left")
+    entries += _marks(places, alone=not names)
+    lines = [line for entry in entries for line in str(entry.get_label()).split("\n")]
+    columns = max(1, min(len(entries), room // (max(map(len, lines), default=0) + 7)))
+    legend = figure.legend(
+        handles=entries, title=fill(title, room), loc="outside upper left", ncols=columns, alignment="left"
+    )
     legend.get_title().set_fontsize(12)
 
 

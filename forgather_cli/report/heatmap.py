@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 from forgather_cli.errors import SetupError
@@ -74,7 +75,7 @@ def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
     for axes, each in zip(places, found, strict=True):
         mesh = _draw(axes, each, scale)
         if len(found) > 1:
-            axes.set_title(each.run)
+            axes.set_title(fill(each.run, 45))
     for axes in places[1:]:
         if found[0].names == found[-1].names:
             axes.tick_params(labelleft=False)
@@ -85,7 +86,7 @@ def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
     bar.ax.xaxis.set_minor_locator(NullLocator())
     bar.ax.xaxis.set_major_formatter(FuncFormatter(style.plain))
     where = f"{runs[0].root}   " if len(runs) == 1 else ""
-    figure.suptitle(f"{where}{_TITLES[kind]}", x=0.01, ha="left")
+    figure.suptitle(fill(f"{where}{_TITLES[kind]}", int(11 * figure.get_figwidth())), x=0.01, ha="left")
     return figure
 
 

@@ -107,13 +107,16 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def _name_the_option(group: str, runs: Sequence[RunDir], found: list[Settings]) -> None:
-    """Replace many differing settings of a group by the option's name, where every start has named one."""
+    """Replace many differing settings of a group by the option's name, where that tells the same runs apart."""
     keys = {key for each in found for key in each if key.startswith(f"{group}.")}
     if len(keys) < _MANY:
         return
     words = [dict(word.partition("=")[::2] for word in _tree(run.origin).get("overrides") or []) for run in runs]
-    if not all(group in word for word in words):
-        return
+    of_option: dict[str, Settings] = {}
+    for word, each in zip(words, found, strict=True):
+        own = {key: value for key, value in each.items() if key in keys}
+        if group not in word or of_option.setdefault(str(word[group]), own) != own:
+            return
     for word, each in zip(words, found, strict=True):
         for key in keys & each.keys():
             del each[key]
@@ -137,29 +140,13 @@ def _text(value: Any) -> str:
 
 
 def labels(runs: Sequence[RunDir]) -> list[str]:
-    """A short name for each run, different ones: the settings that, one after another, tell most of them apart, else
-    their directories."""
+    """A name for each run, different ones: all settings that differ, and where those are alike its directory."""
     if len(runs) == 1:
         return [_directory_names(runs)[0]]
-    found = differing(runs)
-    keys = list(dict.fromkeys(key for each in found for key in each))
-    chosen: list[str] = []
-
-    def kinds(*more: str) -> int:
-        return len({tuple(each.get(key) for key in (*chosen, *more)) for each in found})
-
-    while rest := [key for key in keys if key not in chosen]:
-        best = max(rest, key=kinds)
-        if kinds(best) == kinds():
-            break
-        chosen.append(best)
-    keys = [key for key in keys if key in chosen]
-    names = [", ".join(f"{key}={each[key]}" for key in keys if key in each) for each in found]
-    places = _directory_names(runs)
-    many = Counter(names)
-    alike = [name for name in names if many[name] > 1 or not name]
+    names = [", ".join(f"{key}={value}" for key, value in each.items()) for each in differing(runs)]
+    many, places = Counter(names), _directory_names(runs)
     return [
-        name if name not in alike else f"{name} ({place})" if name else place
+        name if name and many[name] == 1 else f"{name} ({place})" if name else place
         for name, place in zip(names, places, strict=True)
     ]
 

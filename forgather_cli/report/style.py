@@ -84,11 +84,6 @@ def plain(value: float, _: Any = None) -> str:
     return f"{value:.4g}"
 
 
-def shortened(text: str, longest: int) -> str:
-    """The end of a text that is too long: of a path the part that tells."""
-    return text if len(text) <= longest else f"...{text[3 - longest :]}"
-
-
 def duration_unit(longest: float) -> tuple[float, str]:
     """Seconds per unit, and the unit in which ``longest`` seconds are a handy number."""
     return next(((size, name) for size, name in ((3600.0, "h"), (60.0, "min")) if longest >= 2 * size), (1.0, "s"))

@@ -83,9 +83,9 @@ def _print_paths(run: RunDir) -> None:
 
 
 def _place(info: CheckpointInfo, note: str = "") -> str:
-    """``RUN/checkpoints/step-00000060  eval_loss 2.7729``; the training loss where that was not measured."""
+    """``RUN/checkpoints/step-00000060  eval_loss 2.7729``; the loss of that step alone where that was not measured."""
     rule = info.best_by
-    name, value = (rule.metric, rule.value(info.metrics)) if rule else ("loss", None)
+    name, value = (rule.metric, rule.value(info.metrics)) if rule else ("", None)
     if value is None:
-        name, value = "loss", info.metrics.get("loss")
+        name, value = "step loss", info.metrics.get("loss")
     return f"{info.path}  {name} {value:.4f}{note}" if value is not None else f"{info.path}{note}"

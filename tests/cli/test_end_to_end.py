@@ -233,7 +233,7 @@ def test_on_a_terminal_everything_is_aligned_and_control_c_leaves_it_clean(corpu
     newest = RunDir(Path("run")).checkpoint_steps()[-1]
     place = lines.index("run      run")
     assert re.fullmatch(
-        rf"newest   run/checkpoints/step-{newest:08d}  (eval_)?loss \d\.\d{{4}}( \(best\))?", lines[place + 1]
+        rf"newest   run/checkpoints/step-{newest:08d}  (eval_|step )loss \d\.\d{{4}}( \(best\))?", lines[place + 1]
     )
     assert lines[-2].endswith(f"to resume from step {newest}:")
     assert lines[-1] == "forgather resume run"

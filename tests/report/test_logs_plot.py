@@ -98,7 +98,7 @@ def test_several_runs_are_told_apart_by_the_setting_that_differs(tmp_path: Path)
     runs = [logged(tmp_path / f"{rate}", start=4 + 100 * rate, learning_rate=rate) for rate in rates]
     figure = drawn(runs)
     assert legend(figure) == [
-        "8 runs by learning_rate, recipe default", *(f"learning_rate={rate:g}" for rate in rates), "evaluation",
+        "8 runs, recipe default", *(f"learning_rate={rate:g}" for rate in rates), "evaluation",
     ]  # fmt: skip
     assert [line[0][1] for line in lines(figure, "loss")] == [4 + 100 * rate for rate in rates]
     colours = [line.get_color() for line in figure.axes[0].get_lines() if line.get_label() == "loss"]

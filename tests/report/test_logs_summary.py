@@ -69,7 +69,7 @@ def test_a_directory_of_runs_is_a_table_with_the_settings_that_differ(
     assert summaries(capsys, str(sweep / "lr-*")) == found  # a pattern that the shell left alone
     assert forgather("logs", "summary", str(sweep), "--markdown") == 0
     head, rule, *rows = capsys.readouterr().out.splitlines()
-    assert head.startswith("| run | learning_rate | step | first | loss |")
+    assert head.startswith("| run | learning_rate | step | first loss | mean loss |")
     assert rule.startswith("| --- | ---: |")
     assert rows[2].split(" | ")[1:5] == ["0.003", "20/100", "2.9000", "2.0000"]
 
@@ -144,13 +144,17 @@ def test_options_are_named_by_their_group_and_what_only_one_has_is_left_out(tmp_
     ]  # fmt: skip
 
 
-def test_labels_have_the_fewest_settings_that_tell_runs_apart(tmp_path: Path) -> None:
+def test_labels_have_all_settings_that_differ_those_of_data_too(tmp_path: Path) -> None:
+    tokenizers = {"bytes": 257, "bpe": 4096}
     runs = [
-        RunDir(make_run(tmp_path / f"{rate}/{seed}", [1.0], learning_rate=rate, weight_decay=rate * 10, seed=seed))
-        for rate in (0.001, 0.01)
-        for seed in (1, 2)
+        RunDir(make_run(tmp_path / name, [1.0], ("data=text",), learning_rate=rate, data__tokenizer=name,
+                        data__files=[f"{name}.txt"], data__bpe_vocab_size=tokenizers[name]))
+        for rate, name in ((0.001, "bytes"), (0.01, "bpe"))
+    ]  # fmt: skip
+    assert [set(label.split(", ")) for label in labels(runs)] == [
+        {"learning_rate=0.001", "tokenizer=bytes", "files=bytes.txt", "bpe_vocab_size=257"},
+        {"learning_rate=0.01", "tokenizer=bpe", "files=bpe.txt", "bpe_vocab_size=4096"},
     ]
-    assert labels(runs)[0] == "learning_rate=0.001, seed=1"  # weight_decay tells no more
     alike = [RunDir(make_run(tmp_path / f"{name}/run", [1.0])) for name in ("x", "y")]
     assert labels(alike) == ["x/run", "y/run"]
 
