@@ -119,7 +119,8 @@ def merge(defaults: Mapping[str, Column], changes: Mapping[str, Mapping[str, Any
             continue
         label = str(change.get("label", name))
         column = merged.get(name) or Column(name, label, width=max(9, len(label)))
-        merged[name] = replace(column, wanted=True, **change)
+        column = replace(column, wanted=True, **change)
+        merged[name] = replace(column, width=max(column.width, len(column.label)))
     return merged
 
 
@@ -139,7 +140,7 @@ def fit(columns: Iterable[Column], width: int) -> list[Column]:
 
 
 def header(columns: Iterable[Column]) -> str:
-    return SEPARATOR.join(f"{column.label[: column.width]:>{column.width}}" for column in columns)
+    return SEPARATOR.join(f"{column.label:>{column.width}}" for column in columns)
 
 
 def row(columns: Iterable[Column], values: Mapping[str, Any]) -> str:

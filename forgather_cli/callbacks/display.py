@@ -26,7 +26,7 @@ def evaluation_prefix(logs: Logs) -> str | None:
 
 
 def evaluation_entries(metrics: Logs) -> tuple[str, list[tuple[str, str]]]:
-    """(prefix, (label, value) of each metric): important ones first, since a narrow terminal leaves out the last."""
+    """(prefix, (label, value) of each metric), important ones first."""
     prefix = evaluation_prefix(metrics) or "eval"
     values = {k.removeprefix(f"{prefix}_"): v for k, v in metrics.items() if k.startswith(f"{prefix}_")}
     runtime, speed = values.pop("runtime", None), values.pop("samples_per_second", None)
@@ -54,7 +54,7 @@ class PlainDisplay:
     def start(self, step: int, max_steps: int) -> None:
         """Training begins at ``step``; ``max_steps`` <= 0 when the end is not known."""
         of = f" of {max_steps}" if max_steps > 0 else ""
-        self.note(f"training from step {step}{of}")
+        self.note(f"training from step {step}{of}; each loss is the mean since the line before")
 
     def advance(self, step: int) -> None: ...
 
@@ -97,6 +97,7 @@ class TerminalDisplay:
         self._header_interval = header_interval
         self._seen = {"tok_per_sec", "step_time"}  # from the first row on, though their first values come later
         self._header: list[Column] = []
+        self._left_out: list[str] | None = None
         self._rows = 0
         self._bar: Progress | None = None
         self._train: TaskID | None = None
@@ -136,6 +137,11 @@ class TerminalDisplay:
     def log(self, logs: Logs, max_steps: int) -> None:
         self._seen.update(logs)
         columns = fit((c for c in self._columns if c.name in self._seen), self._console.width)
+        left_out = [c.label for c in self._columns if c.name in self._seen and c not in columns]
+        if left_out != self._left_out:  # None before the first row
+            self._left_out = left_out
+            narrow = f"; not shown at {self._console.width} columns: {', '.join(left_out)}" if left_out else ""
+            self._console.print(f"each loss is the mean since the row before{narrow}", style="dim", markup=False)
         if columns != self._header or self._rows >= self._header_interval:
             self._line(header(columns), "bold cyan")
             self._header, self._rows = columns, 0
@@ -159,7 +165,10 @@ class TerminalDisplay:
                 entries = [entry for entry in entries if entry[0] != "loss"]
         for label, value in entries:
             more = f"{SEPARATOR}{label} {value}"
-            text = text + more if len(text + more) <= self._console.width else text
+            if len(text + more) > self._console.width:
+                self._line(text, "green")
+                text = " " * (len(start) - len(SEPARATOR))
+            text += more
         self._line(text, "green")
 
     def final(self, entries: list[tuple[str, str]]) -> None:

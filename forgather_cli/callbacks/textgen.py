@@ -23,8 +23,7 @@ from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
-_MAX_LINES = 6
-_MAX_WIDTH = 100  # characters of a line in a file; on a terminal its width counts
+_MAX_LINES = 6  # on a terminal
 _PATH = "callbacks.textgen.prompts"
 
 
@@ -143,13 +142,13 @@ def _that_of_rank_0(group: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 def _show(prompt: str, completion: str, title: str, stream: StreamName) -> None:
-    """The first lines of a sample, each cut to the width; all of it is in ``samples.txt``."""
+    """On a terminal the first lines of a sample, each cut to the width (all of it is in ``samples.txt``); else all."""
     text = printable(prompt + completion, stream)
     lines = [line.expandtabs(4) for line in text.splitlines() if line.strip()]
-    more = f" (first {_MAX_LINES} of {len(lines)} lines)" if len(lines) > _MAX_LINES else ""
     if is_terminal(stream):
         from rich.text import Text
 
+        more = f" (first {_MAX_LINES} of {len(lines)} lines)" if len(lines) > _MAX_LINES else ""
         say(f"{title}{more}", stream, "magenta")
         for number, line in enumerate(lines[:_MAX_LINES]):
             bold = len(prompt.split("\n")[0]) if number == 0 else 0  # the prompt's first line
@@ -157,5 +156,4 @@ def _show(prompt: str, completion: str, title: str, stream: StreamName) -> None:
             cut = Text.assemble(bar, (line[:bold], "bold"), line[bold:])
             console(stream).print(cut, no_wrap=True, overflow="ellipsis", crop=True)
     else:
-        shown = [line[:_MAX_WIDTH] for line in lines[:_MAX_LINES]]
-        say("\n".join([f"{timestamp()} {title}{more}:", *(f"    {line}" for line in shown)]), stream)
+        say("\n".join([f"{timestamp()} {title}:", *(f"    {line}" for line in lines)]), stream)

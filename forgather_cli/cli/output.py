@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from forgather_cli.generation import Generator, Text
 
-_NO_TERMINAL = 100_000  # columns where nobody looks: a pipe gets every value whole, in one line
+NO_TERMINAL = 100_000  # columns where nobody looks: a pipe gets every value whole, in one line
 _FOLDED = 16  # characters that a column which may fold keeps
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
@@ -32,7 +32,7 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _NO_TERMINAL)
+    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else NO_TERMINAL)
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,8 @@ def print_table(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: S
         table.add_row(*(row[n] for n in kept), style=styles[number] if styles else "")
     screen.print(table)
     if left_out := [column.title for n, column in enumerate(columns) if n not in kept]:
-        names = ", ".join(left_out)
-        screen.print(
-            f"not shown at {screen.width} columns: {names}; a wider terminal or a pipe shows them", style="dim"
-        )
+        how = "a wider terminal or a pipe shows them"
+        screen.print(f"not shown at {screen.width} columns: {', '.join(left_out)}; {how}", style="dim")
 
 
 def print_facts(facts: dict[str, str]) -> None:

@@ -74,7 +74,7 @@ def load_config_of(recipe: str, overrides: list[str], config_dir: Path | None, *
 
 
 def saved_config(recipe: str) -> Path | None:
-    """The ``config.yaml`` that ``recipe`` means where it is a run, by its directory or one of its configs; else None."""
+    """The ``config.yaml`` that ``recipe`` means if that is a run, by its directory or a config of it."""
     path = Path(recipe)
     run = run_of(path) if path.is_dir() and step_of(path) is None else None
     is_saved = re.fullmatch(r"config(\.\d+)?\.yaml", path.name)

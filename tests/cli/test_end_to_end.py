@@ -297,7 +297,7 @@ def test_what_is_read_fits_80_columns_or_is_one_json_document(
     captured = capsys.readouterr()
     assert json.loads(captured.out)
     assert captured.err == ""
-    monkeypatch.setattr("forgather_cli.cli.output.PLAIN_WIDTH", 80)
+    monkeypatch.setattr("forgather_cli.cli.output.NO_TERMINAL", 80)
     assert forgather(*words) == 0
     shown = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80

@@ -1,0 +1,129 @@
+"""No table cuts a value: at 80 columns names fold and columns are left out by name; a pipe gets all."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import saving
+from program import forgather
+from test_logs_summary import make_run
+
+from forgather_cli.control import registry
+from forgather_cli.launch.signals import STOP_SIGNALS
+
+SWEEP = "outputs/pretrain_on_the_corpus_of_the_department/sweep-0a1b2c3d"
+RUNS = [f"{SWEEP}/learning_rate=0.00{n},weight_decay=0.1-{n}e5f6a7b" for n in (1, 2)]
+JOBS = [f"job_20261122-15303{n}_node-17.cluster.of.the.department_123{n}" for n in (1, 2)]
+JOB = "learning_rate=0.00200001"
+SWEEP_AGAIN = "train data=synthetic model=nano max_steps=30 learning_rate=0.001,0.00200001 weight_decay=0.1,0.25 -m"
+COMMANDS = {  # and what must stand there whole
+    "logs summary outputs": [*RUNS, "12345.6789", "corpora/second.jsonl", "weight_decay"],
+    f"checkpoint list {RUNS[0]}": ["12345.6789", "20"],
+    f"checkpoint inspect {RUNS[0]}": ["model.layers.10.bias", "optimizer/optimizer.safetensors"],
+    "plan data=synthetic model=nano trainer=pipeline n_microbatches=4 --params": [
+        "model.layers.1.post_attention_layernorm.weight", "memory of the rank", "embedding, 0",
+    ],
+    "plan data=synthetic model=tiny --fit --memory 800MiB": ["micro-batch", "gradient_checkpointing=true"],
+    "config options trainer": ["Pipeline parallel: every rank holds some of the layers."],
+    "config recipes": ["pretrain_1b_accelerate"],
+    f"config diff {RUNS[0]} {RUNS[1]}": [*RUNS, "learning_rate", "data.files", "[corpora/second.jsonl]"],
+    "control list": [*JOBS, *RUNS],
+    SWEEP_AGAIN: [JOB, "12345.6789"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two runs whose names differ at their ends, jobs of theirs that have ended, and a sweep that is done."""
+    root = tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setenv("XDG_CONFIG_HOME", str(root / "config"))
+        for n, (run, data) in enumerate(zip(RUNS, ("first", "second"), strict=True), start=1):
+            make_run(Path(run), [2.0, 12345.6789], learning_rate=n / 1000, weight_decay=n / 10, data__type="text",
+                     data__files=[f"corpora/{data}.jsonl"], data__tokenizer=data)  # fmt: skip
+            with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+                start = registry.start_of(process.pid)
+                process.kill()
+            where = str(root / run)
+            registry.register(
+                registry.Entry(JOBS[n - 1], "127.0.0.1", socket.gethostname(), 1, process.pid, str(start),
+                               f"2026-11-22T15:30:3{n}", where, where), "a" * 64)  # fmt: skip
+        saving.saved_run(Path(RUNS[0]), 20, metrics={"loss": 12345.6789, "eval_loss": 2.5})
+        yield root
+
+
+def columns(text: str) -> list[str]:
+    """Every column of every table, its title first, without blanks and line ends, so that nothing tells of folds."""
+    found = []
+    for head, body in re.findall(r"((?: *\S.*\n)+) ─+ *\n((?: *\S.*\n)*)", text):
+        lines = (head + body).splitlines()
+        used = "".join("x" if any(line[n : n + 1].strip() for line in lines) else " " for n in range(len(lines[0])))
+        for part in re.finditer("x+( {1,2}x+)*", used):
+            found.append("".join("".join(line[slice(*part.span())].split()) for line in lines))
+    return found
+
+
+class Terminal80(io.StringIO):
+    """Of 80 columns, with TERM=dumb."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: "-".join(command.split()[:2]))
+def test_no_value_is_cut(place: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(place / "config"))
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "80")
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+
+    def output(stream: io.StringIO, *words: str) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            assert forgather(*words) == 0
+        return stream.getvalue()
+
+    if command == SWEEP_AGAIN:
+        for job in json.loads(output(io.StringIO(), *command.split(), "--dry-run", "--json")):
+            run = make_run(Path(job["dir"]), [2.0, 12345.6789])
+            (run / "exit.json").write_text(json.dumps(
+                {"state": "done", "code": 0, "reason": "", "step": 20, "time": "2026-11-22T15:30:05+00:00"}
+            ))  # fmt: skip
+    piped, narrow = output(io.StringIO(), *command.split()), output(Terminal80(), *command.split())
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+    assert [value for value in COMMANDS[command] if not any(value in line for line in piped.splitlines())] == []
+    assert "not shown" not in piped
+    assert "…" not in piped + narrow
+    told = re.findall(r"not shown at 80 columns: ([^;]*);", " ".join(narrow.split()))
+    left_out = [title.replace(" ", "") for each in told for title in each.split(", ")]
+    whole = columns(piped)
+    assert whole
+    shown = columns(narrow)
+    assert set(shown) <= set(whole)
+    for each in set(whole) - set(shown):
+        assert any(each.startswith(title) for title in left_out), each
+    assert len(shown) + len(left_out) == len(whole)
+    assert max(len(line.rstrip()) for line in narrow.splitlines() if "─" in line) <= 80
+
+
+def test_two_jobs_are_told_apart_at_80_columns(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(place / "config"))
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "stdout", screen := Terminal80())
+    assert forgather("control", "list") == 0
+    shown = columns(screen.getvalue())
+    assert {"".join(["job", *JOBS]), "".join(["rundirectory", *RUNS])} <= set(shown)
