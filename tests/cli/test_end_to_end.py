@@ -269,11 +269,10 @@ def test_in_a_file_everything_is_said_once_and_in_plain_lines(trained: Path) -> 
     assert re.fullmatch(rf"newest   {trained}/checkpoints/step-00000008  eval_loss \d\.\d{{4}} \(best\)", lines[-1])
 
 
-def test_samples_are_short_on_the_screen_and_whole_in_the_file(trained: Path) -> None:
+def test_samples_are_in_the_log_and_in_a_file(trained: Path) -> None:
     log = (trained / "logs/rank-0.log").read_text().splitlines()
     shown = log[log.index(next(line for line in log if "sample 1 at step 8" in line)) + 1 :]
-    count = next(n for n, line in enumerate(shown) if not line.startswith("    "))
-    assert 1 <= count <= 6
+    assert shown[0].startswith("    ")
     samples = (trained / "samples.txt").read_text()
     assert samples.count("=== step") == 2
     assert samples.count("--- 2 ---") == 2
