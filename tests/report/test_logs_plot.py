@@ -233,6 +233,18 @@ def test_the_command_writes_png_and_svg_and_says_where(tmp_path: Path, capsys: p
     assert out.read_bytes() == first
 
 
+def test_a_run_of_a_sweep_that_has_logged_nothing_is_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rate in (0.001, 0.01):
+        logged(tmp_path / f"sweep/{rate}", 4, learning_rate=rate)
+    make_run(tmp_path / "sweep/refused", [], learning_rate=1.0)
+    out = tmp_path / "sweep.svg"
+    assert forgather("logs", "plot", str(tmp_path / "sweep"), "-o", str(out)) == 0
+    assert str(tmp_path / "sweep/refused") in capsys.readouterr().err
+    assert "learning_rate=0.001" in out.read_text()
+
+
 def test_mistakes_are_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(logged(tmp_path / "run", 4).root)
     empty = str(make_run(tmp_path / "empty", []))
