@@ -9,6 +9,7 @@ import typer
 
 from forgather_cli import __version__
 from forgather_cli.cli import (
+    cache,
     checkpoint,
     config,
     control,
@@ -72,6 +73,7 @@ app.add_typer(control.app, name="control")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(runs.app, name="runs")
 app.add_typer(logs.app, name="logs")
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> NoReturn:
