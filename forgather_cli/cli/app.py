@@ -13,6 +13,7 @@ from forgather_cli.cli import (
     checkpoint,
     config,
     control,
+    doctor,
     evaluate,
     finalize,
     generate,
@@ -74,6 +75,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(runs.app, name="runs")
 app.add_typer(logs.app, name="logs")
 app.add_typer(cache.app, name="cache")
+app.command("doctor", cls=Command)(doctor.doctor)
 
 
 def main() -> NoReturn:
