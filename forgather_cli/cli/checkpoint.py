@@ -195,7 +195,10 @@ def average(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="SOURCE...", help="Checkpoints or model directories; with --last one run.", show_default=False
+            metavar="SOURCE...",
+            help="Checkpoints or model directories; with --last one run.",
+            callback=or_latest,
+            show_default=False,
         ),
     ],
     out: Annotated[

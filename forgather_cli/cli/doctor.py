@@ -52,10 +52,13 @@ def doctor(as_json: AsJson = False) -> None:
     findings: list[Finding] = []
     with only_json(as_json):
         facts = _packages(findings)
-        facts |= _devices(findings, facts["extras"])
-        facts |= _compiler(findings)
-        facts |= _room(findings)
-        _leftovers(findings)
+        try:
+            facts |= _devices(findings, facts["extras"])
+            facts |= _compiler(findings)
+            facts |= _room(findings)
+            _leftovers(findings)
+        except ImportError as error:  # of a package that Forgather needs; what comes after it is left out
+            findings.append(Finding("error", f"{error.name} cannot be imported ({error})", "install Forgather again"))
     has_error = any(finding.weight == "error" for finding in findings)
     if as_json:
         print_json({**facts, "findings": [asdict(finding) for finding in findings], "can_train": not has_error})
@@ -70,8 +73,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _page(facts: Facts) -> dict[str, str]:
-    """The facts for people, a line for each label."""
-    versions, extras, cpu = facts["versions"], facts["extras"], facts["cpu"]
+    """The facts for people, a line for each label; what could not be looked at is left out."""
+    versions, extras = facts["versions"], facts["extras"]
     missing = [name for name, packages in extras.items() if None in packages.values()]
     there = [f"{package} {version}" for each in extras.values() for package, version in each.items() if version]
     others = [f"{name} {version or 'MISSING'}" for name, version in versions.items() if name not in _FIRST]
@@ -79,21 +82,24 @@ def _page(facts: Facts) -> dict[str, str]:
         "versions": ", ".join(f"{name} {versions.get(name)}" for name in _FIRST) + f" ({sys.executable})",
         "packages": ", ".join(others),
         "extras": "; ".join([", ".join(there) or "none"] + [f"not installed: {', '.join(missing)}"] * bool(missing)),
-        "processor": f"{cpu['name']}, {cpu['cores']} cores; {', '.join(cpu['instructions']) or 'no fast instructions'}",
     }
-    for device in facts["devices"]:
+    if "cpu" in facts:
+        cpu = facts["cpu"]
+        fast = ", ".join(cpu["instructions"]) or "no fast instructions"
+        page["processor"] = f"{cpu['name']}, {cpu['cores']} core{'s' * (cpu['cores'] > 1)}; {fast}"
+    for device in facts.get("devices", []):
         memory = f", {human_bytes(device['memory_bytes'])}" if device.get("memory_bytes") else ""
         capability = f", capability {device['capability']}" if device.get("capability") else ""
         runs = ", ".join(f"{name} {how}" for name, how in device["runs"].items())
         page[device["name"]] = f"{device['about']}{memory}{capability}{': ' if runs else ''}{runs}"
-    compiler, room = facts["compiler"], facts["room"]
-    page["torch.compile"] = compiler["cxx"] or "no C++ compiler"
-    page["memory"] = f"{human_bytes(facts['memory']['free_bytes'])} of {human_bytes(facts['memory']['bytes'])} free"
-    for name, place in room.items():
-        holds = f", holds {human_bytes(place['bytes'])}" if place["bytes"] else ""
-        page[name] = f"{place['path']}: {human_bytes(place['free_bytes'])} free{holds}"
-    ports = facts["ports"]
-    page["control ports"] = f"{ports['first']} to {ports['last']}: {ports['free']} free"
+    if "room" in facts:
+        ports = facts["ports"]
+        page["torch.compile"] = facts["compiler"]["cxx"] or "no C++ compiler"
+        page["memory"] = f"{human_bytes(facts['memory']['free_bytes'])} of {human_bytes(facts['memory']['bytes'])} free"
+        for name, place in facts["room"].items():
+            holds = f", holds {human_bytes(place['bytes'])}" if place["bytes"] else ""
+            page[name] = f"{place['path']}: {human_bytes(place['free_bytes'])} free{holds}"
+        page["control ports"] = f"{ports['first']} to {ports['last']}: {ports['free']} free"
     return page
 
 
@@ -187,7 +193,7 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
     bf16 = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
     fp16 = any(flag in flags for flag in ("avx512_fp16", "amx_fp16"))
     threads = torch.get_num_threads()
-    devices.append({"name": "cpu", "about": f"{threads} threads",
+    devices.append({"name": "cpu", "about": f"{threads} thread{'s' * (threads > 1)}",
                     "runs": runs(torch.device("cpu"), bf16=bf16, fp16=fp16)})  # fmt: skip
     if torch.backends.mps.is_available():
         devices.append({"name": "mps", "about": "only with device=mps, on which nothing was tested", "runs": {}})

@@ -103,13 +103,20 @@ def test_all_ports_taken_is_a_warning(machine: Path, capsys: pytest.CaptureFixtu
         assert "callbacks.control.port" in capsys.readouterr().out
 
 
-def test_a_torch_that_cannot_be_imported_and_a_place_that_cannot_be_written_are_errors(machine: Path) -> None:
-    (machine / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+@pytest.mark.parametrize(
+    ("package", "error", "told"),
+    [
+        ("torch", "OSError('libcudart.so.13: not found')", "torch cannot be imported (libcudart.so.13: not found)"),
+        ("h11", "ModuleNotFoundError('no h11', name='h11')", "h11 cannot be imported (no h11)"),
+    ],
+)
+def test_what_keeps_from_training_is_an_error(package: str, error: str, told: str, machine: Path) -> None:
+    (machine / f"{package}.py").write_text(f"raise {error}")
     (machine / "outputs").write_text("a file")
     done = subprocess.run(
         [sys.executable, "-m", "forgather_cli", "doctor"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert "error: torch cannot be imported (libcudart.so.13: cannot open shared object file)" in done.stdout
-    assert "error: " + str(machine / "outputs") in done.stdout
+    assert f"error: {told}" in done.stdout
+    assert package != "torch" or f"error: {machine / 'outputs'} cannot be written" in done.stdout
     assert "this machine can train" not in done.stdout
