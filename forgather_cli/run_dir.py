@@ -12,6 +12,8 @@ from forgather_cli.input_files import read_yaml
 
 _STEP = re.compile(r"step-(\d{8,})$")
 _LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml$")
+_PASSING = re.compile(r".+-rank-\d+\.pickle|\.before-.+|\..+\.deleted")
+"""Names of memory snapshots, and of what a start or a removal has hidden."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -73,6 +75,8 @@ class RunDir:
     """ProfilerCallback's traces and tables."""
     trackers = _In("trackers", logging=True)
     """Files of trackers that keep some."""
+    plots = _In("plots")
+    """Pictures that ``forgather logs plot`` has drawn."""
 
     def later_config(self, n: int) -> Path:
         """The resolved config of the n-th later start, n >= 1."""
@@ -131,6 +135,16 @@ class RunDir:
             f"{self.root}: a start with overwrite_output_dir=true has not come to its first step; the run from before "
             f"it lies in {self.set_aside.name}, and comes back with the next forgather resume {self.root}"
         )
+
+    def own_files(self) -> list[Path]:
+        """What Forgather has written into ``root``, the lock and the first config last. Reads the directory."""
+        names = [each._name for each in vars(RunDir).values() if isinstance(each, _In)]
+        own = [
+            path
+            for path in sorted(self.root.iterdir())
+            if path.name in names or _LATER_CONFIG.match(path.name) or _PASSING.fullmatch(path.name)
+        ]
+        return sorted(own, key=lambda path: path in (self.config, self.lock))
 
     def is_used(self) -> bool:
         """True if a run has left metrics or checkpoints here. Reads the directory."""

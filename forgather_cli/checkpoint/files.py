@@ -125,8 +125,11 @@ def hash_range(path: Path, start: int, stop: int) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files below a directory; files that vanish meanwhile count nothing."""
+    """Bytes of a file, or of all files below a directory; files that vanish meanwhile count nothing."""
     size = 0
+    if not path.is_dir():
+        with contextlib.suppress(OSError):
+            size = os.lstat(path).st_size
     for folder, _, names in os.walk(path):
         for name in names:
             with contextlib.suppress(OSError):

@@ -8,7 +8,21 @@ from typing import Annotated, NoReturn
 import typer
 
 from forgather_cli import __version__
-from forgather_cli.cli import checkpoint, config, control, evaluate, finalize, generate, logs, plan, resume, train
+from forgather_cli.cli import (
+    cache,
+    checkpoint,
+    config,
+    control,
+    doctor,
+    evaluate,
+    finalize,
+    generate,
+    logs,
+    plan,
+    resume,
+    runs,
+    train,
+)
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.errors import ForgatherError
 from forgather_cli.launch.error_report import report_error
@@ -58,7 +72,10 @@ app.command("generate", cls=Command)(generate.generate)
 app.command("finalize", cls=Command)(finalize.finalize)
 app.add_typer(control.app, name="control")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(runs.app, name="runs")
 app.add_typer(logs.app, name="logs")
+app.add_typer(cache.app, name="cache")
+app.command("doctor", cls=Command)(doctor.doctor)
 
 
 def main() -> NoReturn:

@@ -24,7 +24,7 @@ from forgather_cli.cli.output import (
     print_table,
 )
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.cli.words import Overrides, TrustConfig, check_overrides, quoted
+from forgather_cli.cli.words import Overrides, RunPath, TrustConfig, check_overrides, or_latest, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
 from forgather_cli.run_dir import RunDir, run_of
 
@@ -37,16 +37,28 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Group, help="Look at checkpoints and mend them.", no_args_is_help=True)
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run for its newest one.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A checkpoint, or a run (latest: the newest here) for its newest one.",
+        callback=or_latest,
+        show_default=False,
+    ),
 ]
 RunOrCheckpoint = Annotated[
-    Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run for all of its.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A checkpoint, or a run (latest: the newest here) for all of its.",
+        callback=or_latest,
+        show_default=False,
+    ),
 ]
 
 
 @app.command("list", cls=Command)
 def list_(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.", show_default=False)],
+    run_dir: RunPath,
     as_json: AsJson = False,
 ) -> None:
     """List a run's checkpoints with the best and the final one marked."""
@@ -192,7 +204,10 @@ def average(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="SOURCE...", help="Checkpoints or model directories; with --last one run.", show_default=False
+            metavar="SOURCE...",
+            help="Checkpoints or model directories; with --last one run.",
+            callback=or_latest,
+            show_default=False,
         ),
     ],
     out: Annotated[

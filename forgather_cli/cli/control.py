@@ -11,15 +11,25 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.cli.output import AsJson, Col, console, human_seconds, print_facts, print_json, print_table
+from forgather_cli.cli.output import (
+    AsJson,
+    Col,
+    ask,
+    check_answerable,
+    console,
+    human_seconds,
+    print_facts,
+    print_json,
+    print_table,
+)
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.control import client, command_record, registry
 from forgather_cli.control.command_record import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
-from forgather_cli.launch.exit_status import read_exit_record, resume_command
+from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.launch.stacks import Standing, table
-from forgather_cli.report.summary import holder_of, state_of
+from forgather_cli.report.summary import holder_of, how_it_ended, state_of
 from forgather_cli.run_dir import RunDir
 
 _LIST_PATIENCE = 2.0  # seconds that each listed job gets to send its status
@@ -157,19 +167,7 @@ def _watch(entry: Entry) -> None:
             if entry.is_running is None:
                 raise
         time.sleep(_REDRAW)
-    typer.echo(f"{entry.job_id}: {_ended(RunDir(Path(entry.run_dir)))}")
-
-
-def _ended(run: RunDir) -> str:
-    """How the last job in a run directory ended, or that it has not."""
-    outcome, holder = read_exit_record(run), holder_of(run)
-    if outcome is not None:
-        return f"ended at step {outcome.step}, {outcome.state}, with exit code {outcome.code}: {outcome.reason}"
-    if holder is not None and holder.is_running is None:
-        return f"was started on {holder.hostname} and has not told of its end; ask there"
-    if holder is not None and holder.is_running:
-        return "is ending"
-    return f"was cut: it wrote nothing at its end; {resume_command(run)} continues it"
+    typer.echo(f"{entry.job_id}: {how_it_ended(RunDir(Path(entry.run_dir)))}")
 
 
 # -------------------------------------------------------------------------------------------------------------- stacks
@@ -207,9 +205,9 @@ def _without_commands(run: RunDir) -> str:
     """Why no job takes commands for a run directory."""
     holder, has_ended = holder_of(run), read_exit_record(run) is not None
     if has_ended or holder is None or holder.is_running is False:
-        return f"no job runs there; the last one {_ended(run)}"
+        return f"no job runs there; the last one {how_it_ended(run)}"
     if holder.is_running is None:
-        return f"no job is known there; the last one {_ended(run)}"
+        return f"no job is known there; the last one {how_it_ended(run)}"
     return (
         f"process {holder.pid} runs there but takes no commands: it is still starting or already ending, or has no "
         f"callbacks.control with enable_http; wait, or stop it with a checkpoint by SIGTERM (kill {holder.pid})"
@@ -248,13 +246,10 @@ def abort(
     """End training at once and save nothing: what was trained since the newest checkpoint is lost."""
     entry = _find_job(job)
     if not force:
-        if as_json or not sys.stdin.isatty():
-            raise ConfigError("abort: asks first, and nobody can answer here; use --force")
+        check_answerable("abort", "--force", as_json=as_json)
         now = client.status(entry)
         lost = now["step"] - (now["checkpoints"][-1]["step"] if now["checkpoints"] else 0)
-        if not typer.confirm(f"Abort {entry.job_id} at step {now['step']}? The last {lost} steps are lost."):
-            typer.echo("not aborted", err=True)
-            raise typer.Exit(1)
+        ask(f"Abort {entry.job_id} at step {now['step']}? The last {lost} steps are lost.")
     _run_command(ABORT, entry, no_wait, timeout, as_json)
 
 

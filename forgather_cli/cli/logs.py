@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import time
+from codecs import getincrementaldecoder
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from forgather_cli.cli.output import AsJson, Col, human, human_seconds, print_json, print_table
+from forgather_cli.cli.output import (
+    AsJson,
+    Col,
+    human,
+    human_seconds,
+    interruptible,
+    print_json,
+    print_table,
+    show,
+)
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.errors import ConfigError
+from forgather_cli.cli.words import RunPath, or_latest
+from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.input_files import open_file
 from forgather_cli.report.runs import find_runs
-from forgather_cli.report.summary import Summary, ordered, summarize_all
+from forgather_cli.report.summary import Summary, how_it_ended, ordered, summarize_all
+from forgather_cli.run_dir import RunDir
 
-app = typer.Typer(cls=Group, help="Tables and pictures of what runs have measured.", no_args_is_help=True)
+_LOOK = 0.2  # seconds between two looks at a log that grows
+
+app = typer.Typer(cls=Group, help="What runs have measured, and what they print.", no_args_is_help=True)
 
 Runs = Annotated[
     list[Path],
     typer.Argument(
-        metavar="RUN...", help="Runs, directories that hold runs, or patterns in quotes.", show_default=False
+        metavar="RUN...",
+        help="Runs, directories that hold runs, patterns in quotes, or latest.",
+        callback=or_latest,
+        show_default=False,
     ),
 ]
 
@@ -105,6 +124,30 @@ def plot(
         typer.echo(f"left out, nothing was logged there: {', '.join(str(run.root) for run in silent)}", err=True)
         runs = [run for run in runs if run not in silent]
     typer.echo(draw(runs, Look(x, tuple(metric or ()), smooth, log_y), heatmap, out))
+
+
+@app.command(cls=Command)
+def follow(run_dir: RunPath) -> None:
+    """Print a run's log, while it runs as it grows, then how it ended.
+
+    It is what rank 0 prints ([cyan]RUN/logs/rank-0.log[/]; other ranks' logs lie beside it). Ctrl-C leaves the job
+    alone.
+    """
+    from forgather_cli.launch.run_lock import is_held
+
+    run = RunDir(run_dir)
+    if not run.rank_log(0).is_file():
+        raise SetupError(f"{run.root}: has no log ({run.rank_log(0)}); name a run that forgather train has started")
+    decoder = getincrementaldecoder("utf-8")("replace")
+    with interruptible(), open_file(run.rank_log(0)) as log:
+        while True:
+            runs = is_held(run)  # asked first: what was written until the end is read after it
+            while part := log.read1(65536):
+                show(decoder.decode(part))
+            if not runs:
+                break
+            time.sleep(_LOOK)
+    typer.echo(f"{run.root}: {how_it_ended(run)}")
 
 
 def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NO_TERMINAL = 100_000  # columns where nobody looks: a pipe gets every value whole, in one line
 _FOLDED = 16  # characters that a column which may fold keeps
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
@@ -111,6 +112,19 @@ def only_json(as_json: bool) -> Iterator[None]:
     """While work is done for ``--json``, what it prints goes to standard error."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
+
+
+def check_answerable(command: str, option: str, *, as_json: bool) -> None:
+    """Raise ConfigError where nobody can answer what ``command`` asks; with ``option`` it does not ask."""
+    if as_json or not sys.stdin.isatty():
+        raise ConfigError(f"{command}: asks first, and nobody can answer here; use {option}")
+
+
+def ask(question: str) -> None:
+    """End the command with 1 unless the answer is yes."""
+    if not typer.confirm(question):
+        typer.echo("nothing was done", err=True)
+        raise typer.Exit(1)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from forgather_cli.cli.train import run_training
-from forgather_cli.cli.words import ConfigDir, Overrides, check_overrides
+from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.", show_default=False)],
+    run_dir: RunPath,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
 ) -> None:

@@ -81,6 +81,22 @@ def saved_config(recipe: str) -> Path | None:
     return run.newest_config() if run is not None else path if is_saved else None
 
 
+def or_latest(ctx: typer.Context, value: Any) -> Any:
+    """Of a path, or each of a list: for ``latest`` the run below ``outputs`` that changed last, said on standard error.
+
+    Raises SetupError where there is none. A directory of that name is itself.
+    """
+    if isinstance(value, list):
+        return [or_latest(ctx, each) for each in value]
+    if ctx.resilient_parsing or value is None or str(value) != "latest" or Path(value).exists():
+        return value
+    from forgather_cli.report.runs import newest_run
+
+    found = newest_run().root
+    typer.echo(f"latest: {found}", err=True)
+    return found
+
+
 def check_source(source: Path) -> None:
     """Raise SetupError unless ``source`` can be a run, a checkpoint or a model directory."""
     if not source.is_dir():
@@ -165,11 +181,21 @@ ConfigDir = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Folder with your groups and recipes, beside ./conf and ./recipes."),
 ]
+RunPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="The run's directory; latest: the run below outputs that changed last.",
+        callback=or_latest,
+        show_default=False,
+    ),
+]
 SourcePath = Annotated[
     Path,
     typer.Argument(
         metavar="SOURCE",
-        help="A run (its newest checkpoint), a checkpoint, or a model directory.",
+        help="A run (its newest checkpoint), a checkpoint, or a model directory; latest: the newest run here.",
+        callback=or_latest,
         show_default=False,
     ),
 ]

@@ -201,15 +201,21 @@ def cleanup() -> list[str]:
     """
     removed = []
     try:
-        for place in _places():
-            entry = _read(place)
-            new = place.name.startswith(".") and time.time() - place.stat().st_mtime < _TEMPORARY_AGE  # being written
-            if not new if entry is None else entry.is_running is False:
-                _remove(place)
-                removed.append(place.name)
+        for place in abandoned():
+            _remove(place)
+            removed.append(place.name)
     except OSError as error:
         raise ControlError(f"{error.filename}: cannot be removed: {error.strerror}; see {jobs_directory()}") from error
     return removed
+
+
+def abandoned() -> Iterator[Path]:
+    """What ``cleanup`` removes. Raises OSError."""
+    for place in _places():
+        entry = _read(place)
+        new = place.name.startswith(".") and time.time() - place.stat().st_mtime < _TEMPORARY_AGE  # being written
+        if not new if entry is None else entry.is_running is False:
+            yield place
 
 
 def _places() -> Iterator[Path]:

@@ -6,7 +6,8 @@
     <cache_dir>/indexes/<key>/            document borders of token files
     <cache_dir>/packings/<key>/           index tables of best_fit and pad
     <cache_dir>/datasets/                 what the datasets library makes of local files
-    <cache_dir>/locks/
+    <cache_dir>/locks/<kind>-<key>.lock   held while that is built
+    <cache_dir>/locks/<kind>-<key>.use    held, shared, by processes that use it; its time is that of the last use
 
 Every directory holds ``meta.json``, written last, with the size of each other file.
 """
@@ -24,16 +25,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.checkpoint.files import sync_directory, sync_file
+from forgather_cli.checkpoint.files import remove, size_of, sync_directory, sync_file
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import write_whole
 
 log = logging.getLogger(__name__)
 
 Meta = dict[str, Any]
+KINDS = ("tokens", "packings", "indexes", "tokenizers", "datasets", "content")
 _SILENCE = 3.0  # seconds of waiting for another process before the first message
 _REMINDER = 60.0  # seconds between later messages
 _LOOK = 0.05  # seconds between two attempts
@@ -42,6 +45,10 @@ _ABANDONED = 14 * 86400.0  # seconds without a change after which nobody is stil
 
 Progress = Callable[[int, int], None]
 """``progress(done, total)`` in bytes of the source, while a cache is built."""
+
+
+_in_use: dict[Path, int] = {}
+"""Descriptors of the ``.use`` files that this process holds until its end."""
 
 
 class Meter:
@@ -83,7 +90,8 @@ class Cache:
     """The data cache in ``directory`` (None: ``$XDG_CACHE_HOME/forgather``, or ``~/.cache/forgather``).
 
     ``progress`` is called while something is built. Without ``build`` nothing is built or written, nor text
-    read: what is missing raises NotCached. The methods raise DataError for errors of the disk.
+    read: what is missing raises NotCached. The methods raise DataError for errors of the disk. What they return is kept
+    from ``remove_entry`` until this process, and those that it forks, have ended.
     """
 
     def __init__(self, directory: str | Path | None, progress: Progress | None = None, *, build: bool = True) -> None:
@@ -91,6 +99,17 @@ class Cache:
             base = os.environ.get("XDG_CACHE_HOME")
             directory = (Path(base) if base else Path.home() / ".cache") / "forgather"
         self.root, self.progress, self._may_build = Path(directory).expanduser(), progress, build
+
+    def use(self, kind: str, key: str) -> None:
+        """Keep an entry, which may have to be built yet, from ``remove_entry``, and remember the time."""
+        path = self.root / "locks" / f"{kind}-{key}.use"
+        if path in _in_use:
+            return
+        with contextlib.suppress(OSError):  # a cache that we cannot write to
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _in_use[path] = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(_in_use[path], fcntl.LOCK_SH)
+            os.utime(_in_use[path])
 
     def find(self, kind: str, key: str) -> Meta | None:
         """The meta data of a complete directory, None if there is none or a file's size is not what was written."""
@@ -115,7 +134,7 @@ class Cache:
         def build() -> Meta:
             return _build(directory, write, resumable=resumable)
 
-        return directory, self._once(f"{kind}-{key}", lambda: self.find(kind, key), build, give_way=True)
+        return directory, self._once(kind, key, lambda: self.find(kind, key), build, give_way=True)
 
     def remember_once(self, kind: str, key: str, make: Callable[[], Meta]) -> Meta:
         """The value in the small JSON file ``<root>/<kind>/<key>.json``, made by one process if it is missing."""
@@ -134,12 +153,15 @@ class Cache:
             write_whole(path, json.dumps(made))
             return made
 
-        return self._once(f"{kind}-{key}", find, build)
+        return self._once(kind, key, find, build)
 
     def _once(
-        self, name: str, find: Callable[[], Meta | None], build: Callable[[], Meta], *, give_way: bool = False
+        self, kind: str, key: str, find: Callable[[], Meta | None], build: Callable[[], Meta], *, give_way: bool = False
     ) -> Meta:
         """``find()``, or if that is None ``build()``, in one process at a time."""
+        name = f"{kind}-{key}"
+        if self._may_build:
+            self.use(kind, key)
         if (found := find()) is not None:
             return found
         if not self._may_build:
@@ -225,3 +247,83 @@ def _locked(path: Path, what: str) -> Iterator[None]:
         handle.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         handle.flush()
         yield
+
+
+# ---------------------------------------------------------------------------------------------------- what lies there
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory, or small file, of a cache."""
+
+    kind: str
+    """One of ``KINDS``."""
+    path: Path
+    meta: Meta
+    """Empty for what has none: content hashes, datasets, and what a killed build has left."""
+    size_bytes: int
+    last_used: float
+    """Seconds since the epoch."""
+    in_use: bool
+    """Read or built by a process now, or another user's."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True for what a build, perhaps one that goes on, has not finished."""
+        return self.path.name.startswith(".tmp-")
+
+    @property
+    def name(self) -> str:
+        """Of its locks."""
+        return f"{self.kind}-{self.path.name.removeprefix('.tmp-').removesuffix('.json')}"
+
+
+def entries(root: Path) -> list[Entry]:
+    """What a cache holds, the last used first. Files that are none of ours are left out."""
+    found = []
+    for kind in KINDS:
+        for path in (root / kind).iterdir() if (root / kind).is_dir() else ():
+            if path.name.startswith(".") and not path.name.startswith(".tmp-"):  # being written
+                continue
+            entry = Entry(kind, path, {}, size_of(path), 0.0, in_use=False)
+            with contextlib.suppress(OSError, ValueError):
+                entry = replace(entry, meta=json.loads((path / "meta.json").read_text()))
+            used = root / "locks" / f"{entry.name}.use"
+            with contextlib.suppress(OSError):
+                entry = replace(entry, last_used=(used if used.exists() else path).stat().st_mtime)
+            with _unused(root, entry) as is_unused:
+                found.append(replace(entry, in_use=not is_unused))
+    return sorted(found, key=lambda entry: entry.last_used, reverse=True)
+
+
+def remove_entry(root: Path, entry: Entry) -> bool:
+    """Delete an entry; False if a process uses or builds it. Raises DataError."""
+    try:
+        (root / "locks").mkdir(exist_ok=True)
+        (root / "locks" / f"{entry.name}.use").open("ab").close()  # for one that begins to use it now
+        with _unused(root, entry) as is_unused:
+            if is_unused:
+                doomed = entry.path.with_name(f".tmp-{entry.path.name.removeprefix('.tmp-')}")
+                if entry.path != doomed:
+                    remove(doomed)
+                    entry.path.rename(doomed)  # so that a kill leaves nothing that looks whole
+                remove(doomed)
+    except OSError as error:
+        raise DataError(f"{error.filename or entry.path}: cannot be removed: {error.strerror}") from error
+    return is_unused
+
+
+@contextlib.contextmanager
+def _unused(root: Path, entry: Entry) -> Iterator[bool]:
+    """True, and until the end no process uses or builds the entry; else False."""
+    with contextlib.ExitStack() as held:
+        try:
+            for ending in ("use", "lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    # to be written to, as network file systems want it for an exclusive lock
+                    handle = held.enter_context((root / "locks" / f"{entry.name}.{ending}").open("r+b"))
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            yield False
+        else:
+            yield True

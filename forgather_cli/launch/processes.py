@@ -122,9 +122,8 @@ _OWNER = "owner"
 @contextlib.contextmanager
 def temporary_folder(name: str) -> Iterator[Path]:
     """A folder that only this user may read, until the end. Those of this user whose owners were killed go now."""
-    for owner in Path(tempfile.gettempdir()).glob(f"forgather-*/{_OWNER}"):
-        with contextlib.suppress(OSError), _locked(owner.parent):
-            shutil.rmtree(owner.parent, ignore_errors=True)
+    for left in abandoned_folders():
+        shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"forgather-{name}-"))
     with _locked(folder):
         (folder / _OWNER).touch(mode=0o600)
@@ -133,6 +132,15 @@ def temporary_folder(name: str) -> Iterator[Path]:
         finally:
             if (folder / _OWNER).exists():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def abandoned_folders() -> list[Path]:
+    """This user's temporary folders whose owners were killed."""
+    found = []
+    for owner in Path(tempfile.gettempdir()).glob(f"forgather-*/{_OWNER}"):
+        with contextlib.suppress(OSError), _locked(owner.parent):
+            found.append(owner.parent)
+    return found
 
 
 def keep(folder: Path) -> None:

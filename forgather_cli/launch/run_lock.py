@@ -193,6 +193,40 @@ def restore_overwritten(run: RunDir) -> None:
     )
 
 
+def is_held(run: RunDir) -> bool:
+    """Whether another process holds the run directory now. Not for one that holds it itself: closing any descriptor of
+    a file gives back a process's record locks on it.
+    """
+    try:
+        with run.lock.open("rb") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # among them that there is no lock
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
+
+
+def remove_run(run: RunDir) -> list[Path]:
+    """Delete a run's own files, and its directory if nothing else is there; returns what else is. Raises SetupError."""
+    try:
+        lock = _take_lock(run)
+    except SetupError as error:
+        raise SetupError(f"{run.root}: is not removed: {error}") from error
+    try:
+        for path in run.own_files():
+            if path.is_dir() and not path.is_symlink():
+                _remove_tree(path)
+            else:
+                path.unlink()
+        kept = sorted(run.root.iterdir())
+        if not kept:
+            run.root.resolve().rmdir()
+    except OSError as error:
+        raise SetupError(f"{error.filename}: cannot be removed: {error.strerror}; make it writable") from error
+    finally:
+        os.close(lock)
+    return kept
+
+
 def _files_of(run: RunDir) -> list[Path]:
     """What a run of ours leaves directly in its directory; other files are not touched."""
     starts = [run.later_config(n) for n in run.later_starts()]

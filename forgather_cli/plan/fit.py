@@ -54,7 +54,7 @@ def budget_of(config: Config, given: str | None) -> Budget:
         total, source = int(properties.total_memory), properties.name
     else:
         ranks = plan_layout(config).ranks_per_node
-        total = _available_memory() // ranks
+        total = available_memory() // ranks
         source = "available memory of this machine" + (f", shared by {ranks} ranks" if ranks > 1 else "")
     return Budget(total, _CUDA_CONTEXT if on_gpu else _CPU_PROCESS, on_gpu, source)
 
@@ -71,7 +71,7 @@ def _parsed_size(text: str) -> int:
     return size
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that processes may still take here: of the machine, or what the container is allowed."""
     try:
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

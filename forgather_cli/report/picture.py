@@ -38,7 +38,7 @@ def draw(runs: Sequence[RunDir], look: Look, heatmap: str | None, out: Path | No
     if path is None and len(runs) > 1:
         path = Path(f"{heatmap or 'plot'}.png")
     elif path is None:
-        path = runs[0].root / "plots" / f"{heatmap or 'metrics'}.png"
+        path = runs[0].plots / f"{heatmap or 'metrics'}.png"
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"-o: the picture's name must end in {' or '.join(SUFFIXES)}, got {path.name!r}")
     options: dict[str, Any] = {"pil_kwargs": {"optimize": True}}

@@ -14,6 +14,8 @@ from forgather_cli.errors import SetupError
 from forgather_cli.input_files import read_yaml
 from forgather_cli.run_dir import RunDir
 
+OUTPUTS = Path("outputs")
+"""Where runs go that name no ``output_dir``."""
 _DEPTH = 4  # directories below a given one in which runs are looked for
 _ABOUT_THE_RUN = {
     "output_dir", "logging_dir", "job_id", "overwrite_output_dir", "resume_from_checkpoint", "resume_components",
@@ -42,14 +44,14 @@ def find_runs(paths: Sequence[Path]) -> list[RunDir]:
             missing = "has no metrics.jsonl or config.yaml, nor has a directory in it; give a run's directory"
         else:
             raise SetupError(f"{path}: no such directory; give a run's directory")
-        runs = [run for place in places for run in _runs_below(place)]
+        runs = [run for place in places for run in runs_below(place)]
         if not runs:
             raise SetupError(f"{path}: {missing}")
         found += runs
     return found
 
 
-def _runs_below(path: Path, depth: int = _DEPTH) -> Iterator[RunDir]:
+def runs_below(path: Path, depth: int = _DEPTH) -> Iterator[RunDir]:
     """``path`` if it is a run, else the runs in it by name; directories with a leading dot are left out."""
     run = RunDir(path)
     if run.config.is_file() or run.metrics.is_file():
@@ -60,7 +62,21 @@ def _runs_below(path: Path, depth: int = _DEPTH) -> Iterator[RunDir]:
         with os.scandir(path) as entries:
             inside = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
         for name in inside:
-            yield from _runs_below(path / name, depth - 1)
+            yield from runs_below(path / name, depth - 1)
+
+
+def newest_run() -> RunDir:
+    """The run below ``OUTPUTS`` that changed last. Raises SetupError where there is none."""
+    runs = list(runs_below(OUTPUTS)) if OUTPUTS.is_dir() else []
+    if not runs:
+        raise SetupError(f"latest: there is no run below {OUTPUTS} here ({Path.cwd()}); give a run's directory")
+    return max(runs, key=last_change)
+
+
+def last_change(run: RunDir) -> float:
+    """When a job last wrote something of a run, in seconds since the epoch."""
+    files = (run.newest_config(), run.lock, run.exit, run.metrics, run.rank_log(0), run.checkpoints)
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:

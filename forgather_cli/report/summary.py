@@ -11,7 +11,7 @@ from typing import Any
 
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.input_files import read_text
-from forgather_cli.launch.exit_status import newest_step, read_exit_record
+from forgather_cli.launch.exit_status import newest_step, read_exit_record, resume_command
 from forgather_cli.launch.processes import is_running
 from forgather_cli.report.records import Record, is_number, read_records, running_time
 from forgather_cli.report.runs import differing, settings_of
@@ -56,13 +56,17 @@ def summarize_all(runs: Sequence[RunDir]) -> list[Summary]:
         return [summarize(runs[0])]
     summaries = []
     for run, settings in zip(runs, differing(runs), strict=True):
-        try:
-            summary = summarize(run)
-        except SetupError as error:
-            state, reason = state_of(run)
-            summary = Summary(str(run.root), state, reason or str(error), newest_step(run), _max_steps(run))
-        summaries.append(replace(summary, settings=settings))
+        summaries.append(replace(summarize_or_state(run), settings=settings))
     return summaries
+
+
+def summarize_or_state(run: RunDir) -> Summary:
+    """``summarize``; of a run that has no metrics, or broken ones, its state and the reason."""
+    try:
+        return summarize(run)
+    except SetupError as error:
+        state, reason = state_of(run)
+        return Summary(str(run.root), state, reason or str(error), newest_step(run), _max_steps(run))
 
 
 def summarize(run: RunDir) -> Summary:
@@ -107,6 +111,18 @@ def state_of(run: RunDir) -> tuple[str, str]:
         holder = holder_of(run)
         return ("running" if holder is not None and holder.is_running else "cut"), run.note_set_aside() or ""
     return ended.state, ended.reason
+
+
+def how_it_ended(run: RunDir) -> str:
+    """How the last job in a run directory ended, or that it has not: what stands behind its name in a sentence."""
+    outcome, holder = read_exit_record(run), holder_of(run)
+    if outcome is not None:
+        return f"ended at step {outcome.step}, {outcome.state}, with exit code {outcome.code}: {outcome.reason}"
+    if holder is not None and holder.is_running is None:
+        return f"was started on {holder.hostname} and has not told of its end; ask there"
+    if holder is not None and holder.is_running:
+        return "is ending"
+    return f"was cut: it wrote nothing at its end; {resume_command(run)} continues it"
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
     commands = ["train", "resume", "plan", "eval", "generate", "finalize", "config show", "config options",
                 "config recipes", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint average",
                 "checkpoint edit", "logs summary", "logs plot", "control list", "control status", "control cleanup",
-                "control save", "control abort"]  # fmt: skip
+                "control save", "control abort", "runs list", "runs remove", "logs follow", "cache list", "cache prune",
+                "doctor"]  # fmt: skip
     helps = [["--help"], *([*command.split(), "--help"] for command in commands)]
     mistakes = [["train", "max_stepz=1", "trainer=dpp"], ["train", "nope"], ["resume", "nope"], ["eval", "nope"],
                 ["finalize", "nope", "x"], ["logs", "plot", str(trained), "--x", "steps"],
@@ -99,6 +100,7 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
     unknown = [["control", "status", str(trained)], ["control", "stop", "nope"]]
     newest = str(trained / "checkpoints/step-00000004")
     looks = [["config", "show"], ["config", "options"], ["config", "recipes"], ["logs", "summary", str(trained)],
+             ["runs", "list", str(trained.parent)], ["logs", "follow", str(trained)], ["cache", "list"],
              ["checkpoint", "list", str(trained)], ["checkpoint", "inspect", newest], ["checkpoint", "verify", newest],
              ["control", "list"], ["control", "cleanup"], ["--version"],
              ["COMPLETE", "forgather train model=n", "2"], ["COMPLETE", "forgather resume x max_st", "3"],

@@ -54,6 +54,8 @@ def open_datasets(option: HfSettings, cache: Cache) -> tuple[Any, Any | None]:
     # the library knows a local file by its modification time alone (datasets 5.2, data_files.py)
     stamp = digest([stamp_of(Path(name)) for name in named if os.path.isfile(name)])
     library = _library()
+    if is_local:
+        cache.use("datasets", stamp)
 
     def load(**kwargs: Any) -> Any:
         if is_saved:

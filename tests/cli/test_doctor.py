@@ -1,0 +1,122 @@
+"""``forgather doctor``: what it says of a machine, what it finds to mend, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program import forgather
+
+from forgather_cli.control import registry
+from forgather_cli.control.server import PORTS
+from forgather_cli.launch.processes import temporary_folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, cache, registry and folder for temporary files."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    return tmp_path
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert forgather("doctor", "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_machine_that_can_train(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys)
+    assert found["can_train"]
+    assert [each for each in found["findings"] if each["weight"] != "warning"] == []
+    assert found["versions"]["torch"] == torch.__version__
+    assert "kernels" in found["extras"]
+    cpu = found["devices"][-1] if not torch.backends.mps.is_available() else found["devices"][-2]
+    assert (cpu["name"], cpu["runs"]["fp8"], cpu["runs"]["loss=liger"]) == ("cpu", "emulated", "needs CUDA")
+    assert cpu["runs"]["bf16"] in ("fast", "emulated")
+    assert len(found["devices"]) >= 1 + torch.cuda.device_count()
+    assert found["room"]["outputs"]["path"] == str(machine / "outputs")
+    assert found["room"]["cache"] == {
+        **found["room"]["cache"],
+        "path": f"{machine}/XDG_CACHE_HOME/forgather",
+        "bytes": 0,
+    }
+    assert list(machine.rglob("*")) == [machine / "tmp"]  # it only looks
+    assert forgather("doctor") == 0
+    page = capsys.readouterr().out
+    assert torch.__version__ in page
+    assert "this machine can train" in page
+
+
+def test_leftovers_of_killed_processes_are_found(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    child = os.fork()
+    if child == 0:
+        with temporary_folder("job"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    entry = registry.Entry("killed", "127.0.0.1", socket.gethostname(), 8900, child, "then", "now", "/run", "/run")
+    registry.register(entry, None)
+    run = machine / "outputs/default/run"
+    (run / "checkpoints/.tmp-step-00000010-1.0").mkdir(parents=True)
+    (run / "checkpoints/.tmp-step-00000010-1.0/weights").write_bytes(bytes(3000))
+    (run / "config.yaml").write_text("{}")
+    (machine / "XDG_CACHE_HOME/forgather/tokens/.tmp-abc").mkdir(parents=True)
+    found = [each["what"] for each in report(capsys)["findings"] if each["weight"] == "to clean"]
+    assert len(found) == 4
+    for told, word in zip(
+        found, ("forgather-job-", "entries of killed jobs", "2.9 KiB", "unfinished builds"), strict=True
+    ):
+        assert word in told
+    assert forgather("control", "cleanup") == 0
+    with temporary_folder("job"):  # as the next job
+        pass
+    assert forgather("runs", "remove", str(run), "--yes") == 2  # not without the lock of a job
+    (run / ".lock").write_text("pid 1 on nowhere\n")
+    assert forgather("runs", "remove", str(run), "--yes") == 0
+    assert forgather("cache", "prune", "--all", "--yes") == 0
+    assert [each for each in report(capsys)["findings"] if each["weight"] == "to clean"] == []
+
+
+def test_all_ports_taken_is_a_warning(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ExitStack() as held:
+        for port in PORTS:
+            try:
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:  # taken already
+                continue
+        assert report(capsys)["ports"]["free"] == 0
+        assert forgather("doctor") == 0
+        assert "callbacks.control.port" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("package", "error", "told"),
+    [
+        ("torch", "OSError('libcudart.so.13: not found')", "torch cannot be imported (libcudart.so.13: not found)"),
+        ("h11", "ModuleNotFoundError('no h11', name='h11')", "h11 cannot be imported (no h11)"),
+    ],
+)
+def test_what_keeps_from_training_is_an_error(package: str, error: str, told: str, machine: Path) -> None:
+    (machine / f"{package}.py").write_text(f"raise {error}")
+    (machine / "outputs").write_text("a file")
+    done = subprocess.run(
+        [sys.executable, "-m", "forgather_cli", "doctor"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"error: {told}" in done.stdout
+    assert package != "torch" or f"error: {machine / 'outputs'} cannot be written" in done.stdout
+    assert "this machine can train" not in done.stdout
