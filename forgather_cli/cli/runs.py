@@ -58,7 +58,7 @@ def list_(
     if not found:
         typer.echo(f"no runs below {directory}")
         return
-    columns = (Col("run"), Col("state"), Col("step", right=True), Col("best eval", right=True, droppable=1),
+    columns = (Col("run", fold=True), Col("state"), Col("step", right=True), Col("best eval", right=True, droppable=1),
                Col("size", right=True), Col("changed", droppable=2))  # fmt: skip
     rows = []
     for each, size, changed in found:
