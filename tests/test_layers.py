@@ -45,6 +45,7 @@ ALLOWED = {
     },
     "report": {"launch.exit_status", "launch.processes"},
     "worker": {"*"},
+    "api": {"*"},
     "evaluation": {"*"},
     "generation": {"data", "loss", "models.generate", "source"},
     "source": {"*"},
@@ -90,6 +91,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "targets",
     "report",
     "worker",
+    "api",
     "",
 )
 MAY_IMPORT_TORCH = {"launch.agent"}

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.errors import ConfigError, SetupError, did_you_mean
+from forgather_cli.errors import SetupError
 from forgather_cli.report import style
-from forgather_cli.report.records import Record, is_number, metric_names, positions, read_records
+from forgather_cli.report.records import Record, check_logged, is_number, metric_names, positions, read_records
 from forgather_cli.report.runs import differing, labels, settings_of
 from forgather_cli.run_dir import RunDir
 
@@ -66,14 +66,7 @@ def draw_curves(runs: Sequence[RunDir], look: Look) -> Figure:
 
     found = [_history(run, name, look.axis) for run, name in zip(runs, labels(runs), strict=True)]
     names = list(dict.fromkeys(name for each in found for name in metric_names(each.records)))
-    problems = []
-    for wanted in look.metrics:
-        if wanted not in names:
-            near = did_you_mean(wanted, names)
-            logged = f"{'Logged' if near else 'logged'}: {', '.join(names)}"
-            problems.append(f"--metric: nothing was logged as {wanted!r};{near} {logged}")
-    if problems:
-        raise ConfigError(problems)
+    check_logged(look.metrics, names, "--metric")
     panels = [panel for panel in PANELS if {*panel.metrics, *panel.points} & set(names)]
     if look.metrics:  # a panel for each alone
         panels = []

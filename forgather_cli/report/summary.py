@@ -13,7 +13,7 @@ from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.input_files import read_text
 from forgather_cli.launch.exit_status import newest_step, read_exit_record
 from forgather_cli.launch.processes import is_running
-from forgather_cli.report.records import Record, is_number, read_records, running_time
+from forgather_cli.report.records import Record, is_number, records_of, running_time
 from forgather_cli.report.runs import differing, settings_of
 from forgather_cli.run_dir import RunDir
 
@@ -67,13 +67,7 @@ def summarize_all(runs: Sequence[RunDir]) -> list[Summary]:
 
 def summarize(run: RunDir) -> Summary:
     """Read a run's metrics. Raises SetupError if there are none."""
-    if not run.root.is_dir():
-        raise SetupError(f"{run.root}: no such directory; give a run's directory")
-    if not run.metrics.exists():
-        if (note := run.note_set_aside()) is not None:
-            raise SetupError(note)
-        raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
-    records = [record for record in read_records(run.metrics) if not record.get("abandoned")]
+    records = records_of(run)
     train = [float(r["loss"]) for r in records if is_number(r.get("loss"))]
     evals = [(float(r["eval_loss"]), int(r.get("step", 0))) for r in records if is_number(r.get("eval_loss"))]
     best, best_step = min(evals, default=(None, None))
