@@ -43,7 +43,7 @@ ALLOWED = {
         "launch.processes",
         "models", "optim.groups", "precision", "trainer.metrics",
     },
-    "report": {"launch.exit_status", "launch.processes"},
+    "report": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "worker": {"*"},
     "api": {"*"},
     "evaluation": {"*"},

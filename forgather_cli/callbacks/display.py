@@ -68,9 +68,11 @@ class PlainDisplay:
         prefix, entries = evaluation_entries(metrics)
         self.note(" ".join([f"step {step} {prefix}", *(f"{_word(label)} {value}" for label, value in entries)]))
 
-    def final(self, entries: list[tuple[str, str]]) -> None:
-        """The run's results as (label, value)."""
+    def final(self, entries: list[tuple[str, str]], shares: str) -> None:
+        """The run's results as (label, value), and where its time went."""
         self.note("results: " + ", ".join(f"{label} {value}" for label, value in entries))
+        if shares:
+            self.note(f"the time went to: {shares}")
 
     def note(self, text: str) -> None:
         say(f"{timestamp()} {text}", self._name)
@@ -152,7 +154,8 @@ class TableDisplay:
         if not self._is_training:  # an evaluation by itself
             self._screen.close()
 
-    def final(self, entries: list[tuple[str, str]]) -> None:
+    def final(self, entries: list[tuple[str, str]], shares: str) -> None:
+        entries = [*entries, *([("the time went to", shares)] if shares else [])]
         width = max((len(label) for label, _ in entries), default=0)
         self._screen.line("")
         for label, value in entries:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
-from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge
+from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge, time_shares
 from forgather_cli.callbacks.display import PlainDisplay, TableDisplay, evaluation_prefix
 from forgather_cli.callbacks.screen import screen_of
 from forgather_cli.config.schema import ProgressSettings
@@ -66,7 +66,8 @@ class ProgressCallback(TrainerCallback):
             return
         if "train_runtime" in logs:
             shown = (column for column in self.final_metrics.values() if column.name in logs)
-            self._shown().final([(c.label, format_value(logs[c.name], c.fmt) + c.suffix) for c in shown])
+            entries = [(c.label, format_value(logs[c.name], c.fmt) + c.suffix) for c in shown]
+            self._shown().final(entries, time_shares(logs))
         elif "loss" in logs:
             self._shown().log({"epoch": state.epoch, **logs, "step": state.global_step}, state.max_steps)
         elif evaluation_prefix(logs) is None:  # an evaluation's row is written by on_evaluate
