@@ -70,7 +70,7 @@ TIMES = {
     "step_seconds": "steps",
     "data_seconds": "data",
     "first_step_seconds": "first step",
-    "eval_seconds": "evaluation",
+    "evaluation_seconds": "evaluation",
     "save_seconds": "saving",
     "sync_seconds": "sync",
 }

@@ -56,7 +56,7 @@ def times_of(records: Sequence[Record]) -> dict[str, float]:
             _add(times, "step_seconds", steps * (float(record["step_time"]) - data))
             _add(times, "data_seconds", steps * data)
         if is_number(record.get("eval_runtime")):
-            _add(times, "eval_seconds", float(record["eval_runtime"]))
+            _add(times, "evaluation_seconds", float(record["eval_runtime"]))
         elif "loss" in record:
             step = int(record["step"])
     return times
@@ -95,16 +95,18 @@ def _findings(
             yield Finding(f"{took}: it compiles the blocks.", "torch_compile=false for runs as short as this one")
         else:
             yield Finding(f"{took}: it warms the device up.", "a longer run, in which it does not count")
-    if share("eval_seconds") > _MUCH:
+    if share("evaluation_seconds") > _MUCH:
         passes = sum(float(r["eval_runtime"]) for r in records if is_number(r.get("eval_runtime")))
-        if times["eval_seconds"] > 2 * passes:  # the rest of it is callbacks'
+        if times["evaluation_seconds"] > 2 * passes:  # the rest of it is callbacks'
             shorter = "callbacks.textgen.max_new_tokens=50, or ~callbacks.textgen"
-            yield Finding(f"Evaluations take {percent('eval_seconds')}, most of it in callbacks at them.", shorter)
+            yield Finding(
+                f"Evaluations take {percent('evaluation_seconds')}, most of it in callbacks at them.", shorter
+            )
         elif settings.get("eval_strategy") == "steps":
             more = f"eval_steps={2 * int(settings.get('eval_steps') or 100)}, or a smaller max_eval_samples"
-            yield Finding(f"Evaluations take {percent('eval_seconds')}.", more)
+            yield Finding(f"Evaluations take {percent('evaluation_seconds')}.", more)
         else:
-            yield Finding(f"Evaluations take {percent('eval_seconds')}.", "a smaller max_eval_samples")
+            yield Finding(f"Evaluations take {percent('evaluation_seconds')}.", "a smaller max_eval_samples")
     if share("save_seconds") > _MUCH:
         less = f"save_steps={2 * int(settings.get('save_steps') or 500)}"
         less = less if settings.get("async_save", True) else "async_save=true, which trains on meanwhile"

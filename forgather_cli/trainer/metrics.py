@@ -76,7 +76,7 @@ class TrainMetrics:
         # of this process's whole work
         self.data_seconds = 0.0
         """Spent waiting for data."""
-        self.eval_seconds = self.save_seconds = self.profile_seconds = 0.0
+        self.evaluation_seconds = self.save_seconds = self.profile_seconds = 0.0
         """Not active."""
         self.sync_seconds = 0.0
         """Spent waiting for the step sync of all ranks."""
@@ -93,7 +93,7 @@ class TrainMetrics:
 
     @property
     def _paused_seconds(self) -> float:
-        return self.eval_seconds + self.save_seconds + self.profile_seconds
+        return self.evaluation_seconds + self.save_seconds + self.profile_seconds
 
     def add(self, counts: Counts, loss: Tensor, norm: Tensor, *, skipped: bool = False) -> None:
         """Count one optimizer step: what it held over all ranks, this rank's share of its loss, its global gradient
@@ -185,7 +185,7 @@ class TrainMetrics:
         told = {
             "data_seconds": self.data_seconds,
             "first_step_seconds": self.first_step_seconds,
-            "eval_seconds": self.eval_seconds,
+            "evaluation_seconds": self.evaluation_seconds,
             "save_seconds": self.save_seconds,
             **({"sync_seconds": self.sync_seconds} if self._world.size > 1 else {}),
         }

@@ -197,7 +197,7 @@ class StepEnd:
         except EvaluationStopped:
             self._discarded_step = step
             log.info("the evaluation at step %d was stopped and discarded", step)
-        run.metrics.eval_seconds += time.perf_counter() - start
+        run.metrics.evaluation_seconds += time.perf_counter() - start
 
     def _save(self) -> None:
         """Start a checkpoint of this step, unless it has one. Evaluates first if the checkpoint needs the metric.

@@ -38,9 +38,9 @@ def test_training_measures_where_its_time_goes(tmp_path: Path, capsys: pytest.Ca
     data, held_out = SlowTokens(24), tiny.RandomTokens(8)
     metrics = Trainer(tiny.decoder(), args, None, data, held_out, callbacks=[Slow]).train().metrics
     assert metrics["data_seconds"] >= 24 * 0.01
-    assert metrics["eval_seconds"] >= 2 * 0.2
+    assert metrics["evaluation_seconds"] >= 2 * 0.2
     assert metrics["first_step_seconds"] >= 0.3
-    kinds = ("step_seconds", "data_seconds", "eval_seconds", "first_step_seconds", "save_seconds")
+    kinds = ("step_seconds", "data_seconds", "evaluation_seconds", "first_step_seconds", "save_seconds")
     assert sum(metrics[kind] for kind in kinds) == pytest.approx(metrics["train_runtime"])
     assert metrics["save_seconds"] > 0
     assert "sync_seconds" not in metrics  # alone
@@ -79,8 +79,8 @@ def run_of(root: Path, seconds: dict[str, float], logs: dict[str, Any] | None = 
     [
         ({"data_seconds": 20}, {}, {"dataloader_num_workers": 4}, "dataloader_num_workers=8"),
         ({"first_step_seconds": 20}, {}, {"torch_compile": True}, "torch_compile=false"),
-        ({"eval_seconds": 20}, {}, {}, "eval_steps=20"),
-        ({"eval_seconds": 20}, {"eval_runtime": 2.0}, {}, "callbacks.textgen"),
+        ({"evaluation_seconds": 20}, {}, {}, "eval_steps=20"),
+        ({"evaluation_seconds": 20}, {"eval_runtime": 2.0}, {}, "callbacks.textgen"),
         ({"save_seconds": 20}, {}, {}, "save_steps=20"),
         ({"save_seconds": 20}, {}, {"async_save": False}, "async_save=true"),
         ({"sync_seconds": 20}, {}, {}, "forgather control stacks"),
