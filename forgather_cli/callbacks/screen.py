@@ -70,6 +70,7 @@ class Terminal:
     def hide(self, name: str) -> None:
         if self._progress is not None and name in self._tasks:
             self._progress.remove_task(self._tasks.pop(name))
+            self._progress.refresh()  # else the next line would draw it once more
 
     def close(self) -> None:
         if self._progress is not None:
