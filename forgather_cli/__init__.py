@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forgather_cli.api import Run, compose
     from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
     from forgather_cli.config.schema import (
         AdafactorSettings,
@@ -66,6 +67,7 @@ __all__ = [
     "PipelineSettings",
     "PostLocalSGD",
     "QATSettings",
+    "Run",
     "SGDSettings",
     "SingleSettings",
     "TrainOutput",
@@ -76,15 +78,18 @@ __all__ = [
     "TrainingArguments",
     "WSDSettings",
     "__version__",
+    "compose",
 ]  # fmt: skip
 
 _HOMES = {
+    "Run": "forgather_cli.api",
     "TrainOutput": "forgather_cli.trainer",
     "Trainer": "forgather_cli.trainer",
     "TrainerCallback": "forgather_cli.callbacks.base",
     "TrainerControl": "forgather_cli.callbacks.base",
     "TrainerState": "forgather_cli.callbacks.base",
     "TrainingArguments": "forgather_cli.trainer",
+    "compose": "forgather_cli.api",
 }
 """Name -> module; the others are settings."""
 

@@ -60,7 +60,7 @@ class Generator:
     chat: ChatTemplate | None
     limit: int | None
     directory: Path
-    _draws: torch.Generator | None = field(default=None, repr=False)
+    _draws: torch.Generator | None = field(default=None, init=False, repr=False)
 
     @property
     def tokenizer(self) -> Tokenizer:

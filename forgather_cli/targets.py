@@ -5,6 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -65,3 +66,10 @@ def call(function: Callable[..., Any], where: str, /, *args: Any, **kwargs: Any)
     except (TypeError, ValueError, RuntimeError) as error:
         name = getattr(function, "__name__", repr(function))
         raise ConfigError(f"{where}: {name} refused its settings: {error}") from error
+
+
+def is_installed(package: str) -> bool:
+    """True for a package that can be imported; imports nothing. A folder of that name, such as wandb leaves in the
+    working directory, is found by Python too, and has no origin.
+    """
+    return getattr(importlib.util.find_spec(package), "origin", None) is not None

@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -65,41 +65,67 @@ def run(
     ``should_stop`` and ``on_stop`` are the Trainer's; ``on_step`` is called with the number of each step that is done;
     ``stacks`` returns what ``forgather control stacks`` shows, the stack of every rank.
     """
-    from forgather_cli.callbacks.bars import Bar
     from forgather_cli.callbacks.base import TrainerCallback
-    from forgather_cli.callbacks.build import build_callbacks
-    from forgather_cli.data.build import load_data
-    from forgather_cli.distributed import pick_device, world
-    from forgather_cli.models.build import construct, fill
-    from forgather_cli.trainer.trainer import Trainer
 
     class _Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             on_step(state.global_step)
 
-    device = pick_device(config.device)
     tree = written_tree(config, run_dir.newest_config())
+    trainer = build(
+        config, run_dir, tree, callbacks=[_Steps()], stacks=stacks, should_stop=should_stop, on_stop=on_stop
+    )
+    trainer.train()
+    return trainer
+
+
+def build(
+    config: Config,
+    run_dir: RunDir,
+    tree: dict[str, Any],
+    *,
+    origin: dict[str, Any] | None = None,
+    callbacks: Sequence[Any] = (),
+    stacks: Callable[[], dict[str, Any]] | None = None,
+    should_stop: Callable[[], int | None] = lambda: None,
+    on_stop: Callable[[int], None] = lambda signum: None,
+) -> Trainer:
+    """The Trainer of ``config``, which ``config.yaml`` has as ``tree``: data, model and callbacks, those given first.
+
+    ``origin``: what ``origin.yaml`` is to hold; given, ``train()`` takes and leaves the run directory itself, and None
+    where a command does. ``stacks``, ``should_stop`` and ``on_stop``: see ``run``.
+    """
+    from forgather_cli.callbacks.bars import Bar
+    from forgather_cli.callbacks.build import build_callbacks
+    from forgather_cli.data.build import load_data
+    from forgather_cli.distributed import pick_device, world
+    from forgather_cli.models.build import construct, fill
+    from forgather_cli.trainer.from_python import RunFiles
+    from forgather_cli.trainer.trainer import Trainer
+
+    device = pick_device(config.device)
     if config.logging_dir is not None:
         run_dir = replace(run_dir, logging_dir=Path(config.logging_dir))
     with contextlib.closing(Bar("tokenizing", of_bytes=True)) as bar:
         progress = bar.update if world().rank == 0 else None
         model_path = getattr(config.model, "path", None)
         data = load_data(config.data, seed=max(config.seed, 0), progress=progress, model_path=model_path)
-    trainer = Trainer(
+    built = build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)
+    run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
+    return Trainer(
         model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
         init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
         args=replace(config, output_dir=str(run_dir.root)),
         train_dataset=data.train,
         eval_dataset=data.eval,
         processing_class=data.tokenizer,
-        callbacks=[_Steps(), *build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)],
+        callbacks=[*callbacks, *(built if run_files is None else run_files.callbacks)],
         should_stop=should_stop,
         on_stop=on_stop,
         config_tree=tree,
         data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
+        run_files=run_files,
     )
-    trainer.train()
-    return trainer
 
 
 def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:

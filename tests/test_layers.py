@@ -43,8 +43,9 @@ ALLOWED = {
         "launch.processes",
         "models", "optim.groups", "precision", "trainer.metrics",
     },
-    "report": {"launch.exit_status", "launch.processes"},
+    "report": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "worker": {"*"},
+    "api": {"*"},
     "evaluation": {"*"},
     "generation": {"data", "loss", "models.generate", "source"},
     "source": {"*"},
@@ -90,6 +91,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "targets",
     "report",
     "worker",
+    "api",
     "",
 )
 MAY_IMPORT_TORCH = {"launch.agent"}

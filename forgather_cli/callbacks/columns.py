@@ -66,6 +66,28 @@ FINAL_METRICS = {
 }
 
 
+TIMES = {
+    "step_seconds": "steps",
+    "data_seconds": "data",
+    "first_step_seconds": "first step",
+    "evaluation_seconds": "eval",
+    "save_seconds": "saving",
+    "sync_seconds": "sync",
+}
+"""Where a run's time went: a final metric in seconds, and its label."""
+
+
+def time_shares(seconds: Mapping[str, Any]) -> str:
+    """``steps 81%, eval 12%``: the shares of ``TIMES``, largest first; empty where nothing is known.
+
+    What took less than half a percent is left out.
+    """
+    known = {label: float(seconds[name]) for name, label in TIMES.items() if name in seconds}
+    total = sum(known.values())
+    shown = sorted(known.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{label} {100 * each / total:.0f}%" for label, each in shown if total and each >= total / 200)
+
+
 def _si(value: float) -> str:
     for unit in ("", "k", "M", "G", "T", "P"):
         if abs(value) < 999.5:

@@ -30,6 +30,12 @@ def is_terminal(name: StreamName) -> bool:
     return stream(name).isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
+def is_notebook() -> bool:
+    """True in the kernel of a notebook (Jupyter, VS Code, Colab), whose streams are no terminals."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None  # IPython on a terminal has none
+
+
 @functools.cache
 def console(name: StreamName) -> Console:
     """The one rich console of a terminal stream; what is printed through it appears above a running bar."""

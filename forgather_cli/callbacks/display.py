@@ -1,18 +1,15 @@
-"""How progress is shown: a bar below table rows on a terminal, timestamped lines elsewhere."""
+"""How progress is shown: table rows and a bar below them on a screen, timestamped lines elsewhere."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from forgather_cli.callbacks.bars import close_bar, open_bar
 from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
-from forgather_cli.callbacks.console import StreamName, console, say, timestamp
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from forgather_cli.callbacks.console import StreamName, say, timestamp
+from forgather_cli.callbacks.screen import Screen
 
 Logs = Mapping[str, Any]
 
@@ -71,9 +68,11 @@ class PlainDisplay:
         prefix, entries = evaluation_entries(metrics)
         self.note(" ".join([f"step {step} {prefix}", *(f"{_word(label)} {value}" for label, value in entries)]))
 
-    def final(self, entries: list[tuple[str, str]]) -> None:
-        """The run's results as (label, value)."""
+    def final(self, entries: list[tuple[str, str]], shares: str) -> None:
+        """The run's results as (label, value), and where its time went."""
         self.note("results: " + ", ".join(f"{label} {value}" for label, value in entries))
+        if shares:
+            self.note(f"the time went to: {shares}")
 
     def note(self, text: str) -> None:
         say(f"{timestamp()} {text}", self._name)
@@ -86,22 +85,20 @@ def _word(text: str) -> str:
     return text.replace(" ", "_") if text[:1].isalpha() else text.replace(" ", "")
 
 
-class TerminalDisplay:
-    """The same on a terminal: rows that scroll and, below them, a bar. Nothing it writes wraps, whatever the width."""
+class TableDisplay:
+    """The same on a screen: rows of a table and, below them, a bar. Nothing it writes wraps, whatever the width."""
 
     interval = 0.2
 
-    def __init__(self, name: StreamName, columns: Iterable[Column], header_interval: int) -> None:
-        self._console = console(name)
+    def __init__(self, screen: Screen, columns: Iterable[Column], header_interval: int) -> None:
+        self._screen = screen
         self._columns = list(columns)
         self._header_interval = header_interval
         self._seen = {"tok_per_sec", "step_time"}  # from the first row on, though their first values come later
         self._header: list[Column] = []
         self._left_out: list[str] | None = None
         self._rows = 0
-        self._bar: Progress | None = None
-        self._train: TaskID | None = None
-        self._eval: TaskID | None = None
+        self._is_training = False
         self._status = ""
         self._began = time.perf_counter()
         self._base: tuple[float, int] | None = None
@@ -110,42 +107,35 @@ class TerminalDisplay:
 
     def start(self, step: int, max_steps: int) -> None:
         self._began, self._base, self._max_steps = time.perf_counter(), None, max_steps
-        self._train = self._open().add_task(
-            "train", total=max_steps if max_steps > 0 else None, completed=step, status=""
-        )
-        self._open().refresh()
+        self._is_training = True
+        self._screen.bar("train", step, max_steps if max_steps > 0 else None)
 
     def advance(self, step: int) -> None:
         now = time.perf_counter()
         since, first = self._base = self._base or (now, step)
-        self._hide_evaluation()
-        if self._bar is not None and self._train is not None:
+        self._screen.hide("eval")
+        if self._is_training:
             status = self._status + duration(now - self._began)
             if step > first and self._max_steps > 0:
                 left = (now - since) / (step - first) * max(self._max_steps - step, 0)
                 status += f" eta {duration(left)}"
-            self._bar.update(self._train, completed=step, status=status)
-            self._bar.refresh()
+            self._screen.bar("train", step, self._max_steps if self._max_steps > 0 else None, status)
 
     def advance_evaluation(self, done: int, total: int | None) -> None:
-        bar = self._open()
-        if self._eval is None:
-            self._eval = bar.add_task("eval", total=total, status="")
-        bar.update(self._eval, completed=done, total=total)
-        bar.refresh()
+        self._screen.bar("eval", done, total)
 
     def log(self, logs: Logs, max_steps: int) -> None:
         self._seen.update(logs)
-        columns = fit((c for c in self._columns if c.name in self._seen), self._console.width)
+        columns = fit((c for c in self._columns if c.name in self._seen), self._screen.width)
         left_out = [c.label for c in self._columns if c.name in self._seen and c not in columns]
         if left_out != self._left_out:  # None before the first row
             self._left_out = left_out
-            narrow = f"; not shown at {self._console.width} columns: {', '.join(left_out)}" if left_out else ""
-            self._console.print(f"each loss is the mean since the row before{narrow}", style="dim", markup=False)
+            narrow = f"; not shown at {self._screen.width} columns: {', '.join(left_out)}" if left_out else ""
+            self._screen.note(f"each loss is the mean since the row before{narrow}")
         if columns != self._header or self._rows >= self._header_interval:
-            self._line(header(columns), "bold cyan")
+            self._screen.line(header(columns), "bold cyan")
             self._header, self._rows = columns, 0
-        self._line(row(columns, logs))
+        self._screen.line(row(columns, logs))
         self._rows += 1
         loss = f"loss {format_value(logs['loss'], '.4f')} " if "loss" in logs else ""
         speed = f"{format_value(logs['tok_per_sec'], 'si')} tok/s " if "tok_per_sec" in logs else ""
@@ -153,7 +143,7 @@ class TerminalDisplay:
         self.advance(logs["step"])
 
     def evaluation(self, step: int, metrics: Logs) -> None:
-        self._hide_evaluation()
+        self._screen.hide("eval")
         prefix, entries = evaluation_entries(metrics)
         start = row([c for c in self._columns if c.name == "step"], {"step": step}) + SEPARATOR
         text, names, loss = start + prefix, [column.name for column in self._header], dict(entries).get("loss", "")
@@ -165,74 +155,25 @@ class TerminalDisplay:
                 entries = [entry for entry in entries if entry[0] != "loss"]
         for label, value in entries:
             more = f"{SEPARATOR}{label} {value}"
-            if len(text + more) > self._console.width:
-                self._line(text, "green")
+            if len(text + more) > self._screen.width:
+                self._screen.line(text, "green")
                 text = " " * (len(start) - len(SEPARATOR))
             text += more
-        self._line(text, "green")
+        self._screen.line(text, "green")
+        if not self._is_training:  # an evaluation by itself
+            self._screen.close()
 
-    def final(self, entries: list[tuple[str, str]]) -> None:
+    def final(self, entries: list[tuple[str, str]], shares: str) -> None:
+        entries = [*entries, *([("the time went to", shares)] if shares else [])]
         width = max((len(label) for label, _ in entries), default=0)
-        self._line("")
+        self._screen.line("")
         for label, value in entries:
-            self._line(f"  {label:<{width}}  {value}", "bold")
+            self._screen.line(f"  {label:<{width}}  {value}", "bold")
 
     def note(self, text: str) -> None:
-        self._line(text, "dim") if len(text) <= self._console.width else say(text, self._name, "dim")
-
-    @property
-    def _name(self) -> StreamName:
-        return "stderr" if self._console.stderr else "stdout"
+        self._screen.note(text)
 
     def close(self) -> None:
         """Take the bar off the screen; more lines may follow."""
-        if self._bar is not None:
-            close_bar(self._bar)
-        self._bar = self._train = self._eval = None
-
-    def _open(self) -> Progress:
-        """The bar, on the screen. An exit that closes nothing still gives the cursor back."""
-        if self._bar is None:
-            self._bar = _bar(self._name)
-            open_bar(self._bar)
-        return self._bar
-
-    def _hide_evaluation(self) -> None:
-        if self._bar is None or self._eval is None:
-            return
-        self._bar.remove_task(self._eval)
-        self._eval = None
-        if self._train is None:  # an evaluation by itself
-            self.close()
-
-    def _line(self, text: str, style: str = "") -> None:
-        from rich.text import Text
-
-        self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", crop=True)
-
-
-def _bar(name: StreamName) -> Progress:
-    """A bar without a thread of its own: the training loop's calls draw it, at most every ``interval`` seconds."""
-    from rich.constrain import Constrain
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.table import Column as Cell
-
-    screen = console(name)
-
-    class Bar(Progress):
-        """Leaves the last columns free: a terminal echoes ^C there, and in a full line that begins another one."""
-
-        def get_renderables(self) -> Iterable[Constrain]:
-            for renderable in super().get_renderables():
-                yield Constrain(renderable, max(screen.width - 5, 10))
-
-    return Bar(
-        TextColumn("{task.description}", table_column=Cell(no_wrap=True)),
-        BarColumn(bar_width=None, table_column=Cell(ratio=1, min_width=4)),
-        MofNCompleteColumn(table_column=Cell(no_wrap=True)),
-        TextColumn("{task.fields[status]}", table_column=Cell(no_wrap=True)),
-        console=screen,
-        auto_refresh=False,
-        transient=True,
-        expand=True,
-    )
+        self._is_training = False
+        self._screen.close()

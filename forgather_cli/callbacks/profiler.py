@@ -82,7 +82,7 @@ class ProfilerCallback(TrainerCallback):
             return
         start = time.perf_counter()
         self._finish(kwargs["trainer"].run.world.rank)
-        kwargs["trainer"].run.metrics.paused_seconds += time.perf_counter() - start
+        kwargs["trainer"].run.metrics.profile_seconds += time.perf_counter() - start
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._done and state.is_world_process_zero:

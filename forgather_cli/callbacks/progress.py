@@ -1,4 +1,4 @@
-"""ProgressCallback: how far the run is, on the terminal or as lines in a log."""
+"""ProgressCallback: how far the run is, on the terminal, in a notebook, or as lines in a log."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
-from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge
-from forgather_cli.callbacks.console import is_terminal
-from forgather_cli.callbacks.display import PlainDisplay, TerminalDisplay, evaluation_prefix
+from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge, time_shares
+from forgather_cli.callbacks.display import PlainDisplay, TableDisplay, evaluation_prefix
+from forgather_cli.callbacks.screen import screen_of
 from forgather_cli.config.schema import ProgressSettings
 from forgather_cli.errors import ConfigError
 
@@ -28,7 +28,7 @@ class ProgressCallback(TrainerCallback):
             raise ConfigError(problems)
         self.columns = merge(STEP_COLUMNS, self.settings.step_columns)
         self.final_metrics = merge(FINAL_METRICS, self.settings.final_metrics)
-        self._display: PlainDisplay | TerminalDisplay | None = None
+        self._display: PlainDisplay | TableDisplay | None = None
         self._next_advance = math.inf
         self._next_evaluation = 0.0
         self._evaluated = 0
@@ -66,7 +66,8 @@ class ProgressCallback(TrainerCallback):
             return
         if "train_runtime" in logs:
             shown = (column for column in self.final_metrics.values() if column.name in logs)
-            self._shown().final([(c.label, format_value(logs[c.name], c.fmt) + c.suffix) for c in shown])
+            entries = [(c.label, format_value(logs[c.name], c.fmt) + c.suffix) for c in shown]
+            self._shown().final(entries, time_shares(logs))
         elif "loss" in logs:
             self._shown().log({"epoch": state.epoch, **logs, "step": state.global_step}, state.max_steps)
         elif evaluation_prefix(logs) is None:  # an evaluation's row is written by on_evaluate
@@ -89,13 +90,14 @@ class ProgressCallback(TrainerCallback):
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close()
 
-    def _shown(self) -> PlainDisplay | TerminalDisplay:
+    def _shown(self) -> PlainDisplay | TableDisplay:
         if self._display is None:
             stream, columns = self.settings.output_stream, self.columns.values()
-            if is_terminal(stream):
-                self._display = TerminalDisplay(stream, columns, self.settings.header_interval)
-            else:
+            screen = screen_of(stream)
+            if screen is None:
                 self._display = PlainDisplay(stream, columns)
+            else:
+                self._display = TableDisplay(screen, columns, self.settings.header_interval)
         return self._display
 
     def _close(self) -> None:

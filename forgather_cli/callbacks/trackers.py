@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from forgather_cli.config.decode import without_tokens
 from forgather_cli.config.schema import TRACKERS, TrackersSettings
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
-from forgather_cli.targets import import_path
+from forgather_cli.targets import import_path, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,10 @@ _RUN_NAME = {
     "dvclive": "exp_name", "aim": "run_name",
 }  # fmt: skip
 """What each tracker's init_kwargs call the run's name; Accelerate's own argument is the project."""
+
+_DIRECTORY = {"wandb": ("dir", "WANDB_DIR"), "swanlab": ("logdir", "SWANLAB_LOG_DIR"), "dvclive": ("dir", "")}
+"""What init_kwargs call the place of files that would else lie in the working directory, and the variable that says
+it too. Aim and TensorBoard are told by Accelerate itself."""
 
 _GO_ON: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]] = {
     "wandb": (lambda run: str(run.id), lambda known: {"id": known, "resume": "allow"}),
@@ -71,8 +75,7 @@ class Trackers(TrainerCallback):
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         for name in self._names if state.is_world_process_zero else ():
-            # a folder of that name in the working directory, such as wandb leaves, is found too; it has no origin
-            if name in TRACKERS and getattr(importlib.util.find_spec(name), "origin", None) is None:
+            if name in TRACKERS and not is_installed(name):
                 install = f"pip install 'forgather[trackers]' or pip install {name}"
                 install = install if name in _IN_EXTRA else f"pip install {name}"
                 raise SetupError(f"{_NAMES}: the package {name} is missing; {install}, or leave it out")
@@ -116,6 +119,10 @@ class Trackers(TrainerCallback):
     def _started(self, name: str) -> _Tracker:
         settings, run_name = self.settings, self.settings.run_name or self._run.root.resolve().name
         kwargs = {_RUN_NAME[name]: run_name} if name in _RUN_NAME else {}
+        if name in _DIRECTORY and _DIRECTORY[name][1] not in os.environ:
+            self._run.trackers.mkdir(parents=True, exist_ok=True)  # else wandb takes a temporary directory
+            place = self._run.trackers if name == "wandb" else self._run.trackers / name  # which adds its name itself
+            kwargs[_DIRECTORY[name][0]] = str(place)
         if name in self._ids:
             kwargs |= _GO_ON[name][1](self._ids[name])
         kwargs |= settings.init_kwargs.get(name, {})

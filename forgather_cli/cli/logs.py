@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from forgather_cli.callbacks.columns import TIMES, time_shares
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -79,6 +80,37 @@ def summary(
         print_json([asdict(each) for each in summaries])
     else:
         print_summaries(summaries, markdown=markdown)
+        if len(summaries) == 1 and (shares := time_shares(summaries[0].times)):
+            typer.echo(f"the time went to: {shares} (forgather logs slow {summaries[0].run})")
+
+
+@app.command(cls=Command)
+def slow(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run, which may still train.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Where the time of a run went, and the setting to try.
+
+    Steps, waiting for data, evaluation, saving, the first step, which compiles, and waiting for
+    other ranks. Of a run that still trains, what its logs tell.
+    """
+    from forgather_cli.report.slow import explain
+
+    runs = find_runs([run_dir])
+    if len(runs) > 1:
+        raise ConfigError(f"RUN: {run_dir} holds {len(runs)} runs; give one of them, such as {runs[-1].root}")
+    report = explain(runs[0])
+    if as_json:
+        print_json(asdict(report))
+        return
+    total = sum(report.times.values())
+    rows = [(TIMES[name], human_seconds(each), f"{100 * each / total:.1f} %")
+            for name, each in sorted(report.times.items(), key=lambda pair: -pair[1])]  # fmt: skip
+    print_table((Col("the time went to"), Col("time", right=True), Col("share", right=True)), rows)
+    for finding in report.findings:
+        typer.echo(f"{finding.what}\n  try: {finding.remedy}")
+    if not report.findings:
+        typer.echo("Nothing beside the steps takes much, and nothing here makes steps slow.")
 
 
 @app.command(cls=Command)

@@ -22,7 +22,7 @@ from forgather_cli.config.options import BARE_GROUPS, SearchPath, shipped
 from forgather_cli.config.overrides import Change, apply, full_path
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import shipped_groups
+from forgather_cli.config.schema import services, shipped_groups
 from forgather_cli.config.targets import target_problems
 from forgather_cli.errors import ConfigError
 
@@ -111,6 +111,7 @@ class ConfigBuilder:
         tree, failed = plain(self.cfg)
         self.problems += filter(None, failed.values())
         self._complete(tree)
+        self._report(tree)
         # groups whose option does not exist: nothing is reported of their settings
         unknown = {group for group in self.options if any(p.startswith(f"{group}=") for p in self.problems)}
         sources = {path: change.source for path, change in self.given.items() if change.source}
@@ -151,6 +152,30 @@ class ConfigBuilder:
         own = [name for name in groups if name not in shipped and (self.files or name in added)]
         if own:
             tree["optimizer"]["groups"] = {name: groups[name] for name in dict.fromkeys([*own, *groups])}
+
+    def _report(self, tree: dict[str, Any]) -> None:
+        """Put the callbacks that ``report_to`` names into a resolved tree, in place of those that reported before.
+
+        They stand for it from there on: ``config.yaml`` and a resume have them alone.
+        """
+        wanted, callbacks = tree.get("report_to"), tree["callbacks"]
+        if wanted is None or not isinstance(callbacks, dict):
+            return
+        tree["report_to"] = None
+        try:
+            names = services(wanted)
+        except ConfigError as error:
+            self.problems += error.problems
+            return
+        if "callbacks.trackers.names" in self.given:
+            self.problems.append(
+                f"report_to: callbacks.trackers.names says it too, got {wanted}; leave one of them out"
+            )
+        tensorboard, trackers = callbacks.pop("tensorboard", None), callbacks.pop("trackers", None)
+        if "tensorboard" in names:
+            callbacks["tensorboard"] = tensorboard or {}
+        if others := [name for name in names if name != "tensorboard"]:
+            callbacks["trackers"] = {**_mapping(trackers), "names": others}
 
     def _read_accelerate(self) -> None:
         """Take over the settings of ``trainer.accelerate_config``, or else of ``accelerate launch``.

@@ -56,7 +56,7 @@ _SHORT = {
     "betas": "beta1 beta2 adam_beta1 adam_beta2",
     "eps": "adam_epsilon adam_eps",
     "data.files": "data_path data_dir dataset_path train_file train_files",
-    "callbacks.trackers": "report_to wandb",
+    "callbacks.trackers": "wandb",
 }
 """What is suggested -> its names in other libraries, and short ones."""
 ELSEWHERE = {name: setting for setting, names in _SHORT.items() for name in names.split()}

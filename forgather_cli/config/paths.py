@@ -120,7 +120,7 @@ def leaves(tree: Any, path: str = "") -> list[str]:
 def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Setting]]:
     """Settings of a dataclass and of the settings classes nested in it."""
     of = (kind,) if kind else ()
-    own = {each.name for each in dataclasses.fields(cls)} - {"type"}  # what is no field cannot be set: report_to
+    own = {each.name for each in dataclasses.fields(cls)} - {"type"}  # what is no field cannot be set: min_ranks
     for name, annotation in get_type_hints(cls, include_extras=True, localns=vars(schema)).items():
         if name not in own:
             continue

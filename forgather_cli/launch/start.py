@@ -241,7 +241,7 @@ def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False
     config = replace(loaded.config, output_dir=str(root))
     path = held.prepare(
         dump_tree({**loaded.tree, "output_dir": str(root)}),
-        _origin(loaded),
+        origin_of(loaded),
         overwrite=config.overwrite_output_dir and config.resume_from_checkpoint is not True and not again,
         resume=config.resume_from_checkpoint is not False or again,
         ranks=layout.world,
@@ -249,7 +249,7 @@ def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False
     return config, path
 
 
-def _origin(loaded: Loaded) -> dict[str, Any]:
+def origin_of(loaded: Loaded) -> dict[str, Any]:
     """The content of ``origin.yaml`` besides versions."""
     token = getattr(loaded.config.callbacks.control, "auth_token", None)
 

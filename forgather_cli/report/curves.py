@@ -10,9 +10,9 @@ from datetime import datetime
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.errors import ConfigError, SetupError, did_you_mean
+from forgather_cli.errors import SetupError
 from forgather_cli.report import style
-from forgather_cli.report.records import Record, is_number, metric_names, positions, read_records
+from forgather_cli.report.records import Record, check_logged, is_number, metric_names, positions, read_records
 from forgather_cli.report.runs import labels, settings_of
 from forgather_cli.run_dir import RunDir
 
@@ -68,14 +68,7 @@ def draw_curves(runs: Sequence[RunDir], look: Look) -> Figure:
 
     found = [_history(run, name, look.axis) for run, name in zip(runs, labels(runs), strict=True)]
     logged = list(dict.fromkeys(name for each in found for name in metric_names(each.records)))
-    problems = []
-    for wanted in look.metrics:
-        if wanted not in logged:
-            near = did_you_mean(wanted, logged)
-            known = f"{'Logged' if near else 'logged'}: {', '.join(logged)}"
-            problems.append(f"--metric: nothing was logged as {wanted!r};{near} {known}")
-    if problems:
-        raise ConfigError(problems)
+    check_logged(look.metrics, logged, "--metric")
     panels = [panel for panel in PANELS if {*panel.metrics, *panel.points} & set(logged)]
     if look.metrics:  # a panel for each alone
         panels = []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from forgather_cli.errors import SetupError
+from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.input_files import parse_json, read_bytes
+from forgather_cli.run_dir import RunDir
 
 Record = dict[str, Any]
 Axis = Literal["step", "tokens", "time"]
@@ -34,6 +35,17 @@ def read_records(path: Path) -> Iterator[Record]:
             yield record
 
 
+def records_of(run: RunDir) -> list[Record]:
+    """What a run has logged, without what a rollback took back. Raises SetupError if it has logged nothing."""
+    if not run.root.is_dir():
+        raise SetupError(f"{run.root}: no such directory; give a run's directory")
+    if not run.metrics.exists():
+        if (note := run.note_set_aside()) is not None:
+            raise SetupError(note)
+        raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
+    return [record for record in read_records(run.metrics) if not record.get("abandoned")]
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
@@ -42,6 +54,18 @@ def metric_names(records: Sequence[Record]) -> list[str]:
     """Names of all metrics that the records have numbers of, in the order of their first appearance."""
     known = {key: None for record in records for key, value in record.items() if is_number(value)}
     return [name for name in known if name not in ("step", "epoch")]
+
+
+def check_logged(wanted: Iterable[str], names: Sequence[str], where: str) -> None:
+    """Raise ConfigError for each of the ``wanted`` that is not among the ``names`` of metrics."""
+    problems = []
+    for each in wanted:
+        if each not in names:
+            near = did_you_mean(each, names)
+            logged = f"{'Logged' if near else 'logged'}: {', '.join(names)}"
+            problems.append(f"{where}: nothing was logged as {each!r};{near} {logged}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def positions(records: Sequence[Record], axis: str) -> list[float]:

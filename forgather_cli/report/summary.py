@@ -13,8 +13,9 @@ from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.input_files import read_text
 from forgather_cli.launch.exit_status import newest_step, read_exit_record, resume_command
 from forgather_cli.launch.processes import is_running
-from forgather_cli.report.records import Record, is_number, read_records, running_time
+from forgather_cli.report.records import Record, is_number, records_of, running_time
 from forgather_cli.report.runs import differing, settings_of
+from forgather_cli.report.slow import times_of
 from forgather_cli.run_dir import RunDir
 
 _HOLDER = re.compile(r"pid (\d+) on (\S+)")  # as ``launch.run_lock`` writes it
@@ -43,6 +44,8 @@ class Summary:
     """Median over the log records."""
     seconds: float | None = None
     """From the first record to the last, without the pauses between a stop and a resume."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Where the time went, by ``columns.TIMES`` in seconds: as told at the end, or as far as the records tell."""
     settings: dict[str, str] = field(default_factory=dict)
     """Those that differ among the runs looked at together."""
 
@@ -71,13 +74,7 @@ def summarize_or_state(run: RunDir) -> Summary:
 
 def summarize(run: RunDir) -> Summary:
     """Read a run's metrics. Raises SetupError if there are none."""
-    if not run.root.is_dir():
-        raise SetupError(f"{run.root}: no such directory; give a run's directory")
-    if not run.metrics.exists():
-        if (note := run.note_set_aside()) is not None:
-            raise SetupError(note)
-        raise SetupError(f"{run.root}: has no {run.metrics.name}; nothing was logged there (callbacks.json writes it)")
-    records = [record for record in read_records(run.metrics) if not record.get("abandoned")]
+    records = records_of(run)
     train = [float(r["loss"]) for r in records if is_number(r.get("loss"))]
     evals = [(float(r["eval_loss"]), int(r.get("step", 0))) for r in records if is_number(r.get("eval_loss"))]
     best, best_step = min(evals, default=(None, None))
@@ -101,6 +98,7 @@ def summarize(run: RunDir) -> Summary:
         tokens=_last(records, "total_tokens"),
         tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
         seconds=float(told) if told is not None else running_time(records),
+        times=times_of(records),
     )
 
 
@@ -155,7 +153,7 @@ def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
     Takes the names of Summary, of the metrics they come from (``eval_loss``, ``loss``), and of differing settings.
     """
     settings = {key for each in summaries for key in each.settings}
-    own = [each.name for each in fields(Summary) if each.name not in ("settings", "reason")]
+    own = [each.name for each in fields(Summary) if each.name not in ("settings", "times", "reason")]
     name = _SHORT.get(by, by)
     if name not in own and name not in settings:
         known = [*own, *_SHORT, *settings]

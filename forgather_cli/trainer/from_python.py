@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -223,30 +223,21 @@ def _as_typed(problem: str, typed: dict[str, str]) -> str:
 
 
 class RunFiles:
-    """Lock, configs, metrics and ``exit.json`` of one Trainer's run.
+    """Lock, configs, metrics and ``exit.json`` of the run of one Trainer that no command has started.
 
-    ``config.yaml`` has the names of the objects that the script gave, in angle brackets: commands read the settings,
-    and only the script can go on with the run.
+    ``metrics.jsonl`` is written from the first ``train()`` on: who only evaluates leaves no trace in a run.
     """
 
-    def __init__(self, run_dir: RunDir, args: TrainingArguments, objects: Objects) -> None:
-        """Raises ConfigError with all that a recipe would be refused for."""
-        self._run_dir, self._config = run_dir, checked_config(args, objects)
-        self.tree = to_tree(replace(self._config, output_dir=str(run_dir.root)))
-        self.data_description = described_data(objects)
+    def __init__(
+        self, run_dir: RunDir, tree: dict[str, Any], origin: dict[str, Any], built: Iterable[tuple[str, Any]]
+    ) -> None:
+        """``tree`` and ``origin`` are what ``config.yaml`` and ``origin.yaml`` hold; ``built``: ``build_callbacks``."""
+        self._run_dir, self.tree, self._origin = run_dir, tree, origin
+        wanted = dict(built)
+        self._logger: Any = wanted.pop("json", None)
+        self.callbacks = [("first_step", _FirstStep(run_dir)), *wanted.items()]
+        """What the Trainer is to be given."""
         self._has_trained = False
-        self._logger: Any = None
-
-    def callbacks(self, users: list[Any]) -> list[tuple[str, Any]]:
-        """What every run shows and writes, but for those that the user gives in their place.
-
-        ``metrics.jsonl`` is written from the first ``train()`` on: who only evaluates leaves no trace in a run.
-        """
-        built = build_callbacks(self._config.callbacks, self._run_dir, config_tree=self.tree)
-        kinds = {given if isinstance(given, type) else type(given) for given in users}
-        wanted = {name: callback for name, callback in built if type(callback) not in kinds}
-        self._logger = wanted.pop("json", None)
-        return [("first_step", _FirstStep(self._run_dir)), *wanted.items()]
 
     @contextmanager
     def taken(
@@ -262,11 +253,9 @@ class RunFiles:
                 nonlocal held
                 held = stack.enter_context(RunLock(self._run_dir.root))
                 started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-                start = {"recipe": self.tree["recipe"], "recipe_path": sys.argv[0], "overrides": [],
-                         "directory": str(Path.cwd()), "started_at": started_at}  # fmt: skip
                 held.prepare(
                     dump_tree(self.tree),
-                    start,
+                    {**self._origin, "started_at": started_at},
                     overwrite=run.args.overwrite_output_dir and not resume,
                     resume=resume or self._has_trained,
                     ranks=0,
@@ -286,6 +275,20 @@ class RunFiles:
                 raise
             if held is not None:
                 held.conclude(status)
+
+
+def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects, users: Iterable[Any]) -> RunFiles:
+    """The run of a script, shown and written like every other, but for callbacks that the user gives in their place.
+
+    ``config.yaml`` has the names of the objects that the script gave, in angle brackets: commands read the settings,
+    and only the script can go on with the run. Raises ConfigError with all that a recipe would be refused for.
+    """
+    config = checked_config(args, objects)
+    tree = to_tree(replace(config, output_dir=str(run_dir.root)))
+    origin = {"recipe": config.recipe, "recipe_path": sys.argv[0], "overrides": [], "directory": str(Path.cwd())}
+    kinds = {given if isinstance(given, type) else type(given) for given in users}
+    built = build_callbacks(config.callbacks, run_dir, config_tree=tree)
+    return RunFiles(run_dir, tree, origin, [(name, each) for name, each in built if type(each) not in kinds])
 
 
 class _FirstStep(TrainerCallback):

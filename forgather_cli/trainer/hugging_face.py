@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from forgather_cli.config.accelerate_file import fsdp_settings
-from forgather_cli.config.schema import TRACKERS, FSDP2Settings
+from forgather_cli.config.schema import FSDP2Settings, services
 from forgather_cli.errors import ConfigError
 
 
@@ -105,7 +105,7 @@ ARGUMENTS: dict[str, Argument] = {
     "log_level_replica": _read(str, "warning", "its level on the other ranks"),
     "disable_tqdm": _read(bool | None, None, "True: no progress is shown"),
     "report_to": _read(
-        None | str | list[str], "none", "none, tensorboard (in OUTPUT_DIR/tensorboard), or Accelerate's trackers"
+        None | str | list[str], "none", "as there: tensorboard (in OUTPUT_DIR/tensorboard), and Accelerate's trackers"
     ),
     "run_name": _read(str | None, None, "of the run in trackers"),
     "project": _read(str, "huggingface", "of the run in trackers"),
@@ -328,16 +328,6 @@ def _fsdp_config(value: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _report_to(value: Any, given: dict[str, Any]) -> dict[str, Any]:
-    names = [value] if isinstance(value, str) else list(value or ())
-    for name in (name for name in names if name not in (*TRACKERS, "none")):
-        raise ConfigError(
-            f"report_to: use none or some of {', '.join(TRACKERS)}, got {name!r}; another service's callback of that "
-            "library works in callbacks="
-        )
-    return {"report_to": [name for name in names if name != "none"]}
-
-
 def _metric(value: Any, given: dict[str, Any]) -> dict[str, Any]:
     greater = given.get("greater_is_better")
     return {"metric_for_best_model": value, "greater_is_better": not str(value).endswith("loss")} | (
@@ -362,7 +352,7 @@ _READERS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "gradient_checkpointing_kwargs": _checkpointing_kwargs("gradient_checkpointing_kwargs"),
     "torch_compile_backend": lambda value, given: {"torch_compile": True, "torch_compile_backend": value},
     "torch_compile_mode": lambda value, given: {"torch_compile": True, "torch_compile_mode": value},
-    "report_to": _report_to,
+    "report_to": lambda value, given: {"report_to": services(value)},
     "metric_for_best_model": _metric,
     "full_determinism": lambda value, given: {"deterministic": value},
     "use_cpu": lambda value, given: {"use_cpu": value, "device": "cpu"} if value else {},

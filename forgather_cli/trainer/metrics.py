@@ -73,17 +73,27 @@ class TrainMetrics:
         self._run_loss = 0.0
         self._run_targets = 0
         self._process_steps = 0
+        # of this process's whole work
+        self.data_seconds = 0.0
+        """Spent waiting for data."""
+        self.evaluation_seconds = self.save_seconds = self.profile_seconds = 0.0
+        """Not active."""
+        self.sync_seconds = 0.0
+        """Spent waiting for the step sync of all ranks."""
+        self.first_step_seconds = 0.0
+        """Spent in the first step, where things are compiled and warmed up."""
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Begin a new timed interval now."""
         self._mark = time.perf_counter()
-        self.paused_seconds = 0.0
-        """Spent in evaluation and saving: no active time."""
-        self.data_seconds = 0.0
-        """Spent waiting for data."""
+        self._data_before, self._paused_before = self.data_seconds, self._paused_seconds
         self._timed_steps = self._timed_tokens = 0
         self._timed_flops = 0.0
+
+    @property
+    def _paused_seconds(self) -> float:
+        return self.evaluation_seconds + self.save_seconds + self.profile_seconds
 
     def add(self, counts: Counts, loss: Tensor, norm: Tensor, *, skipped: bool = False) -> None:
         """Count one optimizer step: what it held over all ranks, this rank's share of its loss, its global gradient
@@ -109,6 +119,8 @@ class TrainMetrics:
         self.total_samples += counts.samples
         self.total_flops += flops
         self._process_steps += 1
+        if self._process_steps == 1:
+            self.first_step_seconds = time.perf_counter() - self._mark - (self.data_seconds - self._data_before)
         if self._process_steps <= self._skip_steps:
             self.restart_clock()
         else:
@@ -144,8 +156,8 @@ class TrainMetrics:
         interval = Interval(
             steps=self._timed_steps,
             seconds=seconds,
-            active_seconds=max(seconds - self.paused_seconds, 1e-9),
-            data_seconds=self.data_seconds,
+            active_seconds=max(seconds - (self._paused_seconds - self._paused_before), 1e-9),
+            data_seconds=self.data_seconds - self._data_before,
             tokens=self._timed_tokens,
             flops=self._timed_flops,
         )
@@ -167,6 +179,17 @@ class TrainMetrics:
         self._steps = self._targets = self._tokens = self._skipped = 0
         self.restart_clock()
         return logs, interval
+
+    def seconds_by_kind(self, total: float) -> dict[str, float]:
+        """Where ``total`` seconds of this process went, on this rank; steps take what nothing else does."""
+        told = {
+            "data_seconds": self.data_seconds,
+            "first_step_seconds": self.first_step_seconds,
+            "evaluation_seconds": self.evaluation_seconds,
+            "save_seconds": self.save_seconds,
+            **({"sync_seconds": self.sync_seconds} if self._world.size > 1 else {}),
+        }
+        return {"step_seconds": max(0.0, total - sum(told.values()) - self.profile_seconds), **told}
 
     def mean_loss(self) -> float:
         """Token-weighted mean loss of the whole run, up to the last read."""

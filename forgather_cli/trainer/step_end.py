@@ -100,10 +100,12 @@ class StepEnd:
             if run.outer is not None:
                 run.outer.average_weights()
             self._save()
+        start = time.perf_counter()
         self._checkpoints.wait()
         self._emit_on_save()
         if run.args.load_best_model_at_end and not (aborted or stopped):
             self._checkpoints.load_best()
+        run.metrics.save_seconds += time.perf_counter() - start
         metrics = self._run_metrics()
         self._emit_log(metrics, None)
         return metrics
@@ -111,10 +113,14 @@ class StepEnd:
     def _do_what_is_due(self) -> None:
         """Agree with all ranks on requests; then log, evaluate, save and roll back as ``control`` says."""
         run, control, several = self._run, self._run.control, self._run.cpu_group is not None
-        if several and (agreed := run.sync.read()) is not None:
-            run.sync.apply_requests(agreed.requests)
-            if agreed.saves_done:  # so this does not wait for a writer; before a new save begins
-                self._emit_on_save()
+        if several:
+            start = time.perf_counter()
+            agreed = run.sync.read()
+            run.metrics.sync_seconds += time.perf_counter() - start
+            if agreed is not None:
+                run.sync.apply_requests(agreed.requests)
+                if agreed.saves_done:  # so this does not wait for a writer; before a new save begins
+                    self._emit_on_save()
         if control.should_abort_without_save:
             control.should_training_stop = True
             return
@@ -191,7 +197,7 @@ class StepEnd:
         except EvaluationStopped:
             self._discarded_step = step
             log.info("the evaluation at step %d was stopped and discarded", step)
-        run.metrics.paused_seconds += time.perf_counter() - start
+        run.metrics.evaluation_seconds += time.perf_counter() - start
 
     def _save(self) -> None:
         """Start a checkpoint of this step, unless it has one. Evaluates first if the checkpoint needs the metric.
@@ -220,7 +226,7 @@ class StepEnd:
                 self._saved_step = step
         except NotFiniteError as error:
             self._recovery.not_finite(str(error))
-        run.metrics.paused_seconds += time.perf_counter() - start
+        run.metrics.save_seconds += time.perf_counter() - start
 
     def _run_metrics(self) -> dict[str, Any]:
         """Speeds are of this process; totals of the whole run."""
@@ -241,6 +247,7 @@ class StepEnd:
             "total_flops": metrics.total_flops,
             "flops_per_second": flops,
             "epoch": run.state.epoch,
+            **metrics.seconds_by_kind(seconds),
         }
 
     def _counts(self) -> list[float]:

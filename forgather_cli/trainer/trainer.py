@@ -46,7 +46,7 @@ from forgather_cli.trainer.device_errors import explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, track_best, users_metrics
 from forgather_cli.trainer.finish import finish
-from forgather_cli.trainer.from_python import Objects, RunFiles
+from forgather_cli.trainer.from_python import Objects, RunFiles, described_data, script_files
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings
 from forgather_cli.trainer.outer import outer_loop
@@ -76,7 +76,7 @@ class Trainer:
     dataloaders of dicts with ``input_ids`` and ``labels``. ``loss_fn(logits, labels)`` returns the mean over its own
     targets, or takes ``num_items_in_batch``. ``callbacks`` are objects, classes, or (name, object) pairs.
     ``should_stop`` is polled after every step: a truthy value (a signal number) on any rank saves and ends training on
-    all, and ``on_stop`` is called with it.
+    all, and ``on_stop`` is called with it. ``run_files`` takes the run directory while a recipe's settings are trained.
 
     In a job of several ranks all of them make a Trainer and call its methods alike; the process group exists before.
     """
@@ -108,6 +108,7 @@ class Trainer:
         on_stop: Callable[[int], None] = lambda signum: None,
         config_tree: dict[str, Any] | None = None,
         data_description: dict[str, Any] | None = None,
+        run_files: RunFiles | None = None,
     ) -> None:
         if (model is None) == (model_init is None):
             raise ConfigError("model: give a model or a model_init, and not both")
@@ -125,16 +126,16 @@ class Trainer:
 
         # A script's settings and objects are checked, recorded and shown like a recipe.
         callbacks = list(callbacks)
-        self._files: RunFiles | None = None
+        self._files = run_files
         if isinstance(self.args, TrainingArguments):
             objects = Objects(
                 model=model, model_init=model_init, train_dataset=train_dataset, eval_dataset=eval_dataset,
                 optimizer=self._make_optimizer, loss=loss_fn or fused_loss_factory, made_strategy=made_strategy,
                 enable_checkpointing=enable_activation_checkpoint_fn,
             )  # fmt: skip
-            self._files = RunFiles(run_dir, self.args, objects)
-            config_tree, data_description = self._files.tree, self._files.data_description
-            callbacks = [*self._files.callbacks(callbacks), *callbacks]
+            self._files = script_files(run_dir, self.args, objects, callbacks)
+            config_tree, data_description = self._files.tree, described_data(objects)
+            callbacks = [*self._files.callbacks, *callbacks]
 
         # The strategy joins the ranks: from here on they can agree on something.
         strategy, scaler = strategy_of(self.args, made_strategy, loss_fn, fused_loss_factory)
@@ -199,7 +200,7 @@ class Trainer:
         ``output_dir`` (a fresh start if there is none), a path is that one.
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        if self._files is None:  # of a recipe: its launch holds the run directory already
+        if self._files is None:  # a command has started it, and holds the run directory already
             return self._train(resume)
         with self._files.taken(self.run, self.callbacks, self.finish, resume=resume is not False):
             return self._train(resume)

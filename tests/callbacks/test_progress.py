@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import notebook
 import pytest
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
@@ -253,6 +254,29 @@ def test_info_is_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[:2] == ["model       decoder", "parameters  3,312,640"]
     assert lines[-3:] == ["model:", "  type: decoder", "Decoder()"]
     assert not any(line.startswith("nothing") for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------------ in a notebook
+
+
+def test_a_notebook_has_one_output_that_is_updated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = notebook.Kernel(monkeypatch)
+    callback = ProgressCallback()
+    fake_run([callback], pause=0.01)
+    assert capsys.readouterr().out == ""
+    assert len(kernel.outputs) == 1
+    [texts] = kernel.outputs.values()
+    assert any(re.search(r"train █+░+ 30/40 loss 0\.1667 123k tok/s 0:00:0\d eta 0:00:0\d$", text) for text in texts)
+    assert any(re.search(r"eval █+░+ [1-3]/4$", text) for text in texts)
+    assert not re.search("[█░]", texts[-1])
+    rows = [line.split()[0] for line in texts[-1].splitlines() if re.match(r" +\d+  +\d\.\d\d  ", line)]
+    assert rows == ["10", "20", "30", "40"]
+    assert "training loss" in texts[-1]
+    fake_run([callback], num_steps=1000)  # another cell; a long run does not grow
+    assert len(kernel.outputs) == 2
+    assert len(list(kernel.outputs.values())[1][-1].splitlines()) < 60
 
 
 # ------------------------------------------------------------------------------------------------------------ columns

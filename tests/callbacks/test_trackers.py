@@ -21,7 +21,8 @@ from ranks import run_ranks
 from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.trackers import Trackers
-from forgather_cli.config.load import load_config
+from forgather_cli.config.decode import dump_tree
+from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.schema import TRACKERS, TrackersSettings
 from forgather_cli.errors import CallbackError, ConfigError, SetupError
 from forgather_cli.run_dir import RunDir
@@ -87,7 +88,9 @@ def test_wandb_is_told_the_config_and_every_log(said: Path, tmp_path: Path) -> N
     words = ["project=mine", "run_name=first", "init_kwargs.wandb={entity: us, tags: [a], own_token: abc}"]
     train(tmp_path / "run", "+callbacks.trackers={}", *(f"++callbacks.trackers.{word}" for word in words))
     own = {"entity": "us", "tags": ["a"], "own_token": "abc"}
-    assert told(said, "init") == [{"project": "mine", "name": "first", **own}]
+    files = str(tmp_path / "run" / "trackers")
+    assert told(said, "init") == [{"project": "mine", "name": "first", "dir": files, **own}]
+    assert Path(files).is_dir()
     [config] = told(said, "config")
     assert config["callbacks.trackers.init_kwargs.wandb.own_token"] == "<OWN_TOKEN>"
     assert (config["model.hidden_size"], config["trainer.type"], config["callbacks.trackers.names"]) == (
@@ -104,9 +107,36 @@ def test_wandb_is_told_the_config_and_every_log(said: Path, tmp_path: Path) -> N
     assert not PartialState._shared_state  # accelerate's idea of devices and ranks was left alone
 
 
-def test_a_run_is_named_after_its_directory(said: Path, tmp_path: Path) -> None:
-    train(tmp_path / "my run", "+callbacks.trackers={}", "max_steps=1")
+def test_a_run_is_named_after_its_directory_and_files_go_where_the_user_says(
+    said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
+    train(tmp_path / "my run", "report_to=all", "max_steps=1")  # of Accelerate's, those that are installed
     assert told(said, "init") == [{"project": "forgather", "name": "my run"}]
+    assert list((tmp_path / "my run/tensorboard").iterdir())
+
+
+def test_report_to_chooses_the_callbacks_and_a_resume_has_those(said: Path, tmp_path: Path) -> None:
+    def callbacks(*words: str) -> Any:
+        loaded = load_config(None, words)
+        assert loaded.tree["report_to"] is None
+        return loaded.config.callbacks
+
+    assert callbacks("report_to=none").tensorboard is callbacks("report_to=none").trackers is None
+    both = callbacks("report_to=[wandb,tensorboard]", "+callbacks.trackers.project=mine", "callbacks=minimal")
+    assert both.tensorboard is not None
+    assert (both.trackers.names, both.trackers.project) == (["wandb"], "mine")
+    assert callbacks("callbacks=trackers").trackers == TrackersSettings()
+    assert callbacks("callbacks=trackers", "report_to=mlflow").tensorboard is None
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump_tree(load_config(None, ["report_to=wandb"]).tree))
+    assert load_resumed(saved, ["~callbacks.trackers"]).config.callbacks.trackers is None
+    for words, said_ in (
+        (["report_to=wandbb"], r"report_to: .*did you mean wandb"),
+        (["report_to=wandb", "+callbacks.trackers.names=[mlflow]"], r"report_to: callbacks\.trackers\.names"),
+    ):
+        with pytest.raises(ConfigError, match=said_):
+            load_config(None, words)
 
 
 def on_a_rank(path: Path) -> bool:
@@ -138,9 +168,9 @@ def test_a_resumed_run_goes_on_with_its_own_and_a_new_one_begins_another(said: P
     train(tmp_path / "fork", *words, "max_steps=3", f"resume_from_checkpoint={checkpoint}")
     first, second, fork = told(said, "init")
     assert [config["max_steps"] for config in told(said, "config")] == [2, 4, 3]
-    assert first == {"project": "forgather", "name": "run"}
+    assert first == {"project": "forgather", "name": "run", "dir": str(tmp_path / "run/trackers")}
     assert second == {**first, "id": "run-1", "resume": "allow"}
-    assert fork == {"project": "forgather", "name": "fork"}
+    assert (fork["name"], "id" in fork) == ("fork", False)
 
 
 def test_one_that_fails_later_is_one_error_and_is_tried_again(
@@ -254,7 +284,7 @@ def test_a_tracker_of_the_user_s_is_named_by_its_class(tmp_path: Path) -> None:
     words = ["names=[test_trackers.FileTracker]", "init_kwargs={test_trackers.FileTracker: {suffix: log}}"]
     train(tmp_path, *(f"+callbacks.trackers.{word}" for word in words), "eval_steps=100", "max_steps=2")
     lines = (tmp_path / "trackers/forgather.log").read_text().splitlines()
-    assert lines == ["begin", "1 train/epoch", "2 train/data_time", "2 train/effective_batch_size"]
+    assert lines == ["begin", "1 train/epoch", "2 train/data_time", "2 train/data_seconds"]
 
 
 def test_accelerate_s_logger_still_needs_a_partial_state() -> None:

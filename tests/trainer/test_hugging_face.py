@@ -152,7 +152,7 @@ def test_fsdp_and_ddp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPa
         ({"fsdp": "hybrid_shard"}, "fsdp"),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_config.fsdp_version"),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "fsdp_config.fsdp_xla"),
-        ({"report_to": "all"}, "report_to"),
+        ({"report_to": "wandbb"}, "did you mean wandb"),
         ({"label_names": ["start_positions", "end_positions"]}, "label_names"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
         ({"include_for_metrics": ["outputs"]}, "include_for_metrics"),
@@ -168,7 +168,7 @@ def test_values_that_cannot_be_had_are_named(given: dict[str, Any], named: str) 
 
 def test_all_that_is_refused_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        TrainingArguments(push_to_hub=True, use_liger_kernel=True, report_to="all")
+        TrainingArguments(push_to_hub=True, use_liger_kernel=True, report_to="azure_ml")
     assert [problem.split(":")[0] for problem in refused.value.problems] == [
         "push_to_hub", "use_liger_kernel", "report_to"
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +30,7 @@ from forgather_cli.config.schema.base import (
 )
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_text, read_yaml
+from forgather_cli.targets import is_installed
 
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
@@ -177,6 +178,22 @@ class ProfilerSettings(Settings):
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 """Accelerate's (1.15), by name."""
+
+
+def services(report_to: str | Sequence[str] | None) -> list[str]:
+    """The ``TRACKERS`` that ``report_to`` names, in Hugging Face's words: one or several, ``none``, or ``all`` that are
+    installed. Raises ConfigError for others.
+    """
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    for name in names:
+        if name not in (*TRACKERS, "none", "all"):
+            near = did_you_mean(str(name), TRACKERS)
+            raise ConfigError(
+                f"report_to: unknown service, got {name!r};{near} Use none, all or some of {', '.join(TRACKERS)}; "
+                "another service's callback of Hugging Face's library goes among the callbacks"
+            )
+    installed = [name for name in TRACKERS if "all" in names and is_installed(name)]
+    return list(dict.fromkeys([*(name for name in names if name not in ("none", "all")), *installed]))
 
 
 @settings

@@ -80,6 +80,7 @@ class RunSettings(Settings):
     weight_decay: NonNegative = 0.1
     max_grad_norm: NonNegative | None = 1.0
 
+    report_to: list[str] | str | None = None  # null: as callbacks say
     logging_strategy: Interval = "steps"
     logging_steps: Annotated[PositiveInt, only_if("logging_strategy", "steps")] = 10
     logging_first_step: Annotated[bool, only_if("logging_strategy", "steps")] = True

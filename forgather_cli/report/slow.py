@@ -1,0 +1,153 @@
+"""Where a run's time went, and what to try where much of it went elsewhere than to steps."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forgather_cli.callbacks.columns import TIMES
+from forgather_cli.errors import SetupError
+from forgather_cli.input_files import read_text
+from forgather_cli.report.records import Record, is_number, records_of
+from forgather_cli.report.runs import settings_of
+from forgather_cli.run_dir import RunDir
+
+_MUCH = 0.10  # of the time
+_SMALL_BATCH = 4096  # tokens at a time, below which the host and the launches of kernels may take longest
+_SHORT = 0.02  # seconds of a micro-step on a CPU
+_LOW_MFU = 0.2
+_SLOW_RANK = re.compile(r"rank \d+ is slow, and the others wait for it.*")  # as ``launch.hang`` writes it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that takes time, and the setting to try, or what else to do."""
+
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``forgather logs slow`` prints. ``times``: seconds by ``columns.TIMES``."""
+
+    run: str
+    times: dict[str, float]
+    findings: list[Finding]
+
+
+def times_of(records: Sequence[Record]) -> dict[str, float]:
+    """Seconds by ``columns.TIMES``, of every start of the run that came to its end; of what was logged after the last
+    one, as in a run that still trains, what the records tell: steps, data and evaluations.
+    """
+    ends = [n for n, record in enumerate(records) if "step_seconds" in record]
+    times: dict[str, float] = {}
+    for n in ends:
+        for name in TIMES:
+            if name in records[n]:
+                _add(times, name, float(records[n][name]))
+    step = int(records[ends[-1]]["step"]) if ends else 0
+    for record in records[ends[-1] + 1 if ends else 0 :]:
+        if is_number(record.get("step_time")):  # means over the steps since the log before
+            steps, data = int(record["step"]) - step, float(record.get("data_time") or 0)
+            _add(times, "step_seconds", steps * (float(record["step_time"]) - data))
+            _add(times, "data_seconds", steps * data)
+        if is_number(record.get("eval_runtime")):
+            _add(times, "evaluation_seconds", float(record["eval_runtime"]))
+        elif "loss" in record:
+            step = int(record["step"])
+    return times
+
+
+def _add(times: dict[str, float], name: str, seconds: float) -> None:
+    times[name] = times.get(name, 0.0) + max(0.0, seconds)
+
+
+def explain(run: RunDir) -> Report:
+    """Read a run's metrics, settings and log. Raises SetupError if nothing was measured."""
+    records, settings = records_of(run), settings_of(run)
+    times = times_of(records)
+    if not sum(times.values()):
+        raise SetupError(f"{run.metrics}: tells no times yet; wait for the second log, or lower logging_steps")
+    return Report(str(run.root), times, list(_findings(run, records, settings, times)))
+
+
+def _findings(
+    run: RunDir, records: Sequence[Record], settings: dict[str, Any], times: dict[str, float]
+) -> Iterator[Finding]:
+    total = sum(times.values())
+
+    def share(name: str) -> float:
+        return times.get(name, 0.0) / total
+
+    def percent(name: str) -> str:
+        return f"{100 * share(name):.0f} % of the time"
+
+    if share("data_seconds") > _MUCH:
+        workers = int(settings.get("dataloader_num_workers") or 0)
+        yield Finding(f"Steps wait for data, {percent('data_seconds')}.", f"dataloader_num_workers={2 * workers or 2}")
+    if share("first_step_seconds") > _MUCH:
+        took = f"The first step took {times['first_step_seconds']:.0f} s, {percent('first_step_seconds')}"
+        if settings.get("torch_compile"):
+            yield Finding(f"{took}: it compiles the blocks.", "torch_compile=false for runs as short as this one")
+        else:
+            yield Finding(f"{took}: it warms the device up.", "a longer run, in which it does not count")
+    if share("evaluation_seconds") > _MUCH:
+        passes = sum(float(r["eval_runtime"]) for r in records if is_number(r.get("eval_runtime")))
+        if times["evaluation_seconds"] > 2 * passes:  # the rest of it is callbacks'
+            shorter = "callbacks.textgen.max_new_tokens=50, or ~callbacks.textgen"
+            yield Finding(
+                f"Evaluations take {percent('evaluation_seconds')}, most of it in callbacks at them.", shorter
+            )
+        elif settings.get("eval_strategy") == "steps":
+            more = f"eval_steps={2 * int(settings.get('eval_steps') or 100)}, or a smaller max_eval_samples"
+            yield Finding(f"Evaluations take {percent('evaluation_seconds')}.", more)
+        else:
+            yield Finding(f"Evaluations take {percent('evaluation_seconds')}.", "a smaller max_eval_samples")
+    if share("save_seconds") > _MUCH:
+        less = f"save_steps={2 * int(settings.get('save_steps') or 500)}"
+        less = less if settings.get("async_save", True) else "async_save=true, which trains on meanwhile"
+        yield Finding(f"Checkpoints take {percent('save_seconds')}.", less)
+    if (slow := _slow_rank(run)) is not None:
+        yield Finding(f"One rank keeps the others waiting: {slow}.", f"forgather control stacks {run.root}, as it runs")
+    elif share("sync_seconds") > _MUCH:
+        where = f"forgather control stacks {run.root}, as it runs, shows for whom"
+        yield Finding(f"Rank 0 waits for other ranks, {percent('sync_seconds')}.", where)
+    yield from _of_steps(records, settings)
+
+
+def _of_steps(records: Sequence[Record], settings: dict[str, Any]) -> Iterator[Finding]:
+    """What makes the steps themselves slow."""
+    mfu = [float(r["mfu"]) for r in records if is_number(r.get("mfu"))]
+    lengths = [float(r["step_time"]) for r in records if is_number(r.get("step_time"))]
+    bound, whole = int(settings.get("per_device_train_batch_size") or 8), settings.get("global_batch_size")
+    at_once = min(bound, int(whole)) if whole else bound
+    seq_len = (settings.get("data") or {}).get("seq_len")
+    # without a known peak (CPU): steps so short that what is not arithmetic counts
+    is_idle = statistics.median(mfu) < _LOW_MFU if mfu else bool(lengths) and statistics.median(lengths) < _SHORT
+    if is_idle and isinstance(seq_len, int) and at_once * seq_len < _SMALL_BATCH:
+        more = f"per_device_train_batch_size={2 * bound}"
+        if whole and int(whole) <= bound:
+            more += f" global_batch_size={2 * int(whole)}"
+        yield Finding(
+            f"The batch is small: {at_once * seq_len:,} tokens at a time.",
+            f"{more}; forgather plan --fit shows how far memory goes",
+        )
+    if mfu and statistics.median(mfu) < 2 * _LOW_MFU:  # on a device whose peak is known
+        used = f"Steps use {100 * statistics.median(mfu):.0f} % of what the device can compute."
+        if (settings.get("precision") or {}).get("type") == "fp32":
+            yield Finding(used, "precision=bf16")
+        elif not settings.get("torch_compile"):
+            yield Finding(used, "torch_compile=true")
+
+
+def _slow_rank(run: RunDir) -> str | None:
+    """What the log says of a slow rank, last."""
+    try:
+        found = _SLOW_RANK.findall(read_text(run.rank_log(0)))
+    except SetupError:
+        return None
+    return str(found[-1]).rstrip(".") if found else None

@@ -1,0 +1,128 @@
+"""Where a run's time went: what training measures, and what ``forgather logs slow`` makes of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+from program import forgather
+
+from forgather_cli import Trainer, TrainerCallback, TrainingArguments
+from forgather_cli.report.slow import explain, times_of
+from forgather_cli.run_dir import RunDir
+
+
+class SlowTokens(tiny.RandomTokens):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+class Slow(TrainerCallback):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        time.sleep(0.2)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        time.sleep(0.3 if state.global_step == 0 else 0.0)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_training_measures_where_its_time_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "logging_steps": 2, "use_cpu": True}
+    args = TrainingArguments(str(tmp_path), max_steps=6, per_device_train_batch_size=4, **settings)
+    data, held_out = SlowTokens(24), tiny.RandomTokens(8)
+    metrics = Trainer(tiny.decoder(), args, None, data, held_out, callbacks=[Slow]).train().metrics
+    assert metrics["data_seconds"] >= 24 * 0.01
+    assert metrics["evaluation_seconds"] >= 2 * 0.2
+    assert metrics["first_step_seconds"] >= 0.3
+    kinds = ("step_seconds", "data_seconds", "evaluation_seconds", "first_step_seconds", "save_seconds")
+    assert sum(metrics[kind] for kind in kinds) == pytest.approx(metrics["train_runtime"])
+    assert metrics["save_seconds"] > 0
+    assert "sync_seconds" not in metrics  # alone
+    assert shares_add_up(capsys.readouterr().out)
+    report = explain(RunDir(tmp_path))
+    assert report.times == pytest.approx({kind: metrics[kind] for kind in kinds})
+    assert {"dataloader_num_workers=2"} <= {finding.remedy for finding in report.findings}
+
+
+def test_a_run_that_still_trains_is_told_from_its_logs() -> None:
+    logs: list[dict[str, Any]] = [
+        {"step": 1, "loss": 2.0},
+        {"step": 11, "loss": 2.0, "step_time": 0.5, "data_time": 0.1},
+        {"step": 11, "eval_loss": 2.0, "eval_runtime": 3.0},
+    ]
+    of_a_start = {"step_seconds": 4.0, "data_seconds": 1.0, "evaluation_seconds": 3.0}
+    assert times_of(logs) == pytest.approx(of_a_start)
+    ended = {"step": 11, "train_runtime": 9.0, "first_step_seconds": 1.0, **of_a_start}
+    again = [{"step": 21, "loss": 2.0, "step_time": 0.5, "data_time": 0.1}]
+    assert times_of([*logs, ended, *again]) == pytest.approx(
+        {"step_seconds": 8.0, "data_seconds": 2.0, "evaluation_seconds": 3.0, "first_step_seconds": 1.0}
+    )
+
+
+def shares_add_up(text: str) -> bool:
+    line = next(line for line in text.splitlines() if "the time went to: " in line)
+    shares = [int(part.split()[-1].rstrip("%")) for part in line.partition("went to: ")[2].split(", ")]
+    return 95 <= sum(shares) <= 105
+
+
+def run_of(root: Path, seconds: dict[str, float], logs: dict[str, Any] | None = None, **settings: Any) -> RunDir:
+    """A run of a minute in its directory, the rest of which went to steps."""
+    tree = {
+        "max_steps": 100, "eval_strategy": "steps", "eval_steps": 10, "save_steps": 10, "async_save": True,
+        "per_device_train_batch_size": 8, "dataloader_num_workers": 0, "data": {"seq_len": 1024}, **settings,
+    }  # fmt: skip
+    root.mkdir()
+    (root / "config.yaml").write_text(yaml.safe_dump(tree))
+    end = {"step": 100, "train_runtime": 60.0, "step_seconds": 60.0 - sum(seconds.values()), **seconds}
+    log = {"step": 100, "loss": 1.0, "step_time": 0.5, "eval_runtime": 20.0, **(logs or {})}
+    (root / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (log, end)))
+    return RunDir(root)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "logs", "settings", "remedy"),
+    [
+        ({"data_seconds": 20}, {}, {"dataloader_num_workers": 4}, "dataloader_num_workers=8"),
+        ({"first_step_seconds": 20}, {}, {"torch_compile": True}, "torch_compile=false"),
+        ({"evaluation_seconds": 20}, {}, {}, "eval_steps=20"),
+        ({"evaluation_seconds": 20}, {"eval_runtime": 2.0}, {}, "callbacks.textgen"),
+        ({"save_seconds": 20}, {}, {}, "save_steps=20"),
+        ({"save_seconds": 20}, {}, {"async_save": False}, "async_save=true"),
+        ({"sync_seconds": 20}, {}, {}, "forgather control stacks"),
+        ({}, {"mfu": 0.05}, {"data": {"seq_len": 128}, "torch_compile": True}, "per_device_train_batch_size=16"),
+        ({}, {"step_time": 0.01}, {"data": {"seq_len": 128}, "global_batch_size": 8}, "global_batch_size=16"),
+        ({}, {"mfu": 0.2}, {"precision": {"type": "fp32"}}, "precision=bf16"),
+        ({}, {"mfu": 0.2}, {"precision": {"type": "bf16"}}, "torch_compile=true"),
+        ({}, {"mfu": 0.5}, {}, None),
+    ],
+)  # fmt: skip
+def test_what_takes_much_has_a_setting_to_try(
+    tmp_path: Path, seconds: dict[str, float], logs: dict[str, Any], settings: dict[str, Any], remedy: str | None
+) -> None:
+    report = explain(run_of(tmp_path / "run", seconds, logs, **settings))
+    assert sum(report.times.values()) == pytest.approx(60.0)
+    assert len(report.findings) == (remedy is not None)
+    assert remedy is None or remedy in report.findings[0].remedy
+
+
+def test_a_slow_rank_that_the_log_names_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path / "run", {"sync_seconds": 1.0})
+    run.logs.mkdir()
+    run.rank_log(0).write_text("WARNING rank 1 is slow, and the others wait for it: its own work takes 80 %\n")
+    assert forgather("logs", "slow", str(run.root)) == 0
+    shown = capsys.readouterr().out
+    assert "rank 1 is slow" in shown
+    assert "98.3 %" in shown
+    assert forgather("logs", "summary", str(run.root)) == 0
+    assert "steps 98%, sync 2%" in capsys.readouterr().out
+    assert forgather("logs", "slow", str(run.root), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["times"] == {"step_seconds": 59.0, "sync_seconds": 1.0}
+    run_of(tmp_path / "other", {})
+    assert forgather("logs", "slow", str(tmp_path)) == 2
+    assert "holds 2 runs" in capsys.readouterr().err
