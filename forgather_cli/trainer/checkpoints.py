@@ -203,7 +203,7 @@ class Checkpoints:
         identity = Component("identity", _ToCompare(self._identity()), Sharing.GLOBAL)
         if run.script.save_only_model:
             return [*self._restorable(), *self._of_scaling(), identity]
-        own = [] if run.outer is None else [_ToCompare(run.optimizer.state_tensors())]
+        own = [] if not run.ranks_differ else [_ToCompare(run.optimizer.state_tensors())]
         return [
             *self._restorable(),
             *self._of_strategy(),
@@ -225,8 +225,11 @@ class Checkpoints:
         ]
 
     def _of_strategy(self) -> list[Component]:
-        own = self._run.strategy.own_state or self._run.outer
-        return [] if own is None else [Component("strategy", _StrategyState(own), Sharing.PER_RANK)]
+        """State beside weights and moments, of strategy and outer loop."""
+        by_key = {"strategy": self._run.strategy.own_state}
+        if self._run.outer is not None:
+            by_key[self._run.outer.component] = self._run.outer
+        return [Component(key, _StrategyState(own), Sharing.PER_RANK) for key, own in by_key.items() if own is not None]
 
     def _of_scaling(self) -> list[Component]:
         scaler = self._run.scaler
@@ -246,7 +249,7 @@ class Checkpoints:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can resume."""
         run = self._run
         tensors = {} if run.script.save_only_model else run.optimizer.state_tensors()
-        if run.outer is not None:
+        if run.ranks_differ:
             tensors = {n: all_sum(v.detach().clone(), run.world.group).div_(run.world.size) for n, v in tensors.items()}
         return {name: LocalShard(tensor) for name, tensor in tensors.items()}
 
@@ -298,9 +301,10 @@ class Checkpoints:
             self._restore_optimizer(reader)
             restore_components(reader, self._of_scaling())
         restore_components(reader, self._restorable(), rank=rank, world_size=size, only=wanted)
-        if "optimizer" in wanted and "strategy" in reader.components():
-            # how gradients are shared belongs with the optimizer; another number of ranks takes rank 0's state
-            restore_components(reader, self._of_strategy(), rank=rank if reader.manifest.world_size == size else 0)
+        if "optimizer" in wanted:
+            # how gradients and weights are shared belongs with it; another number of ranks takes rank 0's state
+            saved = [component for component in self._of_strategy() if component.key in reader.components()]
+            restore_components(reader, saved, rank=rank if reader.manifest.world_size == size else 0)
 
     def _restore_optimizer(self, reader: Reader) -> None:
         """Collective. Each rank reads the rows of moments that it holds of the parameters."""
@@ -311,7 +315,7 @@ class Checkpoints:
         groups = reader.state("optimizer")
         parameters = dict(trainable_parameters(run.strategy.parts))
         tensors: dict[str, Tensor] = {}
-        if run.outer is not None and OWN_MOMENTS in reader.components():
+        if run.ranks_differ and OWN_MOMENTS in reader.components():
             if reader.manifest.world_size == run.world.size:
                 tensors = reader.state(OWN_MOMENTS, run.world.rank)
             else:

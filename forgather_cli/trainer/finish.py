@@ -50,6 +50,8 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
 def _status(run: Run, callback: str) -> ExitStatus:
     """How training ended. ``callback``: the one that stopped it, or empty; a run stopped by a callback is done."""
     rank, step, signum = run.world.rank, run.state.global_step, run.sync.signum
+    if run.outer is not None and run.outer.ended is not None:
+        return run.outer.ended
     if run.control.should_abort_without_save:
         by = " by a command" if run.sync.applied.aborts else f" by {callback}" if callback else ""
         return ExitStatus(rank, Kind.ABORTED, FAILED, f"aborted{by} at step {step}; nothing was saved")

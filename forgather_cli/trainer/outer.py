@@ -1,25 +1,74 @@
-"""Averages weights between steps: post-local SGD, where ranks train alone and average their weights now and then
-(Lin et al. 2018, arXiv:1808.07217).
+"""Averages weights between steps: post-local SGD among the ranks of a job (Lin et al. 2018, arXiv:1808.07217), or what
+a callback brings (``callbacks.diloco``: among jobs).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from forgather_cli.distributed import World
+from forgather_cli.errors import ConfigError
+from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.strategies.base import GradientSharing, Strategy
+
+if TYPE_CHECKING:
+    from forgather_cli.trainer.step_sync import Counts
 
 log = logging.getLogger(__name__)
 
 
-def outer_loop(strategy: Strategy, world: World) -> LocalSGD | None:
-    """The object that averages weights between the steps of ``strategy``; None where they are equal after each step."""
+class OuterLoop(Protocol):
+    """What averages weights between steps. Every method but the states is collective over the job's ranks."""
+
+    component: str
+    """Its key in checkpoints, where each rank stores its state."""
+    ranks_differ: bool
+    """The ranks of this job train alone between averages: each has weights, norms and moments of its own."""
+    ended: ExitStatus | None
+    """Why it has ended training, if it has."""
+
+    @property
+    def weights_are_equal(self) -> bool:
+        """True if all ranks hold equal weights now, so that a checkpoint may be saved."""
+
+    def begin(self) -> None:
+        """Before the first step, with a checkpoint restored."""
+
+    def before_step(self, wait_for_save: Callable[[], None]) -> None:
+        """Before a step's data is fetched; it may end training instead. ``wait_for_save()`` returns once the checkpoint
+        that is being written is published."""
+
+    def after_optimizer_step(self) -> None:
+        """Weights have been updated."""
+
+    def after_step(self, counts: Counts) -> None:
+        """A step with data of these ``counts`` is done; what is due comes next. It may ask for a save."""
+
+    def before_last_save(self) -> None:
+        """Training is over, and its last checkpoint comes next."""
+
+    def end(self) -> None:
+        """The last checkpoint is published."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def outer_loop(strategy: Strategy, world: World, brought: OuterLoop | None) -> OuterLoop | None:
+    """What averages weights between the steps of ``strategy``: what a callback has ``brought``, or the strategy's own;
+    None where nothing does. Raises ConfigError for both.
+    """
     sharing = strategy.gradient_sharing
-    return None if sharing is None else LocalSGD(sharing, world, strategy)
+    if sharing is None:
+        return brought
+    if brought is not None:
+        raise ConfigError("trainer.ddp_comm_hook: post_local_sgd cannot be used under callbacks.diloco; leave one out")
+    return LocalSGD(sharing, world, strategy)
 
 
 class LocalSGD:
@@ -29,6 +78,10 @@ class LocalSGD:
     gradient by its own targets, averages it with its subgroup or with nobody, and every ``period`` steps all average
     their weights. Checkpoints hold its state under this class's name.
     """
+
+    component = "strategy"
+    ranks_differ = True
+    ended: ExitStatus | None = None
 
     def __init__(self, sharing: GradientSharing, world: World, strategy: Strategy) -> None:
         self._sharing, self._world = sharing, world
@@ -45,6 +98,15 @@ class LocalSGD:
     def weights_are_equal(self) -> bool:
         """True if all ranks hold equal weights now, so that a checkpoint may be saved."""
         return self._sharing.weights_are_equal
+
+    def begin(self) -> None: ...
+    def before_step(self, wait_for_save: Callable[[], None]) -> None: ...
+    def after_step(self, counts: Counts) -> None: ...
+    def end(self) -> None: ...
+
+    def before_last_save(self) -> None:
+        """Collective."""
+        self.average_weights()
 
     def after_optimizer_step(self) -> None:
         """Collective. Count the step and average the weights if it ends a period."""

@@ -133,7 +133,7 @@ class Recovery:
         if asked is None or asked.action != "rollback" or self._is_over(asked):
             limit = "" if asked is None or not self._is_over(asked) else _used_up(asked)
             raise DivergenceError(f"{reason}{limit}; {note}; {self._remedy()}")
-        if run.outer is not None:  # a norm of this rank alone: the logged loss tells all of them
+        if run.ranks_differ:  # a norm of this rank alone: the logged loss tells all of them
             run.control.divergence = None
 
     def is_due(self) -> bool:

@@ -23,7 +23,7 @@ from forgather_cli.strategies.base import Strategy
 from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments
 from forgather_cli.trainer.epochs import Epochs
 from forgather_cli.trainer.metrics import TrainMetrics
-from forgather_cli.trainer.outer import LocalSGD
+from forgather_cli.trainer.outer import OuterLoop
 from forgather_cli.trainer.step_sync import StepSync
 
 
@@ -49,8 +49,10 @@ class Run:
     """Writes config and tokenizer, where they are known, into a directory."""
     scaler: LossScaler | None = None
     """Under fp16: gradients are ``scaler.scale`` times too large."""
-    outer: LocalSGD | None = None
-    """Averages weights between steps, where ranks' weights drift apart."""
+    seed_rank: int = 0
+    """In the place of the rank in the seeds of dropout: jobs that train together differ in it too."""
+    outer: OuterLoop | None = None
+    """Averages weights between steps, where something does."""
 
     # anew for each training
     state: TrainerState = field(init=False)
@@ -67,6 +69,11 @@ class Run:
     """Learning rate of the newest update."""
     metrics: TrainMetrics = field(init=False)
     eval_loader: EvalLoader | None = None
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Each rank has weights, gradient norms and moments of its own between averages."""
+        return self.outer is not None and self.outer.ranks_differ
 
     @property
     def model(self) -> nn.Module:

@@ -98,11 +98,13 @@ class StepEnd:
         # by save_strategy, a signal, or a command or callback
         if not aborted and (stopped or run.control.should_save or run.args.save_strategy != "no"):
             if run.outer is not None:
-                run.outer.average_weights()
+                run.outer.before_last_save()
             self._save()
         start = time.perf_counter()
         self._checkpoints.wait()
         self._emit_on_save()
+        if run.outer is not None and not (aborted or stopped):
+            run.outer.end()
         if run.args.load_best_model_at_end and not (aborted or stopped):
             self._checkpoints.load_best()
         run.metrics.save_seconds += time.perf_counter() - start

@@ -171,12 +171,15 @@ class Trainer:
             emit=self.emit,
             write_model_files=lambda directory: write_model_files(self.model, self.processing_class, directory),
             scaler=scaler,
-            outer=outer_loop(strategy, here),
+            seed_rank=here.rank,
         )
         self._start_over()
         # the ``args`` of events: a script's own object, or a recipe's settings under Hugging Face's names
         self._event_args: Any = RecipeArguments(self.args) if isinstance(self.args, Config) else self.args
         self.callbacks = CallbackList(callbacks)
+        makers = (getattr(callback, "outer_loop", None) for callback in self.callbacks.by_name.values())
+        brought = next((made for make in makers if make is not None and (made := make(self.run)) is not None), None)
+        self.run.outer = outer_loop(strategy, here, brought)
         self.emit("on_init_end")
 
     # ---------------------------------------------------------------------------------------------- public surface
@@ -211,6 +214,8 @@ class Trainer:
         try:
             with garbage_collection(self.args) as self._garbage, self.checkpoints:
                 self.emit("on_train_begin")
+                if run.outer is not None:
+                    run.outer.begin()
                 self._step_end.at_start()
                 while not self._is_finished():
                     self._train_epoch()
@@ -416,7 +421,7 @@ class Trainer:
             run.world,
             args.speed_metrics_start_step,
             Flops.of(strategy.parts, run.cpu_group),
-            norms_differ=run.outer is not None,
+            norms_differ=run.ranks_differ,
             may_overflow=run.scaler is not None,
         )
 
@@ -443,6 +448,10 @@ class Trainer:
         epochs.begin()
         self.emit("on_epoch_begin")
         while not (self._is_finished() or control.should_epoch_stop or epochs.is_full()):
+            if run.outer is not None:
+                run.outer.before_step(self.checkpoints.wait)
+                if self._is_finished():
+                    break
             start = time.perf_counter()
             data = epochs.next_step()
             run.metrics.data_seconds += time.perf_counter() - start
@@ -455,6 +464,8 @@ class Trainer:
                 explain_step(error, run, data.microbatches)
                 raise
             run.state.epoch = epochs.done()
+            if run.outer is not None:
+                run.outer.after_step(data.counts)
             self._step_end.after_step(loss, norm)
             self._garbage.after_step(run.state.global_step)
         if run.sync.signum is not None or control.should_abort_without_save:
@@ -472,7 +483,7 @@ class Trainer:
         run, args, strategy, counts = self.run, self.args, self.run.strategy, data.counts
         scaler = run.scaler
         self.emit("on_step_begin")
-        seed_step(run.seed, run.state.global_step, run.world.rank, strategy.device)
+        seed_step(run.seed, run.state.global_step, run.seed_rank, strategy.device)
         step_targets = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
         any_handler = any(map(self.callbacks.handlers.get, MicrobatchEvents.EVENTS))
         batches = MicrobatchEvents(data.microbatches, self.emit) if any_handler else data.microbatches

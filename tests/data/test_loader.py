@@ -204,6 +204,35 @@ def test_resume_with_another_world_and_batch_size_goes_on_with_the_next_samples(
     assert flat(resumed) == order[8:44]
 
 
+def test_samples_given_out_in_ranges_are_those_of_the_endless_epochs_and_resume_exactly() -> None:
+    epochs: list[int] = []  # what a run alone reads, epoch after epoch
+    for epoch in range(3):
+        data = loader(Numbers(10), 5)
+        data.set_epoch(epoch)
+        epochs += flat(data)
+    ranges = [[1, 4], [8, 23], [29, 30]]  # across the end of two epochs
+    wanted = [sample for start, stop in ranges for sample in epochs[start:stop]]
+    for workers in (0, 2):
+        data = loader(Numbers(10), num_workers=workers)
+        data.load_state_dict({"epoch": 0, "sample": 1, "ranges": ranges})
+        steps, positions = [], []
+        for step in data:
+            steps.append(flat([step]))
+            positions.append(data.state_dict())
+        assert [sample for step in steps for sample in step] == wanted
+        assert [len(step) for step in steps] == [4, 4, 4, 4, 3], "the last step is what is left"
+        assert positions[-1]["ranges"] == []
+    for number, position in enumerate(positions):
+        data = loader(Numbers(10))
+        data.load_state_dict(position)
+        assert [flat([step]) for step in data] == steps[number + 1 :]
+    halves = [loader(Numbers(10), 4, 1, rank=rank, size=2) for rank in range(2)]
+    for half in halves:
+        half.load_state_dict({"epoch": 0, "sample": 1, "ranges": ranges})
+    together = [flat([one]) + flat([other]) for one, other in zip(*halves, strict=True)]
+    assert together == steps
+
+
 def test_workers_give_the_same_data_and_resume_exactly() -> None:
     alone = [numbers(step) for _ in range(2) for step in [*loader(Numbers(22))]]
     data = loader(Numbers(22), num_workers=2)

@@ -18,7 +18,7 @@ CollateFn = Callable[[list[Any]], Any]
 Position = dict[str, Any]
 """A position in the data: ``epoch`` and ``sample`` (samples consumed in it by all ranks). Iterable data add ``stream``,
 the source's state (None on ranks that rank 0 reads for), and ``shards``, the number of shards where each rank reads its
-own."""
+own. Of samples that are given out in ranges (``callbacks.diloco``) ``ranges`` are those left."""
 _MAPPING = (dict, Mapping)  # dict first: isinstance of the abstract class costs a Python call
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, tee
 from typing import Any
 
@@ -131,6 +131,7 @@ class MapStyleSteps:
     ) -> None:
         self._length, self._share, self._batches, self._seed, self._shuffle = length, share, batches, seed, shuffle
         self._lengths = lengths
+        self._newest_order: tuple[int, Order | LengthGroupedOrder] | None = None
         if length == 0:
             raise DataError("train_dataset: has no samples")
         if length < share.global_batch and share.drop_last:
@@ -151,7 +152,7 @@ class MapStyleSteps:
 
     def check(self, state: Position) -> None:
         """Raise DataError for a position that this data cannot resume from."""
-        if state["sample"] > self._length:
+        if "ranges" not in state and state["sample"] > self._length:
             raise DataError(
                 f"resume_from_checkpoint: the data position is sample {state['sample']}, but the training data has "
                 f"{self._length}; resume on the same data or with ignore_data_skip=true"
@@ -160,14 +161,37 @@ class MapStyleSteps:
     def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
         """This rank's batches of each step from a position to the end of the epoch, and the position after each."""
         epoch = position["epoch"]
+        ranges = position.get("ranges")
+        found = self._requests(epoch, position["sample"]) if ranges is None else self._requests_of(ranges)
         # two iterators over the steps' requests: workers consume the second one further, for batches of later steps
-        steps, steps_ahead = tee(self._requests(epoch, position["sample"]))
+        steps, steps_ahead = tee(found)
         batches = self._batches.read(request for requests, _ in steps_ahead for request in requests)
-        for requests, stop in steps:
-            yield list(islice(batches, len(requests))), {"epoch": epoch, "sample": stop}
+        for requests, after in steps:
+            yield list(islice(batches, len(requests))), after
 
-    def _requests(self, epoch: int, start: int) -> Iterator[tuple[list[Request], int]]:
-        """For each step the requests of this rank's micro-batches, and the sample at which the next step begins."""
+    def _requests_of(self, ranges: Sequence[Sequence[int]]) -> Iterator[tuple[list[Request], Position]]:
+        """As ``_requests`` for samples by their numbers in the endless sequence of epochs, in ranges [start, stop):
+        what is left of them is the position. The last step may be smaller.
+        """
+        share, left = self._share, [[start, stop] for start, stop in ranges if start < stop]
+        while left:
+            taken: list[tuple[int, int]] = []  # (epoch, sample)
+            while left and len(taken) < share.global_batch:
+                epoch, begin = divmod(left[0][0], self._length)
+                count = min(left[0][1] - left[0][0], self._length - begin, share.global_batch - len(taken))
+                taken += [(epoch, sample) for sample in self._order(epoch)[begin : begin + count]]
+                left[0][0] += count
+                done = left[0][0]
+                if done == left[0][1]:
+                    del left[0]
+            part = share.of(len(taken))
+            mine = microbatches(taken[part.start : part.stop], share.micro_batch)
+            requests = [(samples[0][0], [number for _, number in samples]) for samples in mine]
+            epoch, sample = divmod(left[0][0] if left else done, self._length)
+            yield requests, {"epoch": epoch, "sample": sample, "ranges": [list(each) for each in left]}
+
+    def _requests(self, epoch: int, start: int) -> Iterator[tuple[list[Request], Position]]:
+        """For each step the requests of this rank's micro-batches, and the position after it."""
         order, share, size = self._order(epoch), self._share, self._share.micro_batch
         while start < self._length:
             stop = min(start + share.global_batch, self._length)
@@ -175,16 +199,25 @@ class MapStyleSteps:
                 return
             part = share.of(stop - start)
             numbers = order[start + part.start : start + part.stop]
-            yield [(epoch, numbers[at : at + size]) for at in range(0, len(numbers), size)], stop
+            requests = [(epoch, numbers[at : at + size]) for at in range(0, len(numbers), size)]
+            yield requests, {"epoch": epoch, "sample": stop}
             start = stop
 
     def _order(self, epoch: int) -> Order | LengthGroupedOrder:
-        if self._lengths is not None:
-            return LengthGroupedOrder(self._lengths, self._seed, epoch)
-        return Order(self._length, self._seed, epoch, shuffle=self._shuffle)
+        if self._newest_order is None or self._newest_order[0] != epoch:
+            if self._lengths is not None:
+                order: Order | LengthGroupedOrder = LengthGroupedOrder(self._lengths, self._seed, epoch)
+            else:
+                order = Order(self._length, self._seed, epoch, shuffle=self._shuffle)
+            self._newest_order = epoch, order
+        return self._newest_order[1]
 
     def between(self, start: Position, stop: Position) -> list[int] | None:
-        """The samples of the steps from one position to a later one, in order; epochs in between are whole."""
+        """The samples of the steps from one position to a later one, in order; epochs in between are whole. None where
+        samples are given out in ranges.
+        """
+        if "ranges" in start or "ranges" in stop:
+            return None
         found: list[int] = []
         for epoch in range(start["epoch"], stop["epoch"] + 1):
             begin = start["sample"] if epoch == start["epoch"] else 0
