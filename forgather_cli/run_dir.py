@@ -53,6 +53,8 @@ class RunDir:
     """Each rollback to a checkpoint, with the samples that it skips."""
     control = _In("control")
     """Commands that jobs in this directory were given, with their answers."""
+    diloco_worker = _In("diloco_worker")
+    """A DiLoCo worker's id, and what it sends of the present round."""
     evaluation = _In("evaluation.json")
     """The request of ``forgather eval``, in a temporary run directory for ranks that only evaluate."""
     report = _In("report.json")
@@ -61,6 +63,19 @@ class RunDir:
     """Where a run that is to be overwritten waits for the first step of the new one."""
     being_set_aside = _In(".overwriting")
     """Where it is while it moves there or back: its files are here or in the run directory, never in both."""
+
+    diloco = _In("diloco.yaml")
+    """The settings of a DiLoCo server, whose run this is; ``config.yaml`` is what its workers train."""
+    diloco_address = _In("diloco.json")
+    """Where that server listens, while it does."""
+    diloco_token = _In("diloco.token")
+    diloco_workers = _In("workers.json")
+    """Who has registered with it."""
+    rounds = _In("rounds.jsonl")
+    """Its ledger: a line for each published round."""
+    submissions = _In("submissions")
+    weights = _In("weights")
+    """What its workers fetch."""
 
     metrics = _In("metrics.jsonl", logging=True)
     """JsonLogger's file."""

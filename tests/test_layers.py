@@ -62,10 +62,15 @@ ALLOWED = {
         "models.stages", "models.transform",
     },
     "callbacks": {
-        "control", "distributed", "models.generate", "models.parts",
+        "control", "diloco.worker", "distributed", "models.generate", "models.parts",
         "config.decode", "config.schedule",
     },
     "control": {"callbacks.base", "launch.exit_status"},
+    "diloco": {
+        "callbacks.json_logger", "checkpoint", "config.decode", "config.diloco", "data.build", "data.loaders.map_style",
+        "distributed", "launch.context", "launch.exit_status", "models.build", "models.parts", "optim.eager",
+        "trainer.checkpoints", "trainer.run", "trainer.step_sync", "trainer.trainer",
+    },
     "distributed": set(),
     "checkpoint": {"distributed", "optim.groups", "optim.state"},
     "models": set(),
@@ -78,7 +83,7 @@ ALLOWED = {
 # third-party package -> the only layer that may import it
 ONLY_IN = {
     "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "report",
-    "h11": "control",
+    "h11": "control", "uvicorn": "diloco",
 }  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = (
     "cli",

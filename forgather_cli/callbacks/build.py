@@ -8,6 +8,7 @@ from typing import Any
 
 from forgather_cli.callbacks.console import StreamName
 from forgather_cli.callbacks.control import TrainerControlCallback
+from forgather_cli.callbacks.diloco import DilocoCallback
 from forgather_cli.callbacks.divergence import DivergenceDetector
 from forgather_cli.callbacks.early_stopping import EarlyStopping
 from forgather_cli.callbacks.grad_norms import GradNormLogger
@@ -66,6 +67,7 @@ FACTORIES: dict[str, Factory] = {
     "trackers": lambda settings, around: Trackers(settings, around.run, config_tree=around.config_tree),
     "textgen": _textgen,
     # what acts
+    "diloco": lambda settings, around: DilocoCallback(settings),
     "control": lambda settings, around: TrainerControlCallback(settings, around.run, around.stacks),
     "divergence": lambda settings, around: DivergenceDetector(settings),
     "early_stopping": lambda settings, around: EarlyStopping(settings),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from textwrap import wrap
 from typing import Any
 
 from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
@@ -131,7 +132,8 @@ class TableDisplay:
         if left_out != self._left_out:  # None before the first row
             self._left_out = left_out
             narrow = f"; not shown at {self._screen.width} columns: {', '.join(left_out)}" if left_out else ""
-            self._screen.note(f"each loss is the mean since the row before{narrow}")
+            for text in wrap(f"each loss is the mean since the row before{narrow}", self._screen.width):
+                self._screen.line(text, "dim")
         if columns != self._header or self._rows >= self._header_interval:
             self._screen.line(header(columns), "bold cyan")
             self._header, self._rows = columns, 0

@@ -13,6 +13,7 @@ from forgather_cli.cli import (
     checkpoint,
     config,
     control,
+    diloco,
     doctor,
     evaluate,
     finalize,
@@ -74,6 +75,7 @@ app.add_typer(control.app, name="control")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(runs.app, name="runs")
 app.add_typer(logs.app, name="logs")
+app.add_typer(diloco.app, name="diloco")
 app.add_typer(cache.app, name="cache")
 app.command("doctor", cls=Command)(doctor.doctor)
 

@@ -18,7 +18,7 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.input_files import write_whole
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from forgather_cli.generation import Generator, Text
 
@@ -53,9 +53,16 @@ def print_table(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: S
     """Print rows under titles. No value is cut: what is too wide for the terminal folds, then columns are left out, of
     which a line below tells; the first one stays.
     """
+    console().print(table_of(columns, rows, styles))
+
+
+def table_of(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> RenderableType:
+    """What ``print_table`` prints."""
     from rich import box
     from rich.cells import cell_len
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     screen = console()
     widths = [max(cell_len(text) for text in (c.title, *(row[n] for row in rows))) for n, c in enumerate(columns)]
@@ -70,10 +77,11 @@ def print_table(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: S
         table.add_column(columns[n].title, justify=justify, style=columns[n].style, no_wrap=not folds, overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(*(row[n] for n in kept), style=styles[number] if styles else "")
-    screen.print(table)
     if left_out := [column.title for n, column in enumerate(columns) if n not in kept]:
         how = "a wider terminal or a pipe shows them"
-        screen.print(f"not shown at {screen.width} columns: {', '.join(left_out)}; {how}", style="dim")
+        note = Text(f"not shown at {screen.width} columns: {', '.join(left_out)}; {how}", style="dim")
+        return Group(table, note)
+    return table
 
 
 def print_facts(facts: dict[str, str]) -> None:

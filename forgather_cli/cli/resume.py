@@ -26,7 +26,8 @@ def resume(
 
     Settings given here count from now on. Free to change are trainer, batch sizes per device, max_steps,
     logging, evaluation, saving and callbacks; [cyan]group=option[/] replaces the whole group.
-    Relative paths count from where the run was first started, wherever this is called.
+    A DiLoCo server goes on serving. Relative paths count from where the run was first started,
+    wherever this is called.
     """
     directory = RunDir(run_dir).first_directory() or Path.cwd()
     if directory != Path.cwd():
@@ -39,6 +40,11 @@ def resume(
         restore_overwritten(RunDir(run_dir))
         return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
 
+    if RunDir(run_dir).diloco.is_file():
+        from forgather_cli.cli.diloco import resume_server
+
+        with contextlib.chdir(directory):
+            raise typer.Exit(resume_server(run_dir, check_overrides(overrides), config_dir))
     with contextlib.chdir(directory):  # for all that the run reads, its own modules and its ranks too
         raise typer.Exit(run_training(joined(overrides or []), compose))
 

@@ -75,7 +75,7 @@ def _about(path: str, search: SearchPath) -> str:
     group, dot, rest = path.partition(".")
     if not dot:
         return comment(search.conf[0] / "train.yaml", path)
-    for option in settings()[path].types or ("default",):
+    for option in settings()[path].types or ("default", "server"):
         file = search.option(group, option)
         if file and (text := comment(file, rest.rpartition(".")[2])):
             return text

@@ -45,6 +45,13 @@ def decode_settings(cls: type[_T], values: dict[str, Any]) -> _T:
     return _validated(cls, values, naming, [], set())
 
 
+def decode_part(name: str, cls: type[_T], tree: dict[str, Any], naming: Naming) -> _T:
+    """Settings that are no part of a ``Config``, from a tree with them alone, under ``name``. Raises ConfigError."""
+    whole = dataclasses.make_dataclass("Part", [(name, cls)])
+    whole.__pydantic_config__ = getattr(cls, "__pydantic_config__", None)  # type: ignore[attr-defined]
+    return getattr(_validated(whole, tree, naming, [], set()), name)  # type: ignore[no-any-return]
+
+
 def _validated(cls: type[_T], tree: dict[str, Any], naming: Naming, problems: list[str], known: set[str]) -> _T:
     """A tree as ``cls``. Raises ConfigError with ``problems`` and pydantic's errors of paths that are not ``known``."""
     from pydantic import ValidationError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from forgather_cli.config import schema
-from forgather_cli.config.options import GROUPS, SearchPath
+from forgather_cli.config.options import GROUPS, SERVER, SearchPath
 from forgather_cli.config.paths import is_list, lookup, members, root_keys, settings
 from forgather_cli.config.schema import typed
 from forgather_cli.errors import ConfigError, did_you_mean
@@ -205,6 +205,9 @@ def unknown(path: str, naming: Naming) -> str:
         if not near and word in (*schema.TRACKERS, "comet"):
             near = f" did you mean callbacks.trackers.names=[{word}]?"
         return f"{name}: unknown callback{where};{near} One of your own needs {path}._target_=module.Class"
+    if group == SERVER and naming.options:
+        remedy = f"leave it out, or give it to the server: forgather diloco server RECIPE {name}=..."
+        return f"{name}: only forgather diloco server has this setting{where}; {remedy}"
     if naming.fields and "." not in path:
         return f"{name}: unknown setting;{did_you_mean(name, list(naming.fields)) or ' leave it out'}"
     return f"{name}: unknown setting{where};{nearest(name) or ' forgather config show lists all'}"
@@ -224,7 +227,7 @@ def nearest(name: str) -> str:
         return f" did you mean {' or '.join(in_full)}?"
     if dot:
         return f" did you mean {last}?" if last in root_keys() else ""
-    leaves = [setting.leaf for path, setting in settings().items() if "." in path and not path.startswith("callbacks.")]
+    leaves = [setting.leaf for path, setting in settings().items() if setting.types]
     return did_you_mean(name, [*root_keys(), *GROUPS, *dict.fromkeys(leaves)])
 
 

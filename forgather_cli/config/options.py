@@ -22,6 +22,9 @@ GROUPS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "prec
 BARE_GROUPS = GROUPS[:-1]
 """Groups whose settings may be named by their last part alone; callbacks are addressed in full."""
 
+SERVER = "diloco"
+"""The settings of ``forgather diloco server``, which no run has: a directory of options, and no group of ``Config``."""
+
 
 @dataclass(frozen=True)
 class Info:
@@ -45,7 +48,9 @@ class SearchPath:
 
     def is_group(self, name: str) -> bool:
         """True for the groups of ``Config`` and for any further directory of options (``+experiment=mine``)."""
-        return name in GROUPS or any(any((root / name).glob("*.yaml")) for root in self.conf if (root / name).is_dir())
+        if name in GROUPS or name == SERVER:
+            return name in GROUPS
+        return any(any((root / name).glob("*.yaml")) for root in self.conf if (root / name).is_dir())
 
     def option_names(self, group: str) -> list[str]:
         files = (path for root in self.conf for path in (root / group).glob("*.yaml"))

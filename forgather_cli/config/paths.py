@@ -10,7 +10,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from forgather_cli.config import schema
-from forgather_cli.config.options import BARE_GROUPS
+from forgather_cli.config.options import BARE_GROUPS, SERVER
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Setting:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every setting of the schema by dotted path: run level, each option's, and the callbacks'."""
+    """Every setting of the schema by dotted path: run level, each option's, the callbacks' and the DiLoCo server's."""
     found = dict(_below(schema.RunSettings, "", None))
     hints = get_type_hints(schema.Config, include_extras=True)
     for group in BARE_GROUPS:
@@ -42,6 +42,7 @@ def settings() -> dict[str, Setting]:
                 before = found[path].types if path in found else ()
                 found[path] = dataclasses.replace(setting, types=before + setting.types)
     found.update(_below(schema.CallbackSettings, "callbacks.", None))
+    found.update(_below(schema.DilocoServerSettings, f"{SERVER}.", None))
     return {path: setting for path, setting in found.items() if path != "callbacks.custom"}
 
 

@@ -231,11 +231,10 @@ def _files_of(run: RunDir) -> list[Path]:
     """What a run of ours leaves directly in its directory; other files are not touched."""
     starts = [run.later_config(n) for n in run.later_starts()]
     files = [run.metrics, run.rollbacks, run.samples, run.exit, run.hang, run.config, run.origin, *starts]
-    return [
-        path
-        for path in (*files, run.logs, run.tensorboard, run.trackers, run.checkpoints, run.control)
-        if path.exists()
-    ]
+    files += [run.diloco, run.diloco_address, run.diloco_token, run.diloco_workers, run.rounds]
+    folders = [run.logs, run.tensorboard, run.trackers, run.checkpoints, run.control]
+    folders += [run.diloco_worker, run.submissions, run.weights]
+    return [path for path in (*files, *folders) if path.exists()]
 
 
 def _restore_overwritten(run: RunDir) -> None:

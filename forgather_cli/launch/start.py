@@ -86,6 +86,18 @@ def launch(loaded: Loaded, work: Work) -> int:
 
 
 @lasting_output()
+def serve(loaded: Loaded, work: Work) -> int:
+    """Do ``work`` here that takes the place of training, whatever the config says of ranks; returns the exit code."""
+    check_packages(loaded.config)
+    with RunLock(output_dir(loaded)) as held:
+        config, _ = _begin(held, loaded, plan_layout(loaded.config, loaded.given))
+        rank = RankContext(Place(), conclude_run=partial(_conclude_run, held))
+        status = run_rank(rank, lambda _: Start(held.run, config), work)
+        _conclude_run(held, status)
+    return status.code
+
+
+@lasting_output()
 def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
     """Train as one rank of a world that torchrun or Slurm has started; returns the exit code, 0 after a signal too.
 

@@ -34,7 +34,7 @@ MANDATORY = {
     "model=transformers": ["model.path=/nowhere"],
 }
 SIZES = [f"model={name}" for name in ("nano", "tiny", "60m", "160m", "1b")]
-OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
+OPTIONS = sorted(f"{group}={file.stem}" for group in options.GROUPS for file in (CONF / group).glob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -133,7 +133,8 @@ def test_no_leaf_name_stands_for_two_settings() -> None:
 
 def test_listings_describe_everything(tmp_path: Path) -> None:
     listed = options.groups(cwd=tmp_path)
-    assert sorted(f"{group}={info.name}" for group, infos in listed.items() for info in infos) == OPTIONS
+    found = [f"{group}={info.name}" for group, infos in listed.items() for info in infos]
+    assert sorted(found) == sorted([*OPTIONS, f"{options.SERVER}=server"])
     assert all(info.description and info.file.is_file() for infos in listed.values() for info in infos)
     recipes = options.recipes(cwd=tmp_path)
     assert recipes[0].name == "default"

@@ -12,6 +12,7 @@ from forgather_cli.config.schema.base import *
 from forgather_cli.config.schema.callbacks import *
 from forgather_cli.config.schema.data import *
 from forgather_cli.config.schema.decoder import *
+from forgather_cli.config.schema.diloco import *
 from forgather_cli.config.schema.loss import *
 from forgather_cli.config.schema.model import *
 from forgather_cli.config.schema.optimizer import *

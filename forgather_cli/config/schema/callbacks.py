@@ -259,6 +259,86 @@ class ControlSettings(Settings):
 
 
 @settings
+class DilocoSettings(Settings):
+    server_addr: str | None = None  # HOST:PORT or https://HOST:PORT; null: DILOCO_SERVER
+    token_file: str | None = None  # the server's; null: DILOCO_TOKEN
+    ca_file: str | None = None  # certificates to trust; null: the system's
+    worker_id: str | None = None  # null: DILOCO_WORKER_ID, else made up once
+    # the server's, and equal for all its workers; null takes them, others are refused
+    sync_every: PositiveInt | None = None
+    compression: Literal["fp32", "bf16", "int8", "int4"] | None = None
+    bf16_comm: bool | None = None
+    num_fragments: PositiveInt | None = None
+    heartbeat_interval: PositiveFloat | None = None  # seconds; null: DILOCO_HEARTBEAT_INTERVAL, else 30
+    timeout: PositiveFloat = 600.0  # seconds without an answer of the server that are one try
+    max_sync_retries: PositiveInt = 3
+    bandwidth: PositiveFloat | None = None  # bytes per second
+
+    def problems(self, config: Any) -> Iterator[str]:
+        path = "callbacks.diloco"
+        if self.bf16_comm is not None and self.compression is not None:
+            yield f"{path}.bf16_comm: says what compression says; leave one of them out"
+        if not self.address():
+            return
+        try:
+            self.read_token()
+            self.stated()
+            self.interval()
+        except ConfigError as error:
+            yield from error.problems
+        if config.max_steps <= 0:
+            yield (
+                "max_steps: must be given, since the workers of callbacks.diloco divide the samples among themselves "
+                "and none of them has whole epochs; set max_steps"
+            )
+
+    def address(self) -> str:
+        """Of the server; empty: there is none, and the callback does nothing."""
+        return self.server_addr or os.environ.get("DILOCO_SERVER", "")
+
+    def read_token(self) -> str:
+        """What the server asks for. Raises ConfigError where nothing holds it."""
+        if self.token_file is not None:
+            where = "callbacks.diloco.token_file"
+            file = Path(self.token_file).expanduser()
+            return read_text(file, lambda why: ConfigError(f"{where}: {why}; give a copy of the server's")).strip()
+        if token := os.environ.get("DILOCO_TOKEN", "").strip():
+            return token
+        raise ConfigError(
+            "callbacks.diloco.token_file: missing; give a copy of the file that the server names at its start, or its "
+            "content as DILOCO_TOKEN"
+        )
+
+    def stated(self) -> dict[str, Any]:
+        """What config and environment say of what the server decides. Raises ConfigError for a variable's value."""
+        bf16 = _from_environment("DILOCO_BF16_COMM", _as_bool) if self.bf16_comm is None else self.bf16_comm
+        found = {
+            "sync_every": self.sync_every or _from_environment("DILOCO_SYNC_EVERY", int),
+            "num_fragments": self.num_fragments or _from_environment("DILOCO_NUM_FRAGMENTS", int),
+            "compression": self.compression or {None: None, True: "bf16", False: "fp32"}[bf16],
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def interval(self) -> float:
+        """Seconds between two heartbeats. Raises ConfigError for a variable's value."""
+        return self.heartbeat_interval or _from_environment("DILOCO_HEARTBEAT_INTERVAL", float) or 30.0
+
+
+def _from_environment(name: str, kind: Callable[[str], Any]) -> Any:
+    if not (text := os.environ.get(name, "").strip()):
+        return None
+    try:
+        return kind(text)
+    except (ValueError, KeyError) as error:
+        wanted = "true or false" if kind is _as_bool else "a number"
+        raise ConfigError(f"{name}: must be {wanted}, got {text!r}; mend or unset this variable") from error
+
+
+def _as_bool(text: str) -> bool:
+    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+
+@settings
 class EarlyStoppingSettings(Settings):
     patience: PositiveInt = 3  # evaluations
     threshold: NonNegative = 0.0
@@ -336,6 +416,7 @@ class CallbackSettings(Settings):
     textgen: Annotated[TextgenSettings | None, OnlyIf(_without_texts)] = None
     early_stopping: Annotated[EarlyStoppingSettings | None, NEEDS_EVALUATION] = None
     control: ControlSettings | None = None
+    diloco: DilocoSettings | None = None
     divergence: DivergenceSettings | None = None
     profiler: ProfilerSettings | None = None
     trackers: TrackersSettings | None = None

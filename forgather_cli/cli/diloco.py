@@ -1,0 +1,394 @@
+"""``forgather diloco``: serve workers over slow links, and look at a server and tell it what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import ssl
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forgather_cli.cli.output import (
+    AsJson,
+    Col,
+    console,
+    human,
+    human_bytes,
+    human_seconds,
+    interruptible,
+    print_json,
+    table_of,
+)
+from forgather_cli.cli.style import Command, Group
+from forgather_cli.cli.words import (
+    ConfigDir,
+    Overrides,
+    Words,
+    check_overrides,
+    complete_words,
+    load,
+    load_config_of,
+    quoted,
+)
+from forgather_cli.errors import ConfigError, ControlError, SetupError
+from forgather_cli.input_files import parse_json, read_json_object, read_text
+from forgather_cli.launch.place import joined
+from forgather_cli.run_dir import RunDir, is_model_directory, run_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from forgather_cli.config.load import Loaded
+    from forgather_cli.config.schema import DilocoServerSettings
+
+_PATIENCE = 10.0  # seconds that a server gets to answer
+_REDRAW = 1.0  # seconds
+_PAUSE = 0.2  # seconds between two looks at whether a command is done
+
+app = typer.Typer(
+    cls=Group,
+    help="Train on machines that only slow links join: workers train by themselves and now and then average what "
+    "they have changed, by a server.",
+    no_args_is_help=True,
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- server
+
+
+@app.command(cls=Command)
+def server(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A recipe (its model with fresh weights), a run, a checkpoint, or a model directory.",
+            autocompletion=complete_words,
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Serve the model that workers train together.
+
+    Settings of the server are [cyan]diloco.NAME=VALUE[/] (forgather config explain
+    diloco.workers); the others are of the recipe, which the workers train. It needs no GPU, and
+    its memory is three times the weights in fp32. Its run has checkpoints like any other, and
+    forgather resume RUN goes on with it.
+    """
+    raise typer.Exit(_serve(partial(_composed, source, check_overrides(overrides), config_dir)))
+
+
+def _composed(source: str, overrides: list[str], config_dir: Path | None) -> tuple[Loaded, DilocoServerSettings]:
+    """The config of SOURCE, and the server's own settings. Raises ConfigError with the mistakes of both."""
+    from forgather_cli.checkpoint.retention import list_checkpoints
+    from forgather_cli.config.diloco import load_server_settings, split_server_overrides
+
+    recipes, ours = split_server_overrides(overrides)
+    path, start = Path(source), source
+    run = run_of(path) if path.is_dir() else None
+    if path.is_dir() and run is None:
+        if not is_model_directory(path):
+            raise SetupError(f"{source}: is no run, no checkpoint and no model directory; give one, or a recipe")
+        start = "default"
+        recipes = ["model=pretrained", f"model.path={quoted(path)}", f"data.tokenizer={quoted(path)}", *recipes]
+    elif run is not None:
+        if run.root.resolve() == path.resolve():
+            kept = [info for info in list_checkpoints(run) if info.usable]
+            if not kept:
+                raise SetupError(
+                    f"{source}: the run has no checkpoint to begin from; give its recipe for fresh weights"
+                )
+            path = ([info for info in kept if info.healthy] or kept)[-1].path
+        start = str(run.root)
+        recipes = [*recipes, f"resume_from_checkpoint={quoted(path.absolute())}", "resume_components=[model]"]
+    problems: list[str] = []
+    loaded = settings = None
+    for part in ("recipe", "server"):
+        try:
+            if part == "recipe":
+                loaded = load_config_of(start, recipes, config_dir, trust_config=True)
+            else:
+                settings = load_server_settings(ours)
+        except ConfigError as error:
+            problems += error.problems
+    if loaded is None or settings is None:
+        raise ConfigError(problems)
+    return loaded, settings
+
+
+def resume_server(run_dir: Path, overrides: list[str], config_dir: Path | None) -> int:
+    """``forgather resume`` of a server's run; returns the exit code."""
+
+    def compose() -> tuple[Loaded, DilocoServerSettings]:
+        from forgather_cli.config.diloco import load_server_settings, split_server_overrides
+        from forgather_cli.config.load import reload_config
+        from forgather_cli.launch.run_lock import restore_overwritten
+
+        restore_overwritten(RunDir(run_dir))
+        recipes, ours = split_server_overrides(overrides)
+        settings = load_server_settings(ours, RunDir(run_dir).diloco)
+        return reload_config(run_dir, recipes, config_dir=config_dir), settings
+
+    return _serve(compose)
+
+
+def _serve(compose: Callable[[], tuple[Loaded, DilocoServerSettings]]) -> int:
+    loaded, settings = compose()
+    from forgather_cli.diloco.serve import work
+    from forgather_cli.launch import start
+
+    return start.serve(loaded, partial(work, settings))
+
+
+# -------------------------------------------------------------------------------------------------------------- worker
+
+
+@app.command(cls=Command)
+def worker(
+    words: Words = None,
+    address: Annotated[
+        str, typer.Option("--server", metavar="HOST:PORT", help="Where the server is.", show_default=False)
+    ] = "",
+    config_dir: ConfigDir = None,
+) -> None:
+    """Train a recipe together with the server's other workers.
+
+    As [cyan]forgather train[/] with the callback [cyan]diloco[/]: on one device or many, by any
+    trainer. The server's token is in DILOCO_TOKEN or in the file
+    [cyan]callbacks.diloco.token_file[/].
+    """
+    from forgather_cli.cli.train import run_training
+
+    chosen = [f"callbacks.diloco.server_addr={address}"] if address else ["+callbacks.diloco={}"]
+    composed = partial(load, [*(words or []), *chosen], config_dir, trust_config=True)
+    raise typer.Exit(run_training(joined(words or []), composed))
+
+
+# --------------------------------------------------------------------------------------------------- a server that runs
+
+
+@dataclass(frozen=True)
+class _Server:
+    """Where a server is, and what opens it."""
+
+    name: str
+    """As the user named it."""
+    host: str
+    port: int
+    token: str
+    tls: ssl.SSLContext | None
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The document that the server answers with. Raises ControlError."""
+        from forgather_cli.diloco import wire
+
+        headers = {"Authorization": f"Bearer {self.token}", wire.VERSION_HEADER: str(wire.WIRE_VERSION)}
+        connection = (
+            http.client.HTTPConnection(self.host, self.port, timeout=_PATIENCE)
+            if self.tls is None
+            else http.client.HTTPSConnection(self.host, self.port, timeout=_PATIENCE, context=self.tls)
+        )
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            document = parse_json(answer.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ControlError(f"{self.name}: no DiLoCo server answers at {self.host}:{self.port}: {error}") from error
+        finally:
+            connection.close()
+        if answer.status >= 300 or not isinstance(document, dict):
+            why = document.get("error") if isinstance(document, dict) else None
+            raise ControlError(f"{self.name}: {why or f'answered with HTTP status {answer.status}'}")
+        return document
+
+
+RunArgument = Annotated[
+    Path | None, typer.Argument(metavar="[RUN]", help="The server's run directory.", show_default=False)
+]
+ServerOption = Annotated[
+    str | None,
+    typer.Option("--server", metavar="HOST:PORT", help="The server, where its run directory is not at hand.",
+                 show_default=False),
+]  # fmt: skip
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="File with the server's token, else DILOCO_TOKEN is read.", show_default=False),
+]
+
+
+def _find(run: Path | None, server: str | None, token_file: Path | None) -> _Server:
+    """The server that was named. Raises ConfigError, ControlError."""
+    if (run is None) == (server is None):
+        raise ConfigError("give the server's run directory, or --server HOST:PORT")
+    fail = ConfigError
+    token = read_text(token_file, fail).strip() if token_file is not None else os.environ.get("DILOCO_TOKEN", "")
+    if server is not None:
+        scheme, _, address = server.rpartition("://")
+        host, _, port = address.strip("/").rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"--server: must be HOST:PORT, got {server!r}; write --server 127.0.0.1:8512")
+        if not token:
+            raise ConfigError("--server: needs the server's token; set DILOCO_TOKEN, or give --token-file FILE")
+        tls = ssl.create_default_context() if scheme == "https" else None
+        return _Server(server, host.strip("[]"), int(port), token, tls)
+    assert run is not None
+    place = RunDir(run)
+    if not place.diloco.is_file():
+        raise ControlError(f"{run}: is no run of a DiLoCo server; give one, or --server HOST:PORT")
+    if not place.diloco_address.is_file():
+        raise ControlError(f"{run}: its server does not run; forgather resume {run} goes on with it")
+    known = read_json_object(place.diloco_address)
+    token = token or read_text(Path(known["token_file"]), fail).strip()
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(known["host"], known["host"])
+    tls = None
+    if known["tls"]:  # our own file says who it is; the name in its certificate may be another one's
+        from forgather_cli.config.diloco import load_server_settings
+
+        tls = ssl.create_default_context(cafile=load_server_settings([], place.diloco).tls_certificate)
+        tls.check_hostname = False
+    return _Server(str(run), host, int(known["port"]), token, tls)
+
+
+@app.command(cls=Command)
+def status(
+    run: RunArgument = None,
+    server: ServerOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and not until Ctrl-C.")] = False,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a server's round and its workers, anew every second."""
+    found = _find(run, server, token_file)
+    if as_json:
+        print_json(found.ask("GET", "/status"))
+        return
+    if once or not sys.stdout.isatty():
+        console().print(_shown(found.ask("GET", "/status")))
+        return
+    from rich.live import Live
+
+    with interruptible(), Live(_shown(found.ask("GET", "/status")), console=console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(_REDRAW)
+            live.update(_shown(found.ask("GET", "/status")), refresh=True)
+
+
+def _shown(status: dict[str, Any]) -> RenderableType:
+    from rich.console import Group as Lines
+    from rich.text import Text
+
+    limit = f" of {status['max_rounds']}" if status["max_rounds"] else ""
+    number = "-" if status["round"] is None else f"{status['round']}{limit}"
+    checkpoint = "none" if status["checkpoint"] is None else f"round {status['checkpoint']}"
+    head = (
+        f"round {number}, {status['state']} for {human_seconds(status['round_seconds'])}; {human(status['tokens'])} "
+        f"targets, checkpoint {checkpoint}; {human_bytes(status['received'])} in, {human_bytes(status['sent'])} out"
+    )
+    columns = (Col("worker"), Col("slot", right=True), Col("state"), Col("step", right=True),
+               Col("tok/s", right=True), Col("heard", right=True), Col("sent", right=True, droppable=2),
+               Col("received", right=True, droppable=3), Col("host", droppable=1))  # fmt: skip
+    rows = [
+        (
+            each["worker"],
+            "-" if each["slot"] is None else str(each["slot"]),
+            each["state"],
+            "-" if each["step"] is None else str(each["step"]),
+            human(each["tokens_per_second"]),
+            f"{human_seconds(each['silent'])} ago",
+            human_bytes(each["sent"]),
+            human_bytes(each["received"]),
+            each["host"],
+        )
+        for each in status["workers"]
+    ]
+    styles = [_STYLES.get(each["state"], "") for each in status["workers"]]
+    lines: list[RenderableType] = [Text(head)]
+    if rows:
+        lines.append(table_of(columns, rows, styles))
+    return Lines(*lines, Text(status["why"]))
+
+
+_STYLES = {"evicted": "dim", "rejected": "red", "sent": "green"}
+
+
+@app.command(cls=Command)
+def save(
+    run: RunArgument = None, server: ServerOption = None, token_file: TokenFile = None, as_json: AsJson = False
+) -> None:
+    """Write a checkpoint of the newest round now, and go on."""
+    found = _find(run, server, token_file)
+    wanted = found.ask("POST", "/control", {"command": "save"})["round"]
+    if wanted is None:
+        raise ControlError(f"{found.name}: no round is open yet, so there is nothing new to save; wait for its workers")
+    while True:
+        status = found.ask("GET", "/status")
+        if status["checkpoint"] is not None and status["checkpoint"] >= wanted:
+            break
+        time.sleep(_PAUSE)
+    path = RunDir(Path(status["run"])).checkpoint(status["checkpoint"])
+    print_json({"round": status["checkpoint"], "checkpoint": str(path)}) if as_json else typer.echo(path)
+
+
+@app.command(cls=Command)
+def stop(
+    run: RunArgument = None,
+    server: ServerOption = None,
+    now: Annotated[bool, typer.Option("--now", help="At once: what workers train now is lost to the model.")] = False,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """End at the end of the round: save, and tell the workers to save and end."""
+    found = _find(run, server, token_file)
+    found.ask("POST", "/control", {"command": "stop_now" if now else "stop"})
+    status = found.ask("GET", "/status")
+    with contextlib.suppress(ControlError):  # it is gone: that is what was asked for
+        while True:
+            status = found.ask("GET", "/status")
+            time.sleep(_PAUSE)
+    place = RunDir(Path(status["run"]))
+    steps = place.checkpoint_steps() if place.root.is_dir() else [status["checkpoint"]]  # of another machine
+    path = place.checkpoint(steps[-1])
+    print_json({"round": steps[-1], "checkpoint": str(path)}) if as_json else typer.echo(path)
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+
+
+@app.command(cls=Command)
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The server's run directory.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Compute a server's weights again from its ledger, and compare with the newest checkpoint.
+
+    Bit for bit, from the first round on. It needs what the workers sent: serve with
+    diloco.keep_submissions=true.
+    """
+    from forgather_cli.config.diloco import load_server_settings
+
+    place = RunDir(run)
+    if not place.diloco.is_file():
+        raise SetupError(f"{run}: is no run of a DiLoCo server (no {place.diloco.name}); give one")
+    settings = load_server_settings([], place.diloco)
+    from forgather_cli.diloco import global_model
+    from forgather_cli.diloco.rounds import read_ledger
+
+    rounds, differing = global_model.replay(place, settings, read_ledger(place.rounds))
+    if as_json:
+        print_json({"rounds": rounds, "equal": not differing, "differing": differing})
+    elif differing:
+        typer.echo(f"{len(differing)} tensors differ after {rounds} rounds: {', '.join(differing[:5])}", err=True)
+    else:
+        typer.echo(f"equal bit for bit after {rounds} rounds: {place.checkpoint(rounds)}")
+    raise typer.Exit(1 if differing else 0)

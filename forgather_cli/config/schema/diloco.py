@@ -1,0 +1,95 @@
+"""The settings of ``forgather diloco server``, a group of their own that no training run has."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from annotated_types import Le
+
+from forgather_cli.config.schema.base import (
+    Count,
+    Fraction,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Settings,
+    settings,
+)
+
+Wire = Literal["fp32", "bf16", "int8", "int4"]
+
+
+@settings
+class OuterSettings:
+    """The server's own optimizer: SGD on the averaged changes of the workers."""
+
+    lr: PositiveFloat = 0.7
+    momentum: Probability = 0.9
+    nesterov: bool = True
+
+
+@settings
+class DilocoServerSettings(Settings):
+    """How workers are brought together, in seconds and rounds."""
+
+    workers: PositiveInt = 2
+    host: str = "127.0.0.1"
+    port: Annotated[Count, Le(65535)] = 8512
+    mode: Literal["sync", "async"] = "sync"
+    sync_every: PositiveInt = 500
+    compression: Wire = "bf16"
+    compression_down: Wire = "fp32"
+    outer: OuterSettings = OuterSettings()
+    weighting: Literal["tokens", "equal"] = "tokens"
+    quorum: PositiveInt | None = None
+    grace: NonNegative = 0.0
+    eviction: PositiveFloat | None = 120.0
+    round_timeout: PositiveFloat | None = None
+    num_fragments: PositiveInt = 1
+    overlap: Count = 0
+    alpha: Fraction = 0.5
+    save_every: PositiveInt = 1
+    keep: PositiveInt = 3
+    max_rounds: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+    keep_submissions: bool = False
+    token_file: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+
+    def problems(self, config: Any = None) -> Iterator[str]:
+        """``config`` is not read: none of these settings depends on the recipe's."""
+        for name, value, default in (
+            ("mode", self.mode, "sync"), ("num_fragments", self.num_fragments, 1), ("overlap", self.overlap, 0),
+        ):  # fmt: skip
+            if value != default:
+                yield f"diloco.{name}: only {default} is there so far, got {value}; leave diloco.{name} out"
+        if self.compression_down == "int4":
+            yield "diloco.compression_down: must be fp32, bf16 or int8, got int4; set diloco.compression_down=int8"
+        if self.quorum is not None and self.quorum > self.workers:
+            yield (
+                f"diloco.quorum: is more than diloco.workers={self.workers}, got {self.quorum}; "
+                f"set diloco.quorum={self.workers} or less, or null for all"
+            )
+        if self.grace and self.quorum is None:
+            yield f"diloco.grace: nothing reads it with diloco.quorum=null, got {self.grace:g}; set diloco.quorum"
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            there, lacking = ("tls_certificate", "tls_key")[:: 1 if self.tls_key is None else -1]
+            yield f"diloco.{there}: TLS needs the file of diloco.{lacking} too, got none; set diloco.{lacking}=FILE"
+        if not (_is_loopback(self.host) or self.tls_certificate or self.insecure):
+            yield (
+                f"diloco.host: beyond this machine token and weights would travel in the clear, got {self.host}; set "
+                "diloco.tls_certificate and diloco.tls_key, use an ssh tunnel to 127.0.0.1, or allow it by "
+                "diloco.insecure=true"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,177 @@
+"""HTTP requests of a worker to the server: one connection, JSON, weights in ranges, and a limit on bytes per second."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.diloco.wire import VERSION_HEADER, WIRE_VERSION
+from forgather_cli.errors import ConfigError, ControlError
+from forgather_cli.input_files import open_file, parse_json
+
+_CHUNK = 1 << 16  # bytes
+_CONNECT = 30.0  # seconds that the server may be silent within one request
+
+
+class Away(ControlError):
+    """The server does not answer."""
+
+
+class Fenced(ControlError):
+    """The server has a newer start of this worker, or none: register again."""
+
+
+class TokenBucket:
+    """Lets at most ``rate`` bytes per second pass, and a chunk more."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate, self._free = rate, time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Wait until ``count`` bytes may pass."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(now, self._free) + count / self._rate
+            wait = self._free - now
+        time.sleep(max(0.0, wait))
+
+
+class Client:
+    """Requests to one server. Not for several threads at once; ``copy`` is for another one."""
+
+    def __init__(self, address: str, token: str, bucket: TokenBucket, *, ca_file: str | None = None) -> None:
+        """``address``: HOST:PORT or https://HOST:PORT. ``ca_file``: certificates to trust in the system's place.
+
+        Raises ConfigError for what is no address.
+        """
+        self.address, self._token, self._bucket, self._ca_file = address, token, bucket, ca_file
+        scheme, _, place = address.rpartition("://")
+        host, _, port = place.rpartition(":")
+        if scheme not in ("", "http", "https") or not host or not port.isdigit():
+            raise ConfigError(f"callbacks.diloco.server_addr: must be HOST:PORT or https://HOST:PORT, got {address!r}")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._tls = ssl.create_default_context(cafile=ca_file) if scheme == "https" else None
+        self._connection: http.client.HTTPConnection | None = None
+        self.sent = self.received = 0
+        """Bytes, headers included as far as they are known."""
+
+    def copy(self) -> Client:
+        """Another connection to the same server, which shares the limit on bytes per second."""
+        return Client(self.address, self._token, self._bucket, ca_file=self._ca_file)
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """POST a document; the one that it answers. Raises Away, Fenced, ConfigError, ControlError."""
+        content = json.dumps(body or {}).encode()
+        with self._request("POST", path, content) as answer:
+            return _document(b"".join(self._chunks(answer)))
+
+    def put(self, path: str, file: Path) -> None:
+        """PUT a file. Raises as ``call``."""
+        with open_file(file) as body, self._request("PUT", path, self._limited(body), file.stat().st_size) as answer:
+            answer.read()
+
+    def has(self, path: str) -> bool:
+        """Whether GET ``path`` is there. Raises as ``call``."""
+        with self._request("GET", path, b"", missing=True) as answer:
+            answer.read()
+            return answer.status == 200
+
+    def get(self, path: str) -> bytes:
+        """Raises as ``call``."""
+        with self._request("GET", path, b"") as answer:
+            return b"".join(self._chunks(answer))
+
+    def read(self, path: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview]) -> None:
+        """Fill the buffers ``into`` with these ranges of bytes of a file of the server's. Raises as ``call``."""
+        content = json.dumps({"ranges": ranges}).encode()
+        with self._request("POST", path, content) as answer:
+            for buffer in into:
+                done = 0
+                while done < len(buffer):
+                    self._bucket.take(min(_CHUNK, len(buffer) - done))
+                    count = answer.readinto(buffer[done : done + _CHUNK])
+                    if not count:
+                        raise ConnectionResetError("the body was cut")
+                    self.received += count
+                    done += count
+            answer.read()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # ------------------------------------------------------------------------------------------------------------ HTTP
+
+    @contextlib.contextmanager
+    def _request(
+        self, method: str, path: str, body: bytes | Iterator[bytes], size: int | None = None, *, missing: bool = False
+    ) -> Iterator[http.client.HTTPResponse]:
+        size = len(body) if isinstance(body, bytes) else size
+        headers = {"Authorization": f"Bearer {self._token}", VERSION_HEADER: str(WIRE_VERSION)}
+        headers |= {"Content-Length": str(size), "Content-Type": "application/octet-stream"} if size else {}
+        try:
+            if self._connection is None:
+                self._connection = (
+                    http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT)
+                    if self._tls is None
+                    else http.client.HTTPSConnection(self._host, self._port, timeout=_CONNECT, context=self._tls)
+                )
+            self._connection.request(method, path, body, headers)
+            answer = self._connection.getresponse()
+            self.sent += (
+                sum(len(k) + len(v) + 4 for k, v in headers.items()) + len(method) + len(path) + 40 + (size or 0)
+            )
+            self.received += len(str(answer.headers))
+            if answer.status >= 400 and not (missing and answer.status == 404):
+                raise self._failure(answer.status, _document(answer.read(1 << 16)))
+            yield answer
+        except ssl.SSLCertVerificationError as error:
+            self.close()
+            raise ConfigError(
+                f"callbacks.diloco.server_addr: {self.address} has no certificate to trust ({error.verify_message}); "
+                "give callbacks.diloco.ca_file"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise Away(f"{self.address}: {error or type(error).__name__}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _failure(self, status: int, document: dict[str, Any]) -> Exception:
+        why = f"the DiLoCo server at {self.address}: {document.get('error') or f'HTTP status {status}'}"
+        if status >= 500:
+            return Away(why)
+        if document.get("code") == "fenced":
+            return Fenced(why)
+        return ConfigError(why)
+
+    def _limited(self, body: Any) -> Iterator[bytes]:
+        while chunk := body.read(_CHUNK):
+            self._bucket.take(len(chunk))
+            yield chunk
+
+    def _chunks(self, answer: http.client.HTTPResponse) -> Iterator[bytes]:
+        while chunk := answer.read(_CHUNK):
+            self._bucket.take(len(chunk))
+            self.received += len(chunk)
+            yield chunk
+
+
+def _document(content: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = parse_json(content)
+        if isinstance(found, dict):
+            return found
+    return {}

@@ -1,0 +1,47 @@
+"""What server and workers must agree on: names, limits, and what identifies a model.
+
+Every request has ``Authorization: Bearer TOKEN`` and ``Forgather-Wire: 1``. Bodies are JSON, except weights and parts.
+Ranges of ``POST /weights/{round}`` are offsets into the published safetensors file, its header included, of which
+``GET /weights/{round}/header`` sends the first bytes: 8 with the header's length, then the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+WIRE_VERSION = 1
+VERSION_HEADER = "Forgather-Wire"
+MAX_JSON = 1 << 20
+"""Bytes of a JSON body."""
+MAX_WAIT = 30.0
+"""Seconds that ``/next`` waits at most."""
+MAX_PART_HEADER = 1 << 24
+"""Bytes that a part may have beside its tensors."""
+
+# of /next and /heartbeat
+OPEN, WAITING, STOPPED, OK = "open", "waiting", "stopped", "ok"
+# of /submit
+COUNTED, LATE, REJECTED = "counted", "late", "rejected"
+# codes of a 409
+REFUSED = "refused"
+"""Settings, model or data differ: a mistake that no retry mends."""
+HELD = "held"
+"""Another live process has this worker's id."""
+FENCED = "fenced"
+"""A newer registration has taken over, or the server has given the worker up: register anew."""
+
+
+class WireError(Exception):
+    """A request that is answered with an error: HTTP status, a sentence with its remedy, and the code of a 409."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        self.status, self.message, self.code = status, message, code
+        super().__init__(message)
+
+
+def model_hash(parameters: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """SHA-256 in hex of the trainable parameters' full names and full shapes, in any order."""
+    listed = sorted([name, list(shape)] for name, shape in parameters)
+    return hashlib.sha256(json.dumps(listed, separators=(",", ":")).encode()).hexdigest()

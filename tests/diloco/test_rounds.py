@@ -1,0 +1,272 @@
+"""Registration, slots, samples, quorum, eviction and the ledger: pure logic, by the clock that the test is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather_cli.config.schema import DilocoServerSettings
+from forgather_cli.diloco.rounds import (
+    Line,
+    Registry,
+    Rounds,
+    Submission,
+    merge,
+    read_ledger,
+    subtract,
+    take,
+    total,
+    write_line,
+)
+from forgather_cli.diloco.wire import WireError
+from forgather_cli.errors import SetupError
+
+MODEL = "m"
+
+
+def rounds(**settings: Any) -> Rounds:
+    return Rounds(DilocoServerSettings(**{"sync_every": 2, **settings}), initial="i", model=MODEL)
+
+
+def join(rounds: Rounds, name: str, now: float = 0.0, batch: int = 4, secret: str = "", **more: Any) -> int:
+    return rounds.register(name, secret or name, batch=batch, model=MODEL, now=now, **more)[0]
+
+
+def step(rounds: Rounds, now: float) -> Line | None:
+    """What the server does when something has happened: close, compute, write, open."""
+    if not (rounds.can_open() or rounds.close(now)):
+        return None
+    line = rounds.opening("t")
+    rounds.append(line, now)
+    return line
+
+
+def send(rounds: Rounds, name: str, now: float = 0.0, targets: int = 10, rejected: str = "", used: int = 99) -> None:
+    slot, line = rounds.slots[name], rounds.line
+    assert line is not None
+    ranges = take(min(used, total(line.ranges[slot])), 0, line.ranges[slot])[0]
+    rounds.submit(Submission(slot, name, (f"{name}{line.round}",), targets, ranges, rejected), now)
+
+
+def two(**settings: Any) -> Rounds:
+    made = rounds(**settings)
+    join(made, "b"), join(made, "a")
+    step(made, 0.0)
+    return made
+
+
+def test_slots_follow_the_names_and_joiners_come_behind() -> None:
+    made = rounds()
+    join(made, "z")
+    assert step(made, 0.0) is None
+    assert made.why_waiting() == "1 of 2 workers have registered"
+    join(made, "b", batch=8)
+    line = step(made, 0.0)
+    assert line is not None
+    assert line.members == ((0, "b", 8), (1, "z", 4))
+    assert line.ranges == {0: ((0, 16),), 1: ((16, 24),)}
+    join(made, "a")
+    offered = made.offer(made.registry.workers["a"], -1)
+    assert offered is None, "it begins with the next round"
+    send(made, "z"), send(made, "b")
+    line = step(made, 1.0)
+    assert line is not None
+    assert line.members == ((0, "b", 8), (1, "z", 4), (2, "a", 4))
+    assert line.cursor == 24 + 32
+
+
+@pytest.mark.parametrize(
+    ("pool", "count", "taken", "cursor", "left"),
+    [
+        ((), 4, ((10, 14),), 14, ()),
+        (((2, 4),), 4, ((2, 4), (10, 12)), 12, ()),
+        (((2, 9),), 4, ((2, 6),), 10, ((6, 9),)),
+        (((1, 2), (4, 6), (8, 9)), 2, ((1, 2), (4, 5)), 10, ((5, 6), (8, 9))),
+        (((8, 10),), 3, ((8, 11),), 11, ()),
+    ],
+)
+def test_samples_come_from_the_pool_first(pool: Any, count: int, taken: Any, cursor: int, left: Any) -> None:
+    assert take(count, 10, pool) == (taken, cursor, left)
+
+
+def test_arithmetic_of_ranges() -> None:
+    assert merge([(4, 6), (0, 2), (2, 3), (5, 9), (7, 7)]) == ((0, 3), (4, 9))
+    assert subtract(((0, 10), (20, 30)), ((2, 4), (8, 22))) == ((0, 2), (4, 8), (22, 30))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent_at", "now", "ends"),
+    [
+        ({}, {"a": 1.0}, 99.0, False),
+        ({}, {"a": 1.0, "b": 2.0}, 2.0, True),
+        ({"quorum": 1}, {}, 99.0, False),
+        ({"quorum": 1}, {"a": 1.0}, 1.0, True),
+        ({"quorum": 1, "grace": 5.0}, {"a": 1.0}, 5.9, False),
+        ({"quorum": 1, "grace": 5.0}, {"a": 1.0}, 6.0, True),
+        ({"quorum": 1, "grace": 5.0}, {"a": 1.0, "b": 2.0}, 2.0, True),
+        ({"round_timeout": 9.0}, {"a": 1.0}, 8.9, False),
+        ({"round_timeout": 9.0}, {"a": 1.0}, 9.0, True),
+        ({"round_timeout": 9.0}, {}, 99.0, False),
+    ],
+)
+def test_when_a_round_ends(settings: Any, sent_at: dict[str, float], now: float, ends: bool) -> None:
+    made = two(eviction=None, **settings)
+    for name, at in sent_at.items():
+        send(made, name, at)
+    line = step(made, now)
+    assert (line is not None) == ends
+    if line is not None:
+        assert line.closed is not None
+        assert line.closed.missing == tuple(sorted({"a", "b"} - set(sent_at)))
+
+
+def test_weights_are_by_targets_in_slot_order_whoever_comes_first() -> None:
+    hashes = []
+    for order in ("ab", "ba"):
+        made = two()
+        for name in order:
+            send(made, name, targets={"a": 1, "b": 2}[name])
+        line = step(made, 0.0)
+        assert line is not None
+        assert line.closed is not None
+        assert [weight for _, weight in line.closed.submissions] == [0.3333333432674408, 0.6666666865348816]
+        hashes.append(line.hash)
+    assert hashes[0] == hashes[1]
+
+
+def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
+    made = two(eviction=10.0)
+    generation = made.registry.workers["b"].generation
+    send(made, "a", 1.0)
+    made.worker(made.registry.workers["a"].generation, 8.0)
+    assert [worker.name for worker in made.evict(11.0)] == ["b"]
+    line = step(made, 11.0)
+    assert line is not None
+    assert line.closed is not None
+    assert (line.closed.evicted, line.closed.returned) == (("b",), ((8, 16),))
+    assert line.members == ((0, "a", 4),)
+    assert (line.ranges, line.cursor) == ({0: ((8, 16),)}, 16)
+    with pytest.raises(WireError, match="register anew") as caught:
+        made.worker(generation, 12.0)
+    assert caught.value.code == "fenced"
+    join(made, "b", 12.0)
+    assert made.answered(made.registry.workers["b"], 0, ["b0"]) == ("late", "round 0 has ended without it")
+    send(made, "a", 13.0)
+    line = step(made, 13.0)
+    assert line is not None
+    assert [name for _, name, _ in line.members] == ["a", "b"], "in its slot of before"
+
+
+def test_where_all_are_gone_the_round_ends_empty_as_soon_as_somebody_comes() -> None:
+    made = two(eviction=10.0)
+    made.evict(11.0)
+    assert step(made, 11.0) is None
+    join(made, "c", 12.0)
+    line = step(made, 12.0)
+    assert line is not None
+    assert line.closed is not None
+    assert line.closed.submissions == ()
+    assert (line.members, line.ranges) == (((2, "c", 4),), {2: ((0, 8),)})
+
+
+def test_rejected_and_short_submissions_give_their_samples_back() -> None:
+    made = two()
+    send(made, "a", rejected="it is not finite")
+    send(made, "b", used=6)
+    line = step(made, 0.0)
+    assert line is not None
+    assert line.closed is not None
+    assert [sent.worker for sent, _ in line.closed.submissions] == ["b"]
+    assert line.closed.rejected == (("a", "it is not finite"),)
+    assert line.closed.returned == ((0, 8), (14, 16))
+    assert line.ranges == {0: ((0, 8),), 1: ((14, 22),)}
+
+
+def test_a_submission_has_one_answer_however_often_it_comes() -> None:
+    made = two()
+    worker = made.registry.workers["a"]
+    assert made.answered(worker, 0, ["a0"]) is None
+    send(made, "a")
+    assert made.answered(worker, 0, ["a0"]) == ("counted", "")
+    assert made.answered(worker, 0, ["other"])[0] == "late"  # type: ignore[index]
+    send(made, "b")
+    assert made.close(0.0)
+    assert made.answered(worker, 0, ["a0"]) == ("counted", ""), "while the result is computed"
+    made.append(made.opening("t"), 0.0)
+    assert made.answered(worker, 0, ["a0"]) == ("counted", "")
+    assert made.answered(worker, 0, ["other"]) == ("late", "round 0 has ended without it")
+    with pytest.raises(WireError, match="round 2: is not open"):
+        made.answered(worker, 2, ["a0"])
+
+
+def test_a_submission_names_only_samples_that_it_was_given() -> None:
+    made = two()
+    worker, hash = made.registry.workers["b"], made.lines[0].hash
+    assert made.check_ranges(worker, 0, hash, [(8, 10), (10, 16)]) == ((8, 16),)
+    for wrong in ([(0, 8)], [(8, 17)], [(8, 12), (10, 16)]):
+        with pytest.raises(WireError, match="was given"):
+            made.check_ranges(worker, 0, hash, wrong)
+    with pytest.raises(WireError, match="begin anew"):
+        made.check_ranges(worker, 0, "0" * 64, [(8, 16)])
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        ({"model": "other"}, "refused", "the model differs"),
+        ({"data": "d2"}, "refused", "data: has the fingerprint d2 here, d at the others"),
+        ({"tokenizer": "t2"}, "refused", "tokenizer: has"),
+        ({"stated": {"sync_every": 3}}, "refused", "sync_every: is 3 at c, 2 at the server"),
+        ({"round": 0, "parent": "f" * 64}, "refused", r"stands on round 0 \(ffffffffffff\)"),
+        ({"name": "a", "secret": "thief"}, "held", "a: another worker has this id"),
+    ],
+)
+def test_who_may_not_register(more: dict[str, Any], code: str, message: str) -> None:
+    made = rounds()
+    join(made, "a", data="d", tokenizer="t")
+    given: dict[str, Any] = {"name": "c", "secret": "c", "batch": 1, "model": MODEL, "now": 1.0, **more}
+    with pytest.raises(WireError, match=message) as caught:
+        made.register(given.pop("name"), given.pop("secret"), **given)
+    assert (caught.value.status, caught.value.code) == (409, code)
+
+
+def test_a_restarted_worker_takes_over_and_a_silent_id_can_be_taken() -> None:
+    made = rounds()
+    first = join(made, "a")
+    second = join(made, "a", 1.0)
+    with pytest.raises(WireError, match="register anew"):
+        made.worker(first, 1.0)
+    assert made.worker(second, 1.0).name == "a"
+    join(made, "a", 122.0, secret="another")
+    assert made.registry.workers["a"].generation == 3
+    assert Registry.from_document(made.registry.to_document()).to_document() == made.registry.to_document()
+
+
+def test_max_rounds_and_max_tokens_end_training() -> None:
+    for limit in ({"max_rounds": 1}, {"max_tokens": 20}):
+        made = two(**limit)
+        assert made.finished is None
+        send(made, "a"), send(made, "b")
+        assert step(made, 0.0) is not None
+        assert str(made.finished).startswith(f"diloco.{next(iter(limit))}=")
+        send(made, "a"), send(made, "b")
+        assert step(made, 0.0) is None
+
+
+def test_the_ledger_is_the_state_and_a_torn_line_is_cut(tmp_path: Path) -> None:
+    path, made = tmp_path / "rounds.jsonl", two()
+    send(made, "a"), send(made, "b", rejected="why")
+    step(made, 0.0)
+    for line in made.lines:
+        write_line(path, line)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"round":2,"hash"')
+    assert read_ledger(path) == made.lines
+    assert path.read_bytes() == whole
+    again = Rounds(made.settings, initial="i", model=MODEL, ledger=read_ledger(path), registry=made.registry)
+    assert (again.line, again.slots, again.tokens) == (made.line, made.slots, made.tokens)
+    path.write_bytes(whole.replace(b'"targets":10', b'"targets":11'))
+    with pytest.raises(SetupError, match="line 2 does not follow"):
+        read_ledger(path)

@@ -1,0 +1,350 @@
+"""A DiLoCo server as a process: three rounds and a half, killed in between, against plain PyTorch; and bad input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from diloco.client import TINY, Client, FakeWorker, Served, serving
+from torch import Tensor
+from typer.testing import CliRunner
+
+from forgather_cli.cli.app import app
+from forgather_cli.config.schema import DilocoServerSettings
+from forgather_cli.diloco.rounds import merge, read_ledger, total
+from forgather_cli.diloco.serve import listening
+from forgather_cli.errors import SetupError
+from forgather_cli.run_dir import RunDir
+from forgather_cli.source import load_source
+
+Weights = dict[str, Tensor]
+SETTINGS = (*TINY, "diloco.compression=fp32", "diloco.compression_down=bf16", "diloco.sync_every=2",
+            "diloco.keep_submissions=true")  # fmt: skip
+
+
+def reference(initial: Weights, rounds: list[list[tuple[int, Weights]]]) -> tuple[list[Weights], Weights]:
+    """What workers hold after each round, and the master weights, by plain PyTorch: (targets, change) by slot."""
+    master = {name: torch.nn.Parameter(values.clone()) for name, values in initial.items()}
+    published, history = {name: values.clone() for name, values in initial.items()}, []
+    sgd = torch.optim.SGD(master.values(), lr=0.7, momentum=0.9, nesterov=True)
+    for sent in rounds:
+        targets = sum(count for count, _ in sent)
+        for name, weights in master.items():
+            weights.grad = torch.zeros_like(weights)
+            for count, change in sent:
+                weights.grad += torch.tensor(count / targets, dtype=torch.float32) * change[name]
+        sgd.step()
+        for name, weights in master.items():
+            published[name] = published[name] + (weights.detach() - published[name]).bfloat16().float()
+        history.append(dict(published))
+    return history, {name: weights.detach() for name, weights in master.items()}
+
+
+def equal(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@dataclass
+class Story:
+    """What has happened."""
+
+    run: Path
+    workers: dict[str, FakeWorker]
+    fetched: dict[int, Weights] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Rounds 0 to 3. The server is killed after round 0 was published, when one of two has sent its part of round 1."""
+    root = tmp_path_factory.mktemp("story") / "run"
+    with serving(root, *SETTINGS, "diloco.save_every=100") as served:
+        told = Story(root, {name: FakeWorker(served.client, name) for name in "ab"})
+        a, b, answers, initial = told.workers["a"], told.workers["b"], told.answers, served.client.weights(0)
+        shapes = {name: tuple(values.shape) for name, values in initial.items()}
+        told.fetched[0] = initial
+        answers["b registers"] = b.register(shapes)
+        answers["alone"] = b.next(-1, wait=0.0)
+        a.register(shapes)
+        for worker in (b, a):  # the last slot first
+            worker.next(-1)
+            answers[f"{worker.name} sends 0"] = worker.submit(worker.change(0, shapes), 100 + ord(worker.name))
+        told.fetched[1] = served.client.weights(a.next(0)["round"])
+        answers["a sends 0 again"] = a.submit(a.sent[0], **_as_of(served.client, a, 0))
+        answers["a sends 1"] = a.submit(a.change(1, shapes))
+        served.end(signal.SIGKILL)
+    with serving(root, "diloco.quorum=1", "diloco.grace=3", resume=True) as served:
+        a.client = b.client = served.client
+        answers["weights 1 after the restart"] = equal(served.client.weights(1), told.fetched[1])
+        answers["changes 1 after the restart"] = served.client.weights(1, "changes")
+        answers["a sends 1 again"] = a.submit(a.sent[1])
+        if b.next(0)["round"] == 1:  # unless the grace has passed already, on a machine that is busy
+            b.submit(b.change(1, shapes))
+        told.fetched[2] = served.client.weights(a.next(1)["round"])
+        b.next(1)
+        answers["a sends 2"] = a.submit(a.change(2, shapes), 50)
+        told.fetched[3] = served.client.weights(a.next(2)["round"])
+        answers["b sends 2"] = b.submit(b.change(2, shapes))
+        b.next(2)
+        broken = a.change(3, shapes)
+        next(iter(broken.values()))[0] = float("nan")
+        answers["a sends 3"] = a.submit(broken)
+        answers["b sends 3"] = b.submit(b.change(3, shapes))
+        told.fetched[4] = served.client.weights(b.next(3)["round"])
+        answers["status"] = served.client.status()
+        answers["saved"] = CliRunner().invoke(app, ["diloco", "save", str(root)])
+        answers["shown"] = CliRunner().invoke(app, ["diloco", "status", str(root)])
+        waiting = [threading.Thread(target=worker.next, args=(4,)) for worker in (a, b)]
+        for thread in waiting:
+            thread.start()
+        answers["stopped"] = CliRunner().invoke(app, ["diloco", "stop", "--now", str(root)])
+        for thread in waiting:
+            thread.join()
+        answers["exit code"] = served.process.wait(60)
+    first = RunDir(root).weights / "round-00000000.safetensors"
+    for path in set(first.parent.iterdir()) - {first}:
+        path.unlink()
+    with serving(root, resume=True) as served:  # of the checkpoint alone
+        a.client = served.client
+        answers["weights 4 after the resume"] = served.client.weights(4)
+        waiting = [threading.Thread(target=a.next, args=(4,))]
+        waiting[0].start()
+        while served.client.status()["workers"][0]["silent"] > 0:  # until it waits there
+            pass
+        answers["exit code of a signal"] = served.end()
+        waiting[0].join()
+    return told
+
+
+def _as_of(client: Client, worker: FakeWorker, round: int) -> dict[str, Any]:
+    line = read_ledger(RunDir(Path(client.status()["run"])).rounds)[round]
+    slot = next(slot for slot, name, _ in line.members if name == worker.name)
+    return {"round": round, "hash": line.hash, "ranges": line.ranges[slot]}
+
+
+def test_the_weights_are_those_of_plain_pytorch_bit_for_bit_also_after_a_kill(story: Story) -> None:
+    a, b = story.workers["a"].sent, story.workers["b"].sent
+    lines = read_ledger(RunDir(story.run).rounds)
+    sent = {"a": a, "b": b}
+    rounds = [
+        [(each.targets, sent[each.worker][line.round - 1]) for each, _ in line.closed.submissions]
+        for line in lines[1:]
+        if line.closed is not None
+    ]
+    assert [len(each) for each in rounds] == [2, len(rounds[1]), 1, 1]
+    history, master = reference(story.fetched[0], rounds)
+    for number, expected in enumerate(history, start=1):
+        assert equal(story.fetched[number], expected), number
+    assert story.answers["weights 1 after the restart"]
+    assert equal(story.answers["weights 4 after the resume"], history[3])
+    saved = safetensors.torch.load_file(RunDir(story.run).checkpoint(4) / "model" / "model.safetensors")
+    assert equal({name: saved[name] for name in master}, master)
+
+
+def test_what_workers_are_answered(story: Story) -> None:
+    answers = story.answers
+    assert answers["b registers"]["stood"] == "fresh"
+    assert answers["b registers"]["settings"]["compression_down"] == "bf16"
+    assert answers["alone"] == {"state": "waiting", "why": "1 of 2 workers have registered"}
+    for name in ("b sends 0", "a sends 0", "a sends 0 again", "a sends 1", "a sends 1 again", "a sends 2", "b sends 3"):
+        assert answers[name] == {"status": "counted"}, name
+    assert answers["b sends 2"] == {"status": "late", "reason": "round 2 has ended without it"}
+    assert answers["a sends 3"]["status"] == "rejected"
+    assert "not finite" in answers["a sends 3"]["reason"]
+    assert story.workers["b"].offer == {"state": "stopped", "reason": "stopped by a command"}
+    assert story.workers["a"].offer["state"] == "waiting", "at the signal"
+
+
+def test_each_sample_is_used_once_and_none_is_lost(story: Story) -> None:
+    used: list[tuple[int, int]] = []
+    for line in read_ledger(RunDir(story.run).rounds):
+        used += [each for sent, _ in (line.closed.submissions if line.closed else ()) for each in sent.ranges]
+        given = [each for ranges in line.ranges.values() for each in ranges]
+        everything = [*used, *given, *line.pool]
+        assert merge(everything) == ((0, line.cursor),)
+        assert total(everything) == line.cursor
+
+
+def test_commands_show_save_and_stop(story: Story) -> None:
+    answers, run = story.answers, RunDir(story.run)
+    assert answers["status"]["round"] == 4
+    assert [worker["worker"] for worker in answers["status"]["workers"]] == ["a", "b"]
+    assert answers["saved"].output.strip() == str(run.checkpoint(4))
+    assert "round 4 waits for a, b" in answers["shown"].output
+    assert (answers["stopped"].exit_code, answers["exit code"]) == (0, 0)
+    ended = json.loads(run.exit.read_text())
+    assert (ended["state"], ended["step"], ended["code"]) == ("stopped", 4, answers["exit code of a signal"])
+    assert not run.diloco_address.exists()
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [(record["step"], record["members"]) for record in records][-2:] == [(3, 1), (4, 1)]
+    missing = CliRunner().invoke(app, ["diloco", "status", str(story.run)])
+    assert "forgather resume" in str(missing.exception)
+
+
+def test_replay_makes_the_same_weights_again_and_sees_others(story: Story) -> None:
+    ran = CliRunner().invoke(app, ["diloco", "replay", str(story.run)])
+    assert (ran.exit_code, ran.output.startswith("equal bit for bit after 4 rounds")) == (0, True), ran.output
+    closed = read_ledger(RunDir(story.run).rounds)[1].closed
+    assert closed is not None
+    part = story.run / "submissions" / "parts" / f"{closed.submissions[0][0].parts[0]}.safetensors"
+    before = part.read_bytes()
+    part.write_bytes(before[:-2] + bytes([before[-2] ^ 64]) + before[-1:])
+    ran = CliRunner().invoke(app, ["diloco", "replay", str(story.run), "--json"])
+    part.write_bytes(before)
+    assert (ran.exit_code, json.loads(ran.output)["equal"]) == (1, False)
+
+
+def test_the_run_is_a_run_like_any_other(story: Story) -> None:
+    source = load_source(story.run, device="cpu")
+    assert source.step == 4
+    ran = CliRunner().invoke(app, ["generate", str(story.run), "--prompt", "a", "--max-new-tokens", "2"])
+    assert ran.exit_code == 0, ran.output
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(RunDir(story.run).checkpoint(4) / "model")
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, source.model(tokens), rtol=0, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(
+        tmp_path_factory.mktemp("bad") / "run", *TINY, "diloco.compression=bf16", "diloco.workers=1"
+    ) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def worker(served: Served) -> FakeWorker:
+    """Registered, with a round."""
+    made = FakeWorker(served.client, "w", compression="bf16")
+    made.register(shapes(served.client))
+    made.next(-1)
+    return made
+
+
+def shapes(client: Client) -> dict[str, Any]:
+    return {name: tuple(values.shape) for name, values in client.weights(0).items()}
+
+
+def test_the_token_is_its_owners_alone(served: Served) -> None:
+    assert served.run.diloco_token.stat().st_mode & 0o777 == 0o600
+    assert len(served.client.token) == 64
+    assert served.client.token not in served.said()
+
+
+@pytest.mark.parametrize("path", ["/status", "/parts/0", "/nothing"])
+def test_a_wrong_token_opens_nothing(served: Served, path: str) -> None:
+    answer = Client(served.client.port, "x" * 64).ask("GET", path)
+    assert (answer.status, "DILOCO_TOKEN" in answer.json["error"]) == (401, True)
+
+
+def test_another_version_is_told_both(served: Served) -> None:
+    answer = Client(served.client.port, served.client.token, version="2").ask("GET", "/status")
+    assert answer.status == 426
+    assert "1 here, 2 there" in answer.json["error"]
+
+
+def test_registrations_that_are_refused(worker: FakeWorker) -> None:
+    right = shapes(worker.client)
+    first = next(iter(right))
+    for name, model, more, code in (
+        ("x", {**right, first: (1, 1)}, {}, "refused"),
+        ("x", right, {"tokenizer": "other"}, "refused"),
+        ("x", right, {"data": "other"}, "refused"),
+        ("x", right, {"stated": {"sync_every": 7}}, "refused"),
+        ("x", right, {"round": 0, "parent": "f" * 64}, "refused"),
+        ("w", right, {"secret": "another"}, "held"),
+    ):
+        told = FakeWorker(worker.client, name).registration(model, **more)
+        answer = worker.client.ask("POST", "/register", told)
+        assert (answer.status, answer.json.get("code")) == (409, code), answer.content
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/register", b"{", 400),
+        ("/register", b"[]", 400),
+        ("/register", {"worker": 3}, 400),
+        ("/next", {"generation": "1", "after": -1, "wait": 0}, 400),
+        ("/next", {"generation": 10**9, "after": -1, "wait": 0}, 409),
+        ("/submit", {"generation": 1, "round": 0, "hash": "", "parts": ["../x"], "targets": 1, "ranges": []}, 400),
+        ("/heartbeat", b"x" * ((1 << 20) + 1), 413),
+        ("/weights/0", {"ranges": [[0, 10**12]]}, 400),
+        ("/weights/9", {"ranges": [[0, 1]]}, 404),
+        ("/control", {"command": "rm"}, 400),
+    ],
+)
+def test_messages_that_are_none(served: Served, worker: FakeWorker, path: str, body: Any, status: int) -> None:
+    answer = served.client.ask("POST", path, body)
+    assert answer.status == status, answer.content
+    assert answer.json["error"]
+
+
+def test_parts_that_are_wrong_too_long_or_cut_leave_nothing(served: Served, worker: FakeWorker) -> None:
+    folder, client = served.run.submissions / "parts", served.client
+    before = sorted(folder.iterdir())
+    wrong = hashlib.sha256(b"other").hexdigest()
+    assert client.ask("PUT", f"/parts/{wrong}", b"content").status == 400
+    assert client.ask("PUT", f"/parts/{wrong}", b"", **{"Content-Length": str(10**12)}).status == 413
+    with socket.create_connection(("127.0.0.1", client.port)) as connection:
+        head = (
+            f"PUT /parts/{wrong} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.token}\r\nForgather-Wire: 1\r\n"
+        )
+        connection.sendall(f"{head}Content-Length: 5\r\n\r\noth".encode())
+    assert client.ask("GET", f"/parts/{wrong}").status == 404
+    end = time.monotonic() + 30
+    while sorted(folder.iterdir()) != before:  # until the server has seen the cut
+        assert time.monotonic() < end
+    assert client.ask("PUT", f"/parts/{wrong}", b"other").status == 202
+    assert client.ask("GET", f"/parts/{wrong}").status == 200
+    assert client.ask("PUT", f"/parts/{wrong}", b"other").status == 200
+
+
+def test_submissions_that_do_not_count(worker: FakeWorker) -> None:
+    """Of another hash, of samples that were not given, without its parts; then one of half the rows is rejected."""
+    change, offer = worker.change(0, shapes(worker.client)), worker.offer
+    parts = worker.put(worker.parts(change))
+    told = {"generation": worker.generation, "round": 0, "hash": offer["hash"], "parts": parts, "targets": 1,
+            "ranges": offer["ranges"]}  # fmt: skip
+    for wrong, status in (
+        ({"hash": "0" * 64}, 409),
+        ({"ranges": [[0, 10**9]]}, 400),
+        ({"parts": ["0" * 64]}, 400),
+        ({"round": 7}, 400),
+        ({"generation": worker.generation + 5}, 409),
+    ):
+        assert worker.client.ask("POST", "/submit", {**told, **wrong}).status == status, wrong
+    answer = worker.client.post("/submit", **{**told, "parts": parts[:1]})
+    assert answer["status"] == "rejected"
+    assert "rows" in answer["reason"]
+    assert worker.next(0)["round"] == 1, "the round goes on without it"
+
+
+def test_heartbeats_are_shown(worker: FakeWorker) -> None:
+    told = {"generation": worker.generation, "step": 7, "tokens_per_second": 12.5, "sent": 1, "received": 2}
+    assert worker.client.post("/heartbeat", **told) == {"state": "ok"}
+    (shown,) = worker.client.status()["workers"]
+    assert (shown["step"], shown["tokens_per_second"]) == (7, 12.5)
+
+
+def test_a_port_in_use_is_a_set_up_mistake(served: Served) -> None:
+    taken = DilocoServerSettings(port=served.client.port)
+    with pytest.raises(SetupError, match="choose another one"), listening(taken):
+        pass

@@ -1,0 +1,60 @@
+"""The settings of ``forgather diloco server``: a group of their own, with mistakes told as for other settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from forgather_cli.config.diloco import load_server_settings, server_settings_text, split_server_overrides
+from forgather_cli.config.load import load_config
+from forgather_cli.config.options import shipped
+from forgather_cli.config.schema import DilocoServerSettings
+from forgather_cli.errors import ConfigError
+
+
+def test_the_shipped_file_holds_every_setting_at_its_default() -> None:
+    assert load_server_settings([]) == DilocoServerSettings()
+    tree = yaml.safe_load((shipped("conf") / "diloco" / "server.yaml").read_text())
+    assert tree == yaml.safe_load(server_settings_text(DilocoServerSettings()))
+
+
+def test_overrides_of_the_server_beside_those_of_the_recipe(tmp_path: Path) -> None:
+    recipe, ours = split_server_overrides(["model=nano", "diloco.workers=3", "diloco.outer.lr=0.9", "max_steps=1"])
+    assert recipe == ["model=nano", "max_steps=1"]
+    settings = load_server_settings(ours)
+    assert (settings.workers, settings.outer.lr, settings.outer.momentum) == (3, 0.9, 0.9)
+    (tmp_path / "diloco.yaml").write_text(server_settings_text(settings))
+    assert load_server_settings(["diloco.port=0"], tmp_path / "diloco.yaml").workers == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("diloco.worker=2", "diloco.worker: unknown setting; did you mean diloco.workers"),
+        ("diloco.workers=two", "diloco.workers: must be a whole number, got 'two'"),
+        ("diloco.outer.momentum=1", "diloco.outer.momentum: must be less than 1"),
+        ("diloco.outer.rate=1", "diloco.outer.rate: unknown setting"),
+        ("diloco.mode=async", "diloco.mode: only sync is there so far"),
+        ("diloco.num_fragments=2", "diloco.num_fragments: only 1 is there so far"),
+        ("diloco.overlap=1", "diloco.overlap: only 0 is there so far"),
+        ("diloco.quorum=3", "diloco.quorum: is more than diloco.workers=2"),
+        ("diloco.grace=3", "set diloco.quorum"),
+        ("diloco.tls_key=k", "set diloco.tls_certificate=FILE"),
+        ("diloco.host=0.0.0.0", "diloco.insecure=true"),
+        ("diloco=server", "diloco=server: the server's settings are set one by one"),
+        ("+diloco.x=1", "write diloco.NAME=VALUE"),
+    ],
+)
+def test_mistakes(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_server_settings([override])
+    (problem,) = caught.value.problems
+    assert said in problem
+
+
+@pytest.mark.parametrize("override", ["diloco.workers=2", "diloco.outer.lr=0.9", "diloco=server"])
+def test_a_run_has_none_of_them(override: str) -> None:
+    with pytest.raises(ConfigError, match="only forgather diloco server has this setting"):
+        load_config(None, [override])

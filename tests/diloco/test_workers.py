@@ -1,0 +1,193 @@
+"""Real workers under a real server: what comes out is what one process computes, whatever is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from diloco.client import Served, serving
+from diloco.reference import final_weights
+from program import Process, forgather
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import Config
+from forgather_cli.run_dir import RunDir
+
+ROUNDS, STEPS, BATCH = 3, 3, 4
+RECIPE = (
+    "model=nano", "num_hidden_layers=2", "hidden_size=16", "intermediate_size=32", "num_attention_heads=2",
+    "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=2", "data=synthetic", "seq_len=16", "data.num_samples=33",
+    "data.num_eval_samples=4", "callbacks=minimal", f"global_batch_size={BATCH}", "per_device_train_batch_size=2",
+    "deterministic=true", "device=cpu", "eval_strategy=no", "save_steps=2",
+)  # fmt: skip
+ALL = f"max_steps={ROUNDS * STEPS}"
+SGD = ("optimizer=sgd", "learning_rate=0.1", "warmup_steps=0", "lr_scheduler=constant", "max_grad_norm=null")
+
+
+def served(root: Path, *settings: str, workers: int = 2) -> Served:
+    fixed = ("diloco.compression=fp32", f"diloco.sync_every={STEPS}", f"diloco.workers={workers}")
+    return serving(root / "server", *RECIPE, *fixed, *settings)
+
+
+def worker(server: Served, name: str, *settings: str) -> Process:
+    root = server.run.root.with_name(name)
+    words = ("diloco", "worker", "default", *RECIPE, f"output_dir={root}", f"callbacks.diloco.worker_id={name}",
+             "callbacks.diloco.heartbeat_interval=1", *settings)  # fmt: skip
+    resumes = ("resume_from_checkpoint=true",) if (root / "config.yaml").exists() else ()
+    address = ("--server", f"127.0.0.1:{server.client.port}")
+    return Process(*words, *resumes, *address, env={"DILOCO_TOKEN": server.client.token})
+
+
+def trained(server: Served, settings: Sequence[Sequence[str]]) -> list[RunDir]:
+    """Train workers a, b, ... to their end, and wait until the server has published their last round."""
+    names = "abc"[: len(settings)]
+    processes = [worker(server, name, *own) for name, own in zip(names, settings, strict=True)]
+    for process in processes:
+        assert process.finish() == 0, process.output
+    return [RunDir(server.run.root.with_name(name)) for name in names]
+
+
+def global_weights(server: Served, after: int) -> dict[str, Tensor]:
+    """The published weights after so many rounds."""
+    until(lambda: is_at(server, after))
+    return server.client.weights(after)
+
+
+def is_at(server: Served, number: int) -> bool:
+    """Whether that round has opened."""
+    return (server.client.status()["round"] or 0) >= number
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def composed(*settings: str) -> Config:
+    return load_config("default", [*RECIPE, *settings]).config
+
+
+def weights_of(run: RunDir) -> dict[str, Tensor]:
+    return load_file(run.checkpoint(run.checkpoint_steps()[-1]) / "model" / "model.safetensors")
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_plays_them(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        a, b = (worker(server, name, ALL) for name in "ab")
+        until(lambda: 4 in RunDir(tmp_path / "a").checkpoint_steps())  # in the second round
+        a.process.send_signal(signal.SIGKILL)
+        server.process.kill()
+        a.finish()
+        with serving(server.run.root, f"diloco.port={server.client.port}", resume=True) as again:
+            a = worker(again, "a", ALL)
+            for process in (a, b):
+                assert process.finish() == 0, process.output
+            found = global_weights(again, ROUNDS)
+            lines = [json.loads(line) for line in (again.run.root / "rounds.jsonl").read_text().splitlines()]
+    expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, sync_every=STEPS)
+    assert largest_difference(found, expected) == 0.0
+    used = [range(*each) for line in lines if line["closed"] for sent in line["closed"]["submissions"]
+            for each in sent["ranges"]]  # fmt: skip
+    samples = sorted(sample for each in used for sample in each)
+    assert samples == list(range(2 * ROUNDS * STEPS * BATCH)), "each sample once, also after the end of an epoch"
+
+
+def test_workers_of_several_ranks_agree_with_one_device(tmp_path: Path) -> None:
+    layouts = (["trainer=fsdp2", "nproc_per_node=2"], ["trainer=pipeline", "nproc_per_node=2", "n_microbatches=2"])
+    with served(tmp_path) as server:
+        trained(server, [[ALL, *layout] for layout in layouts])
+        found = global_weights(server, ROUNDS)
+    expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, sync_every=STEPS)
+    assert largest_difference(found, expected) < 1e-5
+
+
+def test_without_averaging_it_is_the_plain_run(tmp_path: Path) -> None:
+    """One worker, outer lr 1 and no momentum; and the callback without a server."""
+    with served(tmp_path, "diloco.outer.lr=1.0", "diloco.outer.momentum=0.0", "diloco.outer.nesterov=false",
+                workers=1) as server:  # fmt: skip
+        (run,) = trained(server, [[ALL]])
+        found = global_weights(server, ROUNDS)
+    for name, more in (("plain", ()), ("idle", ("+callbacks.diloco={}",))):
+        assert forgather("train", *RECIPE, ALL, *more, f"output_dir={tmp_path / name}") == 0
+    plain, idle = (weights_of(RunDir(tmp_path / name)) for name in ("plain", "idle"))
+    assert largest_difference(idle, plain) == 0.0
+    assert largest_difference(weights_of(run), plain) < 1e-6
+    assert largest_difference(found, {name: plain[name] for name in found}) < 1e-6
+
+
+def test_averages_of_single_sgd_steps_are_data_parallel_training(tmp_path: Path) -> None:
+    outer = ("diloco.outer.lr=1.0", "diloco.outer.momentum=0.0", "diloco.outer.nesterov=false", "diloco.sync_every=1")
+    ragged = "data.ragged=true"  # so that tokens weigh
+    with served(tmp_path, ragged, *outer) as server:
+        trained(server, [["max_steps=3", ragged, *SGD]] * 2)
+        found = global_weights(server, 3)
+    whole = [*RECIPE, "max_steps=3", ragged, *SGD, f"global_batch_size={2 * BATCH}"]
+    assert forgather("train", *whole, f"output_dir={tmp_path / 'whole'}") == 0
+    expected = weights_of(RunDir(tmp_path / "whole"))
+    assert largest_difference(found, {name: expected[name] for name in found}) < 1e-6
+
+
+def test_a_worker_that_joins_later_begins_with_the_next_round(tmp_path: Path) -> None:
+    with served(tmp_path, "diloco.compression=int8", "diloco.compression_down=int8", workers=1) as server:
+        first = worker(server, "a", "max_steps=12")
+        until(lambda: is_at(server, 1))
+        second = worker(server, "b", "max_steps=12")
+        for process in (first, second):
+            assert process.finish() == 0, process.output
+        weights = global_weights(server, 4)
+    assert all(value.isfinite().all() for value in weights.values())
+    records = [json.loads(line) for line in (tmp_path / "server" / "rounds.jsonl").read_text().splitlines()]
+    counted = [[sent["worker"] for sent in line["closed"]["submissions"]] for line in records if line["closed"]]
+    assert counted[0] == ["a"]
+    assert counted[-1] == ["a", "b"]
+
+
+def test_a_server_that_is_away_ends_a_worker_with_a_checkpoint_and_75(tmp_path: Path) -> None:
+    patience = ("callbacks.diloco.timeout=1", "callbacks.diloco.max_sync_retries=1")
+    with served(tmp_path, workers=1) as server:
+        process = worker(server, "a", "max_steps=1000", *patience)
+        until(lambda: is_at(server, 2))
+        server.process.kill()
+        assert process.finish() == 75, process.output
+    run = RunDir(tmp_path / "a")
+    assert run.checkpoint_steps()
+    assert json.loads(run.exit.read_text())["state"] == "stopped"
+    assert f"127.0.0.1:{server.client.port}" in process.output
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["num_hidden_layers=1"], "model"),
+        (["callbacks.diloco.sync_every=7"], "sync_every"),
+        (["seed=7"], "data"),
+    ],
+)
+def test_a_worker_that_does_not_fit_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, taken: Served, settings: list[str], named: str
+) -> None:
+    process = worker(taken, tmp_path_factory.mktemp("w").name, ALL, *settings)
+    assert process.finish() == 2, process.output
+    assert named in process.output
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """A server that one worker has registered with."""
+    root = tmp_path_factory.mktemp("taken")
+    with served(root, workers=2) as server, worker(server, "a", ALL) as first:
+        first.read_until("waiting")
+        yield server
