@@ -467,7 +467,8 @@ class DilocoWorker:
                 log.warning("diloco: what compression has lost was saved by another layout of ranks and starts at zero")
 
     def facts(self) -> dict[str, float]:
-        """How the exchanges go, for logs: counts, seconds, bytes of this rank."""
+        """How the exchanges go, for logs: counts, seconds, bytes of this rank; the norm is of the last round."""
+        norm = {} if math.isnan(self.pseudo_gradient_norm) else {"diloco/norm": self.pseudo_gradient_norm}
         return {
             "diloco/sync_count": self.sync_count,
             "diloco/local_step": self.local_step,
@@ -477,7 +478,7 @@ class DilocoWorker:
             "diloco/sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
             "diloco/bytes_sent": self._client.sent,
             "diloco/bytes_received": self._client.received,
-            "diloco/pseudo_gradient_norm": self.pseudo_gradient_norm,
+            **norm,
         }
 
     def _directory(self) -> Path:

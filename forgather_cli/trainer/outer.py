@@ -59,7 +59,7 @@ class OuterLoop(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def outer_loop(strategy: Strategy, world: World, brought: OuterLoop | None) -> OuterLoop | None:
+def outer_loop(strategy: Strategy, world: World, brought: OuterLoop | None = None) -> OuterLoop | None:
     """What averages weights between the steps of ``strategy``: what a callback has ``brought``, or the strategy's own;
     None where nothing does. Raises ConfigError for both.
     """

@@ -284,7 +284,11 @@ def test_registrations_that_are_refused(worker: FakeWorker) -> None:
         ("/register", {"worker": 3}, 400),
         ("/next", {"generation": "1", "after": -1, "wait": 0}, 400),
         ("/next", {"generation": 10**9, "after": -1, "wait": 0}, 409),
-        ("/submit", {"generation": 1, "round": 0, "hash": "", "parts": ["../x"], "targets": 1, "ranges": []}, 400),
+        (
+            "/submit",
+            {"generation": 1, "round": 0, "hash": "", "parts": ["../x"], "targets": 1, "leaves": False, "ranges": []},
+            400,
+        ),
         ("/heartbeat", b"x" * ((1 << 20) + 1), 413),
         ("/weights/0", {"ranges": [[0, 10**12]]}, 400),
         ("/weights/9", {"ranges": [[0, 1]]}, 404),
@@ -322,7 +326,7 @@ def test_submissions_that_do_not_count(worker: FakeWorker) -> None:
     change, offer = worker.change(0, shapes(worker.client)), worker.offer
     parts = worker.put(worker.parts(change))
     told = {"generation": worker.generation, "round": 0, "hash": offer["hash"], "parts": parts, "targets": 1,
-            "ranges": offer["ranges"]}  # fmt: skip
+            "leaves": False, "ranges": offer["ranges"]}  # fmt: skip
     for wrong, status in (
         ({"hash": "0" * 64}, 409),
         ({"ranges": [[0, 10**9]]}, 400),
