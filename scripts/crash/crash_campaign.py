@@ -126,7 +126,8 @@ class Campaign:
         if code is not None:
             trial.kills.append(struck)
             trial.lost.append(lost_steps(run, before))
-            trial.problems += after_kill(run, trial.plan, kill, struck.target, code, trained, before)
+            writing = struck.inside_save and struck.event != "retention"
+            trial.problems += after_kill(run, trial.plan, kill, struck.target, code, trained, before, writing=writing)
             trial.problems += _says_how_to_go_on(job.output, run) if code == 75 else []
             trial.discarded |= {max(saved_steps(run), default=0)} if code in (75, 0) else set()
         return not trial.problems

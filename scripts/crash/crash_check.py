@@ -87,21 +87,27 @@ def lost_steps(run: Path, before: Before) -> int:
     return max(0, reached - saved) if (reached, saved) != (before.step, before.saved) else 0
 
 
-def most_lost(run: Path, plan: Plan) -> int:
-    """How many steps may be lost: those since the newest save, and those before it while that was being written."""
-    in_flight = any(path.name.startswith(".tmp-step") for path in (run / "checkpoints").iterdir())
+def most_lost(run: Path, plan: Plan, writing: bool) -> int:
+    """How many steps may be lost: those since the newest save, and those before it while that was being written: then
+    it was ``writing`` when it was killed, or files are left of it (a rank that lives a moment longer removes them).
+    """
+    in_flight = writing or any(path.name.startswith(".tmp-step") for path in (run / "checkpoints").iterdir())
     return plan.save_steps * (2 if plan.async_save and in_flight else 1)
 
 
-def after_kill(run: Path, plan: Plan, kill: Kill, target: str, code: int, trained: bool, before: Before) -> list[str]:
-    """What is wrong with a job that was killed and the run it left. ``trained``: it had made steps by then."""
+def after_kill(
+    run: Path, plan: Plan, kill: Kill, target: str, code: int, trained: bool, before: Before, *, writing: bool = False
+) -> list[str]:
+    """What is wrong with a job that was killed and the run it left. ``trained``: it had made steps by then;
+    ``writing``: the kill came while a checkpoint was being written.
+    """
     problems = damaged(run)
     complete = MAX_STEPS in saved_steps(run)
     allowed = expected_codes(kill, target, trained=trained, complete=complete)
     if code not in allowed:
         problems.append(f"exit code {code} after {kill}, not {' or '.join(map(str, sorted(allowed)))}")
     lost = lost_steps(run, before)
-    if lost > most_lost(run, plan):
+    if lost > most_lost(run, plan, writing):
         problems.append(f"{lost} steps lost with save_steps={plan.save_steps}")
     if code == 75 and (lost or not saved_steps(run)):
         problems.append(f"exit code 75 without a checkpoint of the last step: {lost} steps lost")

@@ -178,6 +178,9 @@ def test_what_was_lost_while_a_save_was_in_flight_and_no_more_is_allowed(whole: 
     (run / "checkpoints" / ".tmp-step-00000029-1.0").mkdir()
     assert "steps lost" in " ".join(after_kill(run, plan(), *killed))
     assert after_kill(run, plan(async_save=True), *killed) == []
+    (run / "checkpoints" / ".tmp-step-00000029-1.0").rmdir()
+    assert "steps lost" in " ".join(after_kill(run, plan(async_save=True), *killed))
+    assert after_kill(run, plan(async_save=True), *killed, writing=True) == [], "a rank that lived on has removed it"
     assert "steps lost" not in " ".join(after_kill(run, plan(), *killed[:4], Before(30, 24))), "not of this start"
 
 
