@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from forgather_cli import worker
 from forgather_cli.config.decode import dump_tree, to_tree
 from forgather_cli.config.schema import Target
+from forgather_cli.input_files import write_whole
 from forgather_cli.run_dir import RunDir
 
 IDS = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -46,7 +47,7 @@ def train(path: Path, *overrides: str, model: Target | None = None) -> None:
     made = config(path, *settings, "async_save=false", "callbacks.progress=null", *overrides)
     made = made if model is None else replace(made, model=model)
     path.mkdir(parents=True, exist_ok=True)
-    RunDir(path).config.write_text(dump_tree(to_tree(made)))
+    write_whole(RunDir(path).config, dump_tree(to_tree(made)))  # each rank does, and reads it
     worker.run(made, RunDir(path))
 
 
