@@ -67,9 +67,9 @@ ALLOWED = {
     },
     "control": {"callbacks.base", "launch.exit_status"},
     "diloco": {
-        "callbacks.json_logger", "checkpoint", "config.decode", "config.diloco", "data.build", "data.loaders.map_style",
-        "distributed", "launch.context", "launch.exit_status", "models.build", "models.parts", "optim.eager",
-        "trainer.checkpoints", "trainer.run", "trainer.step_sync", "trainer.trainer",
+        "callbacks.json_logger", "checkpoint", "config.decode", "config.diloco", "data.loaders.map_style",
+        "distributed", "launch.context", "launch.exit_status", "models.parts", "optim.eager",
+        "trainer.checkpoints", "trainer.run", "trainer.step_sync", "worker",
     },
     "distributed": set(),
     "checkpoint": {"distributed", "optim.groups", "optim.state"},

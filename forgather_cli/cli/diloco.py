@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import ssl
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +37,7 @@ from forgather_cli.cli.words import (
     quoted,
 )
 from forgather_cli.errors import ConfigError, ControlError, SetupError
-from forgather_cli.input_files import parse_json, read_json_object, read_text
+from forgather_cli.input_files import read_json_object, read_text
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, is_model_directory, run_of
 
@@ -49,8 +46,8 @@ if TYPE_CHECKING:
 
     from forgather_cli.config.load import Loaded
     from forgather_cli.config.schema import DilocoServerSettings
+    from forgather_cli.diloco.client import Client
 
-_PATIENCE = 10.0  # seconds that a server gets to answer
 _REDRAW = 1.0  # seconds
 _PAUSE = 0.2  # seconds between two looks at whether a command is done
 
@@ -113,16 +110,15 @@ def _composed(source: str, overrides: list[str], config_dir: Path | None) -> tup
         start = str(run.root)
         recipes = [*recipes, f"resume_from_checkpoint={quoted(path.absolute())}", "resume_components=[model]"]
     problems: list[str] = []
-    loaded = settings = None
-    for part in ("recipe", "server"):
-        try:
-            if part == "recipe":
-                loaded = load_config_of(start, recipes, config_dir, trust_config=True)
-            else:
-                settings = load_server_settings(ours)
-        except ConfigError as error:
-            problems += error.problems
-    if loaded is None or settings is None:
+    try:
+        loaded = load_config_of(start, recipes, config_dir, trust_config=True)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        settings = load_server_settings(ours)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
         raise ConfigError(problems)
     return loaded, settings
 
@@ -178,41 +174,6 @@ def worker(
 # --------------------------------------------------------------------------------------------------- a server that runs
 
 
-@dataclass(frozen=True)
-class _Server:
-    """Where a server is, and what opens it."""
-
-    name: str
-    """As the user named it."""
-    host: str
-    port: int
-    token: str
-    tls: ssl.SSLContext | None
-
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The document that the server answers with. Raises ControlError."""
-        from forgather_cli.diloco import wire
-
-        headers = {"Authorization": f"Bearer {self.token}", wire.VERSION_HEADER: str(wire.WIRE_VERSION)}
-        connection = (
-            http.client.HTTPConnection(self.host, self.port, timeout=_PATIENCE)
-            if self.tls is None
-            else http.client.HTTPSConnection(self.host, self.port, timeout=_PATIENCE, context=self.tls)
-        )
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            document = parse_json(answer.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ControlError(f"{self.name}: no DiLoCo server answers at {self.host}:{self.port}: {error}") from error
-        finally:
-            connection.close()
-        if answer.status >= 300 or not isinstance(document, dict):
-            why = document.get("error") if isinstance(document, dict) else None
-            raise ControlError(f"{self.name}: {why or f'answered with HTTP status {answer.status}'}")
-        return document
-
-
 RunArgument = Annotated[
     Path | None, typer.Argument(metavar="[RUN]", help="The server's run directory.", show_default=False)
 ]
@@ -227,21 +188,21 @@ TokenFile = Annotated[
 ]
 
 
-def _find(run: Path | None, server: str | None, token_file: Path | None) -> _Server:
+@contextlib.contextmanager
+def _asking(run: Path | None, server: str | None, token_file: Path | None) -> Iterator[Client]:
     """The server that was named. Raises ConfigError, ControlError."""
+    from forgather_cli.diloco.client import Client
+
     if (run is None) == (server is None):
         raise ConfigError("give the server's run directory, or --server HOST:PORT")
     fail = ConfigError
     token = read_text(token_file, fail).strip() if token_file is not None else os.environ.get("DILOCO_TOKEN", "")
     if server is not None:
-        scheme, _, address = server.rpartition("://")
-        host, _, port = address.strip("/").rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConfigError(f"--server: must be HOST:PORT, got {server!r}; write --server 127.0.0.1:8512")
         if not token:
             raise ConfigError("--server: needs the server's token; set DILOCO_TOKEN, or give --token-file FILE")
-        tls = ssl.create_default_context() if scheme == "https" else None
-        return _Server(server, host.strip("[]"), int(port), token, tls)
+        with contextlib.closing(Client(server, token, setting="--server")) as client:
+            yield client
+        return
     assert run is not None
     place = RunDir(run)
     if not place.diloco.is_file():
@@ -251,13 +212,17 @@ def _find(run: Path | None, server: str | None, token_file: Path | None) -> _Ser
     known = read_json_object(place.diloco_address)
     token = token or read_text(Path(known["token_file"]), fail).strip()
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(known["host"], known["host"])
+    address = f"[{host}]:{known['port']}" if ":" in host else f"{host}:{known['port']}"
     tls = None
-    if known["tls"]:  # our own file says who it is; the name in its certificate may be another one's
+    if known["tls"]:
         from forgather_cli.config.diloco import load_server_settings
 
         tls = ssl.create_default_context(cafile=load_server_settings([], place.diloco).tls_certificate)
-        tls.check_hostname = False
-    return _Server(str(run), host, int(known["port"]), token, tls)
+        tls.check_hostname = False  # our own file says who it is; the name in its certificate may be another one's
+    with contextlib.closing(
+        Client(f"https://{address}" if tls else address, token, setting=str(run), tls=tls)
+    ) as client:
+        yield client
 
 
 @app.command(cls=Command)
@@ -269,19 +234,19 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show a server's round and its workers, anew every second."""
-    found = _find(run, server, token_file)
-    if as_json:
-        print_json(found.ask("GET", "/status"))
-        return
-    if once or not sys.stdout.isatty():
-        console().print(_shown(found.ask("GET", "/status")))
-        return
-    from rich.live import Live
+    with _asking(run, server, token_file) as found:
+        if as_json:
+            print_json(found.call("/status"))
+        elif once or not sys.stdout.isatty():
+            console().print(_shown(found.call("/status")))
+        else:
+            from rich.live import Live
 
-    with interruptible(), Live(_shown(found.ask("GET", "/status")), console=console(), auto_refresh=False) as live:
-        while True:
-            time.sleep(_REDRAW)
-            live.update(_shown(found.ask("GET", "/status")), refresh=True)
+            shown = _shown(found.call("/status"))
+            with interruptible(), Live(shown, console=console(), auto_refresh=False) as live:
+                while True:
+                    time.sleep(_REDRAW)
+                    live.update(_shown(found.call("/status")), refresh=True)
 
 
 def _shown(status: dict[str, Any]) -> RenderableType:
@@ -327,15 +292,12 @@ def save(
     run: RunArgument = None, server: ServerOption = None, token_file: TokenFile = None, as_json: AsJson = False
 ) -> None:
     """Write a checkpoint of the newest round now, and go on."""
-    found = _find(run, server, token_file)
-    wanted = found.ask("POST", "/control", {"command": "save"})["round"]
-    if wanted is None:
-        raise ControlError(f"{found.name}: no round is open yet, so there is nothing new to save; wait for its workers")
-    while True:
-        status = found.ask("GET", "/status")
-        if status["checkpoint"] is not None and status["checkpoint"] >= wanted:
-            break
-        time.sleep(_PAUSE)
+    with _asking(run, server, token_file) as found:
+        wanted = found.call("/control", {"command": "save"})["round"]
+        if wanted is None:
+            raise ControlError("no round is open yet, so there is nothing to save; wait for its workers")
+        while (status := found.call("/status"))["checkpoint"] is None or status["checkpoint"] < wanted:
+            time.sleep(_PAUSE)
     path = RunDir(Path(status["run"])).checkpoint(status["checkpoint"])
     print_json({"round": status["checkpoint"], "checkpoint": str(path)}) if as_json else typer.echo(path)
 
@@ -349,13 +311,13 @@ def stop(
     as_json: AsJson = False,
 ) -> None:
     """End at the end of the round: save, and tell the workers to save and end."""
-    found = _find(run, server, token_file)
-    found.ask("POST", "/control", {"command": "stop_now" if now else "stop"})
-    status = found.ask("GET", "/status")
-    with contextlib.suppress(ControlError):  # it is gone: that is what was asked for
-        while True:
-            status = found.ask("GET", "/status")
-            time.sleep(_PAUSE)
+    with _asking(run, server, token_file) as found:
+        found.call("/control", {"command": "stop_now" if now else "stop"})
+        status = found.call("/status")
+        with contextlib.suppress(ControlError):  # it is gone: that is what was asked for
+            while True:
+                status = found.call("/status")
+                time.sleep(_PAUSE)
     place = RunDir(Path(status["run"]))
     steps = place.checkpoint_steps() if place.root.is_dir() else [status["checkpoint"]]  # of another machine
     path = place.checkpoint(steps[-1])

@@ -1,4 +1,4 @@
-"""HTTP requests of a worker to the server: one connection, JSON, weights in ranges, and a limit on bytes per second."""
+"""HTTP requests to the server: one connection, JSON, weights in ranges, and a limit on bytes per second."""
 
 from __future__ import annotations
 
@@ -49,30 +49,40 @@ class TokenBucket:
 class Client:
     """Requests to one server. Not for several threads at once; ``copy`` is for another one."""
 
-    def __init__(self, address: str, token: str, bucket: TokenBucket, *, ca_file: str | None = None) -> None:
-        """``address``: HOST:PORT or https://HOST:PORT. ``ca_file``: certificates to trust in the system's place.
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        bucket: TokenBucket | None = None,
+        *,
+        setting: str = "callbacks.diloco.server_addr",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``address``: HOST:PORT or https://HOST:PORT, given by ``setting``. ``tls``: what to trust in the place of the
+        system's certificates.
 
         Raises ConfigError for what is no address.
         """
-        self.address, self._token, self._bucket, self._ca_file = address, token, bucket, ca_file
+        self.address, self._token, self._setting = address, token, setting
+        self._bucket = bucket or TokenBucket(None)
         scheme, _, place = address.rpartition("://")
-        host, _, port = place.rpartition(":")
-        if scheme not in ("", "http", "https") or not host or not port.isdigit():
-            raise ConfigError(f"callbacks.diloco.server_addr: must be HOST:PORT or https://HOST:PORT, got {address!r}")
+        host, _, port = place.strip("/").rpartition(":")
+        if scheme not in ("", "http", "https") or not host or not port.isdecimal():
+            raise ConfigError(f"{setting}: must be HOST:PORT or https://HOST:PORT, got {address!r}")
         self._host, self._port = host.strip("[]"), int(port)
-        self._tls = ssl.create_default_context(cafile=ca_file) if scheme == "https" else None
+        self._tls = (tls or ssl.create_default_context()) if scheme == "https" else None
         self._connection: http.client.HTTPConnection | None = None
         self.sent = self.received = 0
         """Bytes, headers included as far as they are known."""
 
     def copy(self) -> Client:
         """Another connection to the same server, which shares the limit on bytes per second."""
-        return Client(self.address, self._token, self._bucket, ca_file=self._ca_file)
+        return Client(self.address, self._token, self._bucket, setting=self._setting, tls=self._tls)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """POST a document; the one that it answers. Raises Away, Fenced, ConfigError, ControlError."""
-        content = json.dumps(body or {}).encode()
-        with self._request("POST", path, content) as answer:
+        """POST a document, or GET without one; what is answered. Raises Away, Fenced, ConfigError."""
+        content = b"" if body is None else json.dumps(body).encode()
+        with self._request("GET" if body is None else "POST", path, content) as answer:
             return _document(b"".join(self._chunks(answer)))
 
     def put(self, path: str, file: Path) -> None:
@@ -139,12 +149,13 @@ class Client:
         except ssl.SSLCertVerificationError as error:
             self.close()
             raise ConfigError(
-                f"callbacks.diloco.server_addr: {self.address} has no certificate to trust ({error.verify_message}); "
-                "give callbacks.diloco.ca_file"
+                f"{self._setting}: {self.address} has no certificate to trust ({error.verify_message}); name the file "
+                "of its own by callbacks.diloco.ca_file, or by SSL_CERT_FILE for a command"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            raise Away(f"{self.address}: {error or type(error).__name__}") from error
+            why = f"{error or type(error).__name__}"
+            raise Away(f"no DiLoCo server answers at {self.address}: {why}") from error
         except BaseException:
             self.close()
             raise

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ from forgather_cli.checkpoint.load import Reader, named, newest_valid
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.config.decode import written_tree
-from forgather_cli.config.schema import Config, DilocoServerSettings, FP32Settings, SingleSettings, Target
-from forgather_cli.data.build import load_data
+from forgather_cli.config.schema import CallbackSettings, Config, DilocoServerSettings, FP32Settings, SingleSettings
 from forgather_cli.diloco.outer_step import Published, outer_step
 from forgather_cli.diloco.rounds import Closed, Line
 from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.errors import CheckpointError, SetupError, TrainingError
-from forgather_cli.models.build import construct, fill
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer.checkpoints import load_model
-from forgather_cli.trainer.trainer import Trainer
+from forgather_cli.worker import build
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +45,11 @@ class GlobalModel:
         # of the workers' choices only those count here that tell which parameters there are
         config = replace(
             config, output_dir=str(run.root), trainer=SingleSettings(), device="cpu", precision=FP32Settings(),
-            torch_compile=False, gradient_checkpointing=False, fuse_optim_with_backward=False, async_save=False,
-            save_strategy="steps", save_total_limit=settings.keep, preserve_n_best=0, load_best_model_at_end=False,
+            callbacks=CallbackSettings(), torch_compile=False, gradient_checkpointing=False,
+            fuse_optim_with_backward=False, async_save=False, save_strategy="steps", save_total_limit=settings.keep,
+            preserve_n_best=0, load_best_model_at_end=False,
         )  # fmt: skip
-        cpu, path = torch.device("cpu"), getattr(config.model, "path", None)
-        data = load_data(config.data, seed=max(config.seed, 0), model_path=path)
-        trainer = Trainer(
-            model_init=lambda: construct(config, cpu, vocab_size=data.vocab_size, seq_len=data.seq_len),
-            init_weights=None if isinstance(config.model, Target) else partial(fill, config, cpu),
-            args=config,
-            processing_class=data.tokenizer,
-            config_tree=tree,
-            data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
-        )
+        trainer = build(config, run, tree)
         self._run, self._config = trainer.run, config
         self.seed = trainer.run.seed
         self._tensors = named_tensors(trainer.run.strategy.parts)

@@ -17,6 +17,7 @@ import math
 import os
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -65,7 +66,8 @@ class DilocoWorker:
         self._run, self._settings = run, settings
         self.ended: ExitStatus | None = None
         limit = None if settings.bandwidth is None else settings.bandwidth / run.world.size
-        self._client = Client(address, settings.read_token(), TokenBucket(limit), ca_file=settings.ca_file)
+        tls = ssl.create_default_context(cafile=settings.ca_file)
+        self._client = Client(address, settings.read_token(), TokenBucket(limit), tls=tls)
         self._parts: Parts | None = None
         self._generation = 0
         self._joined = False
@@ -413,12 +415,12 @@ class DilocoWorker:
                 return False
             quiet = gather(time.monotonic() - silent, run.cpu_group)[0]
             if tries == 0 or quiet > allowed:
-                log.warning("the DiLoCo server does not answer (%s); trying again for %.0f s", away, allowed)
+                log.warning("%s; trying again for %.0f s", away, allowed)
             if quiet > allowed:
                 self._stop(
                     ExitStatus(
                         run.world.rank, Kind.STOPPED, STOPPED,
-                        f"stopped: the DiLoCo server has not answered for {allowed:g} s ({away}); "
+                        f"stopped: {away}, for {allowed:g} s; "
                         "start it, and resume this run",
                     )
                 )  # fmt: skip
