@@ -344,7 +344,7 @@ def replay(
         raise SetupError(f"{run}: is no run of a DiLoCo server (no {place.diloco.name}); give one")
     settings = load_server_settings([], place.diloco)
     from forgather_cli.diloco import global_model
-    from forgather_cli.diloco.rounds import read_ledger
+    from forgather_cli.diloco.ledger import read_ledger
 
     rounds, differing = global_model.replay(place, settings, read_ledger(place.rounds))
     if as_json:

@@ -29,11 +29,13 @@ class Fenced(ControlError):
 
 
 class TokenBucket:
-    """Lets at most ``rate`` bytes per second pass, and a chunk more."""
+    """Lets at most ``rate`` bytes per second pass, and a chunk more; counts them. For all clients of a rank."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._free = rate, time.monotonic()
         self._lock = threading.Lock()
+        self.sent = self.received = 0
+        """Bytes, headers included as far as they are known."""
 
     def take(self, count: int) -> None:
         """Wait until ``count`` bytes may pass."""
@@ -64,7 +66,7 @@ class Client:
         Raises ConfigError for what is no address.
         """
         self.address, self._token, self._setting = address, token, setting
-        self._bucket = bucket or TokenBucket(None)
+        self.bucket = bucket or TokenBucket(None)
         scheme, _, place = address.rpartition("://")
         host, _, port = place.strip("/").rpartition(":")
         if scheme not in ("", "http", "https") or not host or not port.isdecimal():
@@ -72,12 +74,10 @@ class Client:
         self._host, self._port = host.strip("[]"), int(port)
         self._tls = (tls or ssl.create_default_context()) if scheme == "https" else None
         self._connection: http.client.HTTPConnection | None = None
-        self.sent = self.received = 0
-        """Bytes, headers included as far as they are known."""
 
     def copy(self) -> Client:
         """Another connection to the same server, which shares the limit on bytes per second."""
-        return Client(self.address, self._token, self._bucket, setting=self._setting, tls=self._tls)
+        return Client(self.address, self._token, self.bucket, setting=self._setting, tls=self._tls)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """POST a document, or GET without one; what is answered. Raises Away, Fenced, ConfigError."""
@@ -108,11 +108,11 @@ class Client:
             for buffer in into:
                 done = 0
                 while done < len(buffer):
-                    self._bucket.take(min(_CHUNK, len(buffer) - done))
+                    self.bucket.take(min(_CHUNK, len(buffer) - done))
                     count = answer.readinto(buffer[done : done + _CHUNK])
                     if not count:
                         raise ConnectionResetError("the body was cut")
-                    self.received += count
+                    self.bucket.received += count
                     done += count
             answer.read()
 
@@ -139,10 +139,10 @@ class Client:
                 )
             self._connection.request(method, path, body, headers)
             answer = self._connection.getresponse()
-            self.sent += (
+            self.bucket.sent += (
                 sum(len(k) + len(v) + 4 for k, v in headers.items()) + len(method) + len(path) + 40 + (size or 0)
             )
-            self.received += len(str(answer.headers))
+            self.bucket.received += len(str(answer.headers))
             if answer.status >= 400 and not (missing and answer.status == 404):
                 raise self._failure(answer.status, _document(answer.read(1 << 16)))
             yield answer
@@ -170,13 +170,13 @@ class Client:
 
     def _limited(self, body: Any) -> Iterator[bytes]:
         while chunk := body.read(_CHUNK):
-            self._bucket.take(len(chunk))
+            self.bucket.take(len(chunk))
             yield chunk
 
     def _chunks(self, answer: http.client.HTTPResponse) -> Iterator[bytes]:
         while chunk := answer.read(_CHUNK):
-            self._bucket.take(len(chunk))
-            self.received += len(chunk)
+            self.bucket.take(len(chunk))
+            self.bucket.received += len(chunk)
             yield chunk
 
 

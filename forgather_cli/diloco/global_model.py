@@ -20,8 +20,8 @@ from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import CallbackSettings, Config, DilocoServerSettings, FP32Settings, SingleSettings
-from forgather_cli.diloco.outer_step import Published, outer_step
-from forgather_cli.diloco.rounds import Closed, Line
+from forgather_cli.diloco.ledger import Closed, Line, versions
+from forgather_cli.diloco.outer_step import OuterStep, Published
 from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.errors import CheckpointError, SetupError, TrainingError
 from forgather_cli.models.parts import named_tensors, trainable_parameters
@@ -31,7 +31,7 @@ from forgather_cli.worker import build
 
 log = logging.getLogger(__name__)
 
-_MOMENTUM, _PUBLISHED = ".momentum_buffer", ".published"
+_MOMENTUM, _DELAYED, _PUBLISHED = ".momentum_buffer", ".delayed", ".published"
 """Behind the name of a parameter, among a checkpoint's optimizer tensors."""
 
 
@@ -56,7 +56,11 @@ class GlobalModel:
         trained = dict(trainable_parameters(trainer.run.strategy.parts))
         self.master: dict[str, Tensor] = {name: trained[name].detach() for name in sorted(trained)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.master.items()}
-        self.momentum: dict[str, Tensor] = {}
+        self.outer = OuterStep(settings, self.shapes)
+        self._made_by = dict.fromkeys(self.master, 0)
+        """By name, the round whose step has made the weights as they are."""
+        self._arrivals = 0
+        """Submissions that have been counted."""
         self.published = Published(run.weights)
         self.submissions = Submissions(run.submissions, self.shapes, settings.compression)
         self._checkpointer = Checkpointer(run, args=config)
@@ -84,14 +88,13 @@ class GlobalModel:
                 load_model(named(Path(begins_at), self._config.verify_checkpoint), self._tensors)
             self._checkpointer.trial(self._components(0, ""), rows=self._rows(), num_bytes=sum(
                 tensor.nbytes for tensor in self.master.values()))  # fmt: skip
-            self.published.publish(0, self.master, "fp32")
+            self.published.publish(0, self.master, "fp32", {})
         self.saved = -1 if reader is None else at
         for line in ledger[at + 1 :]:
             assert line.closed is not None
             log.info("round %d is computed again from its submissions", line.round - 1)
             self.step(line.closed, line.round)
         if ledger:
-            self.published.forget(ledger[-1].round, first=self.settings.keep_submissions)
             return ledger[0].parent
         path = self.published.weights(0)
         return hash_range(path, 0, path.stat().st_size)
@@ -107,16 +110,21 @@ class GlobalModel:
             raise SetupError(f"{self.run.rounds}: has no round {at} as {reader.path.name} knows it; restore the file")
         load_model(reader, self._tensors)
         names = set(reader.optimizer_names())
-        self.momentum = {
-            name: reader.read(name + _MOMENTUM, "optimizer") for name in self.master if name + _MOMENTUM in names
-        }
-        if not self.published.weights(at).exists():
-            if next(iter(self.master)) + _PUBLISHED in names:
-                self.run.weights.mkdir(exist_ok=True)
-                made = {name: reader.read(name + _PUBLISHED, "optimizer") for name in self.master}
-                self.published.write(self.published.weights(at), made)
-            else:
-                self.published.publish(at, self.master, "fp32")
+        for what, held in ((_MOMENTUM, self.outer.momentum), (_DELAYED, self.outer.delayed)):
+            held |= {name: reader.read(name + what, "optimizer") for name in self.master if name + what in names}
+        self._arrivals = sum(len(line.closed.submissions) for line in ledger[1 : at + 1] if line.closed)
+        for fragment, made_by in enumerate(versions(ledger, at, self.settings.num_fragments)):
+            self._made_by |= dict.fromkeys(self.outer.names([fragment]), made_by)
+        for number in sorted(set(self._made_by.values())):
+            if self.published.weights(number).exists():
+                continue
+            self.run.weights.mkdir(exist_ok=True)
+            of_it = [name for name, made_by in self._made_by.items() if made_by == number]
+            kept = {
+                name: reader.read(name + _PUBLISHED, "optimizer") if name + _PUBLISHED in names else self.master[name]
+                for name in of_it
+            }
+            self.published.write(self.published.weights(number), kept)
         return at
 
     # ---------------------------------------------------------------------------------------------------------- rounds
@@ -125,20 +133,27 @@ class GlobalModel:
         """Compute what round ``number`` starts from and put it where workers fetch it; returns the norm of the mean
         change. Raises TrainingError; what is on disk is as it was then, but the weights in memory are void.
         """
+        names = self.outer.names(closed.fragments)
         try:
-            norm = outer_step(self.master, self.momentum, closed, self.submissions, self.settings.outer)
-            self.published.publish(number, self.master, self.settings.compression_down)
+            norm = self.outer.step(self.master, closed, self.submissions, self._arrivals)
+            if names:
+                changed, before = {name: self.master[name] for name in names}, self._made_by
+                self.published.publish(
+                    number, changed, self.settings.compression_down, {name: before[name] for name in names}
+                )
         except (OSError, CheckpointError) as error:
             what = error.strerror if isinstance(error, OSError) else str(error)
             raise TrainingError(f"round {number - 1} cannot be computed: {what}; mend that, then resume") from error
+        self._arrivals += len(closed.submissions)
+        self._made_by |= dict.fromkeys(names, number)
         return norm
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
-    def save(self, number: int, hash: str, opened: float, metrics: dict[str, float]) -> None:
-        """A checkpoint of what round ``number`` starts from; the submissions that it covers go. Raises TrainingError.
+    def save(self, number: int, hash: str, oldest: int, opened: float, metrics: dict[str, float]) -> None:
+        """A checkpoint of what round ``number`` starts from; then the submissions of rounds before ``oldest`` go.
 
-        ``opened``: when the round was opened, in seconds since the epoch.
+        ``opened``: when the round was opened, in seconds since the epoch. Raises TrainingError.
         """
         if self.saved == number:
             return
@@ -146,7 +161,7 @@ class GlobalModel:
         fine = self._checkpointer.save(
             number,
             model=self._rows(),
-            optimizer=self._optimizer_rows(number),
+            optimizer=self._optimizer_rows(),
             components=self._components(number, hash),
             write_model_files=self._run.write_model_files,
             info={
@@ -161,16 +176,17 @@ class GlobalModel:
         if not fine:
             return  # logged as an error; the one before stands, and the submissions since then
         self.saved = number
-        self.submissions.clean(number, opened, keep=self.settings.keep_submissions)
+        self.submissions.clean(oldest, opened, keep=self.settings.keep_submissions)
 
     def _rows(self) -> dict[str, LocalShard]:
         return {name: LocalShard(tensor, must_be_finite=name in self.master) for name, tensor in self._tensors.items()}
 
-    def _optimizer_rows(self, number: int) -> dict[str, LocalShard]:
-        rows = {name + _MOMENTUM: LocalShard(tensor) for name, tensor in self.momentum.items()}
+    def _optimizer_rows(self) -> dict[str, LocalShard]:
+        rows = {name + _MOMENTUM: LocalShard(tensor) for name, tensor in self.outer.momentum.items()}
+        rows |= {name + _DELAYED: LocalShard(tensor) for name, tensor in self.outer.delayed.items()}
         if self.settings.compression_down != "fp32":  # a change is made against it, and its file does not stay
-            published = TensorReader(self.published.weights(number))
-            rows |= {name + _PUBLISHED: LocalShard(published.read(name)) for name in self.master}
+            files = {number: TensorReader(self.published.weights(number)) for number in set(self._made_by.values())}
+            rows |= {name + _PUBLISHED: LocalShard(files[at].read(name)) for name, at in self._made_by.items()}
         return rows
 
     def _components(self, number: int, hash: str) -> list[Component]:
@@ -206,8 +222,9 @@ def replay(run: RunDir, settings: DilocoServerSettings, ledger: Sequence[Line]) 
         raise SetupError(f"{run.root}: has no checkpoint to compare with; wait for the first one")
     weights = TensorReader(first)
     master = {name: weights.read(name) for name in sorted(weights.specs)}
-    momentum: dict[str, Tensor] = {}
-    submissions = Submissions(run.submissions, {n: tuple(t.shape) for n, t in master.items()}, settings.compression)
+    shapes = {name: tuple(tensor.shape) for name, tensor in master.items()}
+    submissions = Submissions(run.submissions, shapes, settings.compression)
+    outer, arrivals = OuterStep(settings, shapes), 0
     at = int(reader.state("diloco")["round"])
     for line in ledger[1 : at + 1]:
         assert line.closed is not None
@@ -216,11 +233,12 @@ def replay(run: RunDir, settings: DilocoServerSettings, ledger: Sequence[Line]) 
                 raise SetupError(
                     f"{run.submissions}: round {line.round - 1} lacks the part {lacking[0]} of {sent.worker}"
                 )
-        outer_step(master, momentum, line.closed, submissions, settings.outer)
+        outer.step(master, line.closed, submissions, arrivals)
+        arrivals += len(line.closed.submissions)
     differ = [name for name, tensor in master.items() if not _same_bits(tensor, reader.read(name))]
     return at, differ + [
         name + _MOMENTUM
-        for name, tensor in momentum.items()
+        for name, tensor in outer.momentum.items()
         if not _same_bits(tensor, reader.read(name + _MOMENTUM, "optimizer"))
     ]
 

@@ -6,7 +6,7 @@ Elementwise operations in fp32 only, whose results do not depend on the number o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,75 +16,108 @@ from torch import Tensor
 from forgather_cli.checkpoint.files import remove, sibling, sync_directory
 from forgather_cli.checkpoint.format import plan
 from forgather_cli.checkpoint.tensors import Named, TensorReader, whole, write_share
-from forgather_cli.config.schema import OuterSettings
+from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco.encoding import Compression, decode, encode
-from forgather_cli.diloco.rounds import Closed
+from forgather_cli.diloco.fragments import Shapes, fragments
+from forgather_cli.diloco.ledger import Closed
 from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
 
 
-@torch.no_grad()
-def outer_step(
-    master: Mapping[str, Tensor],
-    momentum: dict[str, Tensor],
-    closed: Closed,
-    submissions: Submissions,
-    outer: OuterSettings,
-) -> float:
-    """Update master weights and momentum in place by the submissions of a round; returns the norm of their mean change.
+class OuterStep:
+    """SGD with Nesterov momentum on the mean change of a round (arXiv:2311.08105), or, in async mode, on each change as
+    it comes (delayed Nesterov, Liu et al. 2024, arXiv:2401.09135, algorithm 3 with c = 0).
 
-    A change is snapshot - local, so it takes the place of a gradient. Without submissions nothing changes.
+    A change is snapshot - local, so it takes the place of a gradient.
     """
-    if not closed.submissions:
-        return 0.0
-    squares = 0.0
-    for name in sorted(master):
-        gradient = torch.zeros(master[name].shape)
-        for sent, weight in closed.submissions:
-            gradient += submissions.delta(sent.parts, name).mul_(weight)
-        squares += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
-        weights = master[name].detach()
-        weights.grad = gradient
-        nesterov = outer.nesterov and outer.momentum > 0
+
+    def __init__(self, settings: DilocoServerSettings, shapes: Shapes) -> None:
+        self._outer, self._fragments = settings.outer, fragments(shapes, settings.num_fragments)
+        self.delay = (settings.outer.delay or settings.workers) if settings.mode == "async" else None
+        """In async mode: arrivals between two updates of the momentum."""
+        self.momentum: dict[str, Tensor] = {}
+        """By name, fp32; of what has been stepped."""
+        self.delayed: dict[str, Tensor] = {}
+        """In async mode: the sum of the changes since the momentum's last update."""
+
+    def names(self, which: Iterable[int]) -> list[str]:
+        """The parameters of these fragments."""
+        return sorted(name for fragment in which for name in self._fragments[fragment])
+
+    @torch.no_grad()
+    def step(self, master: Mapping[str, Tensor], closed: Closed, submissions: Submissions, arrivals: int) -> float:
+        """Update master weights and momentum in place; returns the norm of the mean change. Without submissions nothing
+        changes. ``arrivals``: submissions that were counted before.
+        """
+        squares = 0.0
+        for name in self.names(closed.fragments):
+            change = torch.zeros(master[name].shape)
+            for sent, weight in closed.submissions:
+                change += submissions.delta(sent.parts, name).mul_(weight)
+            squares += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
+            if self.delay is None:
+                self._step(name, master[name].detach(), change)
+            else:
+                self._delayed_step(name, master[name].detach(), change, (arrivals + 1) % self.delay == 0)
+        return math.sqrt(squares)
+
+    def _step(self, name: str, weights: Tensor, change: Tensor) -> None:
+        outer, weights.grad = self._outer, change
         with unguarded_construction():
+            nesterov = outer.nesterov and outer.momentum > 0
             sgd = torch.optim.SGD([weights], outer.lr, outer.momentum, nesterov=nesterov, foreach=False)
         unguard_step(sgd)
-        if name in momentum:
-            sgd.state[weights]["momentum_buffer"] = momentum[name]
+        if name in self.momentum:
+            sgd.state[weights]["momentum_buffer"] = self.momentum[name]
         sgd.step()
         if outer.momentum:
-            momentum[name] = sgd.state[weights]["momentum_buffer"]
-    return math.sqrt(squares)
+            self.momentum[name] = sgd.state[weights]["momentum_buffer"]
+
+    def _delayed_step(self, name: str, weights: Tensor, change: Tensor, is_due: bool) -> None:
+        lr, beta, share = self._outer.lr, self._outer.momentum, 1 / (self.delay or 1)
+        weights.add_(change, alpha=-lr * share)
+        if not beta:
+            return
+        delayed = self.delayed.setdefault(name, torch.zeros_like(weights)).add_(change)
+        if is_due:
+            momentum = self.momentum.setdefault(name, torch.zeros_like(weights))
+            momentum.mul_(beta).add_(delayed, alpha=share)
+            weights.add_(momentum, alpha=-lr * beta)
+            delayed.zero_()
 
 
 @dataclass(frozen=True)
 class Published:
-    """The directory ``RUN/weights``: what workers fetch, of the newest two rounds, each file whole or not there."""
+    """The directory ``RUN/weights``: what workers fetch, for each round what it has changed; files are whole."""
 
     root: Path
 
     def weights(self, round: int) -> Path:
-        """fp32, all trainable tensors, by name: what the round starts from."""
+        """fp32, by name: of round 0 all trainable tensors, of another those that the step to it has changed."""
         return self.root / f"round-{round:08d}.safetensors"
 
     def changes(self, round: int) -> Path:
-        """From the round before to this one, as ``compression_down`` sends it."""
+        """What these tensors were changed by, as ``compression_down`` sends it."""
         return self.root / f"changes-{round:08d}.safetensors"
 
-    def publish(self, round: int, master: Mapping[str, Tensor], compression: Compression) -> None:
-        """Write what a round starts from. Of a compressed change, what is lost comes with the next one: workers hold
-        the sum of the changes, the server the master weights. Raises OSError.
+    def publish(
+        self, round: int, master: Mapping[str, Tensor], compression: Compression, before: Mapping[str, int]
+    ) -> None:
+        """Write what a round has made of the weights ``master``, whose last ones ``before`` are of those rounds. Of a
+        compressed change, what is lost comes with the next one: workers hold the sum of the changes, the server the
+        master weights. Raises OSError.
         """
         self.root.mkdir(exist_ok=True)
         if compression == "fp32" or round == 0:
             self.write(self.weights(round), {name: tensor.detach() for name, tensor in master.items()})
             return
-        before = TensorReader(self.weights(round - 1))
+        files = {number: TensorReader(self.weights(number)) for number in set(before.values())}
+        old = {name: files[before[name]] for name in master}
         sent: dict[str, Tensor] = {}
         for name in sorted(master):
-            sent |= encode(name, master[name].detach() - before.read(name), compression)
+            sent |= encode(name, master[name].detach() - old[name].read(name), compression)
         self.write(self.changes(round), sent)
-        self.write(self.weights(round), _Changed(before, self.changes(round), compression), like=master)
+        self.write(self.weights(round), _Changed(old, self.changes(round), compression), like=master)
 
     def write(self, path: Path, tensors: Named, like: Mapping[str, Tensor] | None = None) -> None:
         """Write tensors, each asked for in its turn, as the file at ``path``. ``like``: their shapes, if not theirs."""
@@ -99,11 +132,9 @@ class Published:
             remove(temporary.with_name(f"{temporary.name}.safetensors"))
         sync_directory(self.root)
 
-    def forget(self, newest: int, *, first: bool) -> None:
-        """Delete all but the newest two rounds, and what killed processes have left. ``first``: keep round 0."""
-        kept = {path for round in (newest, newest - 1) for path in (self.weights(round), self.changes(round))}
-        if first:
-            kept.add(self.weights(0))
+    def forget(self, needed: Collection[int]) -> None:
+        """Delete all but the files of these rounds, and what killed processes have left."""
+        kept = {path for round in needed for path in (self.weights(round), self.changes(round))}
         for path in list(self.root.iterdir()):
             if path not in kept:
                 path.unlink()
@@ -112,14 +143,14 @@ class Published:
 class _Changed:
     """The published weights after a change, by name."""
 
-    def __init__(self, before: TensorReader, changes: Path, compression: Compression) -> None:
+    def __init__(self, before: Mapping[str, TensorReader], changes: Path, compression: Compression) -> None:
         self._before, self._changes, self._compression = before, TensorReader(changes), compression
 
     def __getitem__(self, name: str) -> Tensor:
-        shape = self._before.specs[name].shape
+        before = self._before[name]
         keys = [key for key in (name, f"{name}:scale") if key in self._changes.specs]
-        change = decode(name, {key: self._changes.read(key) for key in keys}, shape, self._compression)
-        return self._before.read(name) + change
+        sent = {key: self._changes.read(key) for key in keys}
+        return before.read(name) + decode(name, sent, before.specs[name].shape, self._compression)
 
 
 def header_of(path: Path) -> bytes:

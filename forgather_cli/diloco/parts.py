@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,13 @@ class Parts:
         return memory[begin : begin + part.rows] if part.shape else memory
 
     @torch.no_grad()
-    def set(self, own: Mapping[Part, Tensor]) -> None:
-        """Collective. Set the parameters of all ranks to the values ``own`` (fp32, on the CPU) of each rank's parts."""
+    def set(self, own: Mapping[Part, Tensor], names: Collection[str], share: float = 0.0) -> None:
+        """Collective. Set the parameters ``names`` of all ranks to the values ``own`` (fp32, on the CPU) of each rank's
+        parts, or to ``share`` of what they are and the rest of those.
+        """
         for part in self.all:
+            if part.name not in names:
+                continue
             values = own[part] if part.owner == self._rank else None
             if part.shared:
                 values = torch.empty(part.held_shape) if values is None else values
@@ -88,12 +92,13 @@ class Parts:
             if values is None or held is None:
                 continue
             memory = LocalShard(self._parameters[part.name]).memory
-            if not part.shape:
-                memory.copy_(values)
-                continue
-            start, stop = max(part.start, held.start), min(part.start + part.rows, held.start + held.rows)
-            if start < stop:
-                memory[start - held.start : stop - held.start].copy_(values[start - part.start : stop - part.start])
+            if part.shape:
+                start, stop = max(part.start, held.start), min(part.start + part.rows, held.start + held.rows)
+                memory = memory[start - held.start : max(start, stop) - held.start]
+                values = values[start - part.start : max(start, stop) - part.start]
+            if share:
+                values = memory.to("cpu", torch.float32).mul_(share).add_(values, alpha=1 - share)
+            memory.copy_(values)
 
 
 def _overlap(one: Piece, other: Piece) -> bool:

@@ -1,125 +1,29 @@
-"""Who takes part in a round, what each is given, when it ends, and the ledger that says so. No HTTP, no torch.
+"""Who takes part in a round, what each is given, and when it ends. No HTTP, no torch.
 
-``Rounds`` is told what happens (``register``, ``submit``, ``heartbeat``, the time) and asked what follows (``offer``,
-``close``, ``opening``). Nothing of a round is decided by the order in which workers arrive: slots follow the sorted
-worker ids, samples and sums follow the slots.
+``Rounds`` is told what happens (``register``, ``submit``, the time) and asked what follows (``offer``, ``close``,
+``opening``). A round ends with one exchange: of all weights, or of one fragment of them. In sync mode it waits for its
+members, and nothing is decided by the order in which they arrive: slots follow the sorted worker ids, samples and sums
+follow the slots. In async mode each submission is a round of its own, which all others train on through.
 
-The ledger ``RUN/rounds.jsonl`` has one line for each published round; it closes one round and opens the next, so its
-last complete line is the state. Times are seconds of a clock that only goes forward; the ledger's are UTC.
+Times are seconds of a clock that only goes forward.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco import wire
+from forgather_cli.diloco.ledger import Closed, Line, Member, Submission, round_hash, versions
+from forgather_cli.diloco.samples import Range, merge, subtract, take, total
 from forgather_cli.diloco.wire import WireError
-from forgather_cli.errors import SetupError
-from forgather_cli.input_files import parse_json, read_bytes
 
-Range = tuple[int, int]
-"""Samples [start, stop), numbered through all epochs."""
 _SILENCE = 120.0
 """Seconds after which another process may take a worker's id, where eviction is off."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What a slot has sent for a round. ``rejected`` says why it does not count; empty where it does."""
-
-    slot: int
-    worker: str
-    parts: tuple[str, ...]
-    targets: int
-    ranges: tuple[Range, ...]
-    rejected: str = ""
-
-
-@dataclass(frozen=True)
-class Closed:
-    """How a round ended. ``submissions`` in slot order, each with the weight of its change in the sum."""
-
-    submissions: tuple[tuple[Submission, float], ...]
-    missing: tuple[str, ...] = ()
-    rejected: tuple[tuple[str, str], ...] = ()
-    """(worker, reason)."""
-    evicted: tuple[str, ...] = ()
-    returned: tuple[Range, ...] = ()
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of the ledger: round ``round`` is open, ``hash`` names the weights that it starts from."""
-
-    round: int
-    hash: str
-    parent: str
-    """Hash of the round before; of round 0 the SHA-256 of the initial weights."""
-    time: str
-    closed: Closed | None
-    """How round - 1 ended; None in the first line."""
-    members: tuple[tuple[int, str, int], ...]
-    """(slot, worker, sequences per step), by slot."""
-    ranges: Mapping[int, tuple[Range, ...]]
-    """By slot."""
-    cursor: int
-    """The first sample that was never given out."""
-    pool: tuple[Range, ...]
-    """Samples that were given out and came back."""
-
-    def to_json(self) -> str:
-        """One line of text, without its end."""
-        document = asdict(self) | {"ranges": {str(slot): ranges for slot, ranges in self.ranges.items()}}
-        if self.closed is not None:
-            document["closed"]["submissions"] = [
-                {
-                    "slot": sent.slot,
-                    "worker": sent.worker,
-                    "parts": sent.parts,
-                    "targets": sent.targets,
-                    "ranges": sent.ranges,
-                    "weight": weight,
-                }
-                for sent, weight in self.closed.submissions
-            ]
-        return json.dumps(document, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Line:
-        """Raises ValueError, KeyError or TypeError for a text that is no line."""
-        raw = parse_json(text)
-        closed = raw["closed"]
-        if closed is not None:
-            submissions = [
-                (
-                    Submission(
-                        each["slot"], each["worker"], tuple(each["parts"]), each["targets"], _ranges(each["ranges"])
-                    ),
-                    each["weight"],
-                )
-                for each in closed["submissions"]
-            ]
-            closed = Closed(
-                tuple(submissions),
-                tuple(closed["missing"]),
-                tuple((worker, why) for worker, why in closed["rejected"]),
-                tuple(closed["evicted"]),
-                _ranges(closed["returned"]),
-            )
-        return cls(
-            raw["round"], raw["hash"], raw["parent"], raw["time"], closed,
-            tuple((slot, worker, batch) for slot, worker, batch in raw["members"]),
-            {int(slot): _ranges(ranges) for slot, ranges in raw["ranges"].items()},
-            raw["cursor"], _ranges(raw["pool"]),
-        )  # fmt: skip
 
 
 @dataclass
@@ -138,7 +42,11 @@ class Worker:
     evicted: bool = False
     last_round: int | None = None
     """After which it takes no part, once it has said so."""
+    dylu: bool = False
+    """Its steps follow its speed."""
     heard: float = 0.0
+    speed: float | None = None
+    """Steps per second of its last round."""
     step: int | None = None
     tokens_per_second: float | None = None
     sent: int = 0
@@ -158,7 +66,7 @@ class Registry:
     workers: dict[str, Worker] = field(default_factory=dict)
 
     def to_document(self) -> dict[str, Any]:
-        kept = ("name", "secret", "generation", "batch", "host", "pid", "run", "evicted", "last_round")
+        kept = ("name", "secret", "generation", "batch", "host", "pid", "run", "evicted", "last_round", "dylu")
         listed = [{key: getattr(worker, key) for key in kept} for worker in self.workers.values()]
         return {"generation": self.generation, "data": self.data, "tokenizer": self.tokenizer, "workers": listed}
 
@@ -232,6 +140,7 @@ class Rounds:
         pid: int = 0,
         run: str = "",
         leaves: bool = False,
+        dylu: bool = False,
     ) -> tuple[int, str]:
         """A worker joins, or comes back: its new generation, and whether the server knows the round it stands on.
 
@@ -247,16 +156,19 @@ class Rounds:
         for key, value in (stated or {}).items():
             if value != (here := getattr(self.settings, key, None)):
                 self._refuse(f"{key}: is {value} at {name}, {here} at the server, which decides it; leave {key} out")
+        if dylu and not self._is_async:
+            self._refuse("dylu: counts only where the server's diloco.mode is async, it is sync; leave dylu out")
         stood = "fresh"
         if parent is not None:
             known = self.lines[round].hash if round is not None and 0 <= round < len(self.lines) else None
-            if known != parent:
+            stood = "known" if known == parent else "rewound"
+            if stood == "rewound" and not self.settings.rewind:
                 here = "no round" if self.line is None else f"round {self.line.round} ({self.line.hash[:12]})"
                 self._refuse(
                     f"{name} stands on round {round} ({parent[:12]}), which this server does not know: it has {here}; "
-                    "connect it to the server that it trained with, or begin a new run"
+                    "connect it to the server that it trained with, or begin a new run; after a server has lost rounds "
+                    "for good, diloco.rewind=true takes workers back to where it is"
                 )
-            stood = "known"
         secret, before = hashlib.sha256(secret.encode()).hexdigest(), registry.workers.get(name)
         if before is not None and before.secret != secret and not before.evicted:
             silent, needed = now - before.heard, self.settings.eviction or _SILENCE
@@ -270,8 +182,9 @@ class Rounds:
         registry.generation += 1
         registry.data, registry.tokenizer = registry.data or data, registry.tokenizer or tokenizer
         registry.workers[name] = Worker(
-            name, secret, registry.generation, batch, host, pid, run, last_round=round if leaves else None, heard=now
-        )
+            name, secret, registry.generation, batch, host, pid, run,
+            last_round=round if leaves and stood == "known" else None, dylu=dylu, heard=now,
+        )  # fmt: skip
         return registry.generation, stood
 
     def _refuse(self, message: str) -> NoReturn:
@@ -289,15 +202,17 @@ class Rounds:
         )  # fmt: skip
 
     def offer(self, worker: Worker, after: int) -> dict[str, Any] | None:
-        """The open round as ``/next`` answers it, if it is later than ``after`` and the worker is a member of it."""
+        """What the worker is to train, as ``/next`` answers it, if that is of a round later than ``after``."""
         line = self.line
-        slot = None if line is None else next((slot for slot, name, _ in line.members if name == worker.name), None)
-        if line is None or slot is None or line.round <= after or self.closing is not None:
+        member = None if line is None else line.member(worker.name)
+        if member is None or member.round <= after or (self.closing is not None and not self._is_async):
             return None
-        members = [list(member) for member in line.members]
-        ranges = [list(each) for each in line.ranges[slot]]
-        return {"state": wire.OPEN, "round": line.round, "hash": line.hash, "slot": slot, "members": members,
-                "ranges": ranges}  # fmt: skip
+        number = member.round
+        return {
+            "state": wire.OPEN, "round": number, "hash": self.lines[number].hash, "slot": member.slot,
+            "steps": member.steps, "ranges": [list(each) for each in member.ranges],
+            "weights": versions(self.lines, number, self.settings.num_fragments),
+        }  # fmt: skip
 
     def why_waiting(self) -> str:
         """What a worker without a round waits for."""
@@ -316,20 +231,22 @@ class Rounds:
         line, slot = self.line, self.slots.get(worker.name)
         if line is None or slot is None or not 0 <= round <= line.round:
             raise WireError(400, f"round {round}: is not open, nor was it; ask /next which one is")
-        parts = tuple(sorted(parts))
-        if round < line.round:
-            closed = self.lines[round + 1].closed
-            assert closed is not None
-            counted = any((sent.slot, sent.parts) == (slot, parts) for sent, _ in closed.submissions)
-            return (wire.COUNTED, "") if counted else (wire.LATE, f"round {round} has ended without it")
-        if all(slot != member for member, _, _ in line.members):
+        parts, late = tuple(sorted(parts)), (wire.LATE, f"round {round} has ended without it")
+        for closed in (later.closed for later in self.lines[round + 1 :]):
+            for sent, _ in closed.submissions if closed else ():
+                if (sent.slot, sent.round) == (slot, round):
+                    return (wire.COUNTED, "") if sent.parts == parts else late
+        member = line.member(worker.name)
+        if member is None or member.round != round:
+            if round < line.round:
+                return late
             raise WireError(400, f"round {round}: {worker.name} is no member of it; ask /next for its round")
         if (before := self.sent.get(slot)) is not None:
             if before.rejected:
                 return wire.REJECTED, before.rejected
             same = before.parts == parts
             return (wire.COUNTED, "") if same else (wire.LATE, f"slot {slot} has sent something else for it before")
-        return (wire.LATE, f"round {round} has ended without it") if self.closing is not None else None
+        return late if self.closing is not None and not self._is_async else None
 
     def check_ranges(self, worker: Worker, round: int, hash: str, ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
         """The samples that a submission names, merged. Raises WireError for others than the worker was given, and for a
@@ -340,10 +257,16 @@ class Rounds:
                 f"round {round}: {worker.name} stands on {hash[:12]}, the server's is {known[:12]}; begin anew"
             )
         used = [(start, stop) for start, stop in ranges if stop > start]
-        merged, given = merge(used), self.lines[round].ranges.get(self.slots[worker.name], ())
+        member = self.lines[-1].member(worker.name)
+        merged, given = merge(used), () if member is None else member.ranges
         if total(merged) != total(used) or total(subtract(given, merged)) != total(given) - total(merged):
             raise WireError(400, f"ranges: {worker.name} was given {list(given)}, got {used}; name some of those")
         return merged
+
+    def fragments_of(self, round: int, *, leaves: bool) -> tuple[int, ...]:
+        """Those that a submission of a round must hold: one in turn, a worker's last one all."""
+        count = self.settings.num_fragments
+        return tuple(range(count)) if leaves else (round % count,)
 
     def submit(self, submission: Submission, now: float) -> None:
         """A checked submission for the open round, on disk by now."""
@@ -371,8 +294,8 @@ class Rounds:
         """Members of the open round that have not sent and are not given up, by slot."""
         if self.line is None:
             return []
-        live, members = {worker.name for worker in self.live(self.line.round)}, self.line.members
-        return [name for slot, name, _ in members if slot not in self.sent and name in live]
+        live = {worker.name for worker in self.live(self.line.round)}
+        return [each.worker for each in self.line.members if each.slot not in self.sent and each.worker in live]
 
     def can_open(self) -> bool:
         """Whether the first round can begin."""
@@ -386,54 +309,102 @@ class Rounds:
         line, settings, counted = self.line, self.settings, self._counted()
         if line is None or self.closing is not None or self.finished:
             return None
-        enough = settings.quorum is not None and len(counted) >= settings.quorum
-        enough = enough and now - self._enough_since >= settings.grace
-        overdue = settings.round_timeout is not None and now - self.opened >= settings.round_timeout
-        nobody_left = not self.waited_for() and bool(counted or self.live())
-        if not (nobody_left or (counted and (enough or overdue))):
+        if self._is_async:
+            joins = any(line.member(worker.name) is None for worker in self.live())
+            settled = [next(iter(self.sent.values()))] if self.sent else []  # by arrival
+            is_due, missing = bool(settled) or joins, False
+        else:
+            enough = settings.quorum is not None and len(counted) >= settings.quorum
+            enough = enough and now - self._enough_since >= settings.grace
+            overdue = settings.round_timeout is not None and now - self.opened >= settings.round_timeout
+            nobody_left = not self.waited_for() and bool(counted or self.live())
+            settled, is_due, missing = self._in_slot_order(), nobody_left or bool(counted and (enough or overdue)), True
+        if not is_due:
             return None
-        live, sum_of_targets = {worker.name for worker in self.live(line.round)}, sum(each.targets for each in counted)
-        weights = [
-            float32(1 / len(counted) if settings.weighting == "equal" else each.targets / max(sum_of_targets, 1))
-            for each in counted
-        ]
-        silent = [(name, name in live) for slot, name, _ in line.members if slot not in self.sent]
-        given = [each for ranges in line.ranges.values() for each in ranges]
-        used = [each for sent in counted for each in sent.ranges]
-        self.closing = Closed(
-            tuple(zip(counted, weights, strict=True)),
-            missing=tuple(name for name, is_live in silent if is_live),
-            rejected=tuple((sent.worker, sent.rejected) for sent in self._in_slot_order() if sent.rejected),
-            evicted=tuple(name for name, is_live in silent if not is_live),
-            returned=subtract(merge(given), merge(used)),
-        )
+        self.closing = self._closed(line, settled, waits=not missing)
         return self.closing
+
+    def _closed(self, line: Line, settled: Sequence[Submission], *, waits: bool) -> Closed:
+        """A round that ends with ``settled``; ``waits``: other members go on, and are not missing."""
+        counted = [sent for sent in settled if not sent.rejected]
+        live = {worker.name for worker in self.live(line.round)}
+        silent = {member.worker for member in line.members} - {sent.worker for sent in self.sent.values()}
+        # a fragment's change is of all that was trained since its last exchange
+        recent = self.lines[max(1, len(self.lines) - self.settings.num_fragments + 1) :]
+        before = [old for each in recent if each.closed for old, _ in each.closed.submissions]
+        targets = [each.targets + sum(old.targets for old in before if old.slot == each.slot) for each in counted]
+        equal = self.settings.weighting == "equal"
+        weights = [float32(1 / len(counted) if equal else each / max(sum(targets), 1)) for each in targets]
+        return Closed(
+            tuple(zip(counted, weights, strict=True)),
+            self.fragments_of(line.round, leaves=all(sent.leaves for sent in counted)) if counted else (),
+            missing=() if waits else tuple(sorted(silent & live)),
+            rejected=tuple((sent.worker, sent.rejected) for sent in settled if sent.rejected),
+            evicted=tuple(sorted(silent - live)),
+        )
 
     def opening(self, time: str) -> Line:
         """The line that ends the closing round, if there is one, and opens the next with those who are here."""
-        before, closed = self.line, self.closing
+        before, closed, settings = self.line, self.closing, self.settings
         number = 0 if before is None else before.round + 1
-        parent = self._initial if before is None else before.hash
+        counted = {sent.worker: sent for sent, _ in closed.submissions} if closed else {}
+        settled = counted.keys() | ({name for name, _ in closed.rejected} if closed else set())
+        stood = {} if before is None else {member.worker: member for member in before.members}
+        workers = self.registry.workers
+        goes_on = [name for name in stood if self._is_async and name not in settled and not workers[name].evicted]
+        names = {worker.name for worker in self.live()} | set(goes_on)
         slots = dict(self.slots)
-        for worker in self.live():
-            slots.setdefault(worker.name, len(slots))
-        members = sorted((slots[worker.name], worker.name, worker.batch) for worker in self.live())
+        for name in sorted(names):
+            slots.setdefault(name, len(slots))
+        # what each still has of what it was given; the rest that was not used comes back
+        held = {name: stood[name].ranges for name in goes_on}
+        held |= {name: subtract(stood[name].ranges, counted[name].ranges) for name in counted if name in names}
+        gone = [each for sent in counted.values() for each in sent.ranges]
+        gone += [each for ranges in held.values() for each in ranges]
+        given = [each for member in stood.values() for each in member.ranges]
         cursor = 0 if before is None else before.cursor
-        pool = merge([*(() if before is None else before.pool), *(closed.returned if closed else ())])
-        ranges = {}
-        for slot, _, batch in members:
-            ranges[slot], cursor, pool = take(self.settings.sync_every * batch, cursor, pool)
-        return Line(
-            number, round_hash(parent, number, closed), parent, time, closed, tuple(members), ranges, cursor, pool
-        )
+        pool = subtract(merge([*(() if before is None else before.pool), *given]), gone)
+        members = []
+        for name in sorted(names, key=lambda name: slots[name]):
+            if name in goes_on:
+                members.append(stood[name])
+                continue
+            steps, batch, left = self._steps(workers[name]), workers[name].batch, held.get(name, ())
+            wanted = (steps + settings.overlap) * batch  # it trains on before it has the next round's
+            fresh, cursor, pool = take(max(0, wanted - total(left)), cursor, pool)
+            members.append(Member(slots[name], name, batch, number, steps, (*left, *fresh)))
+        parent = self._initial if before is None else before.hash
+        return Line(number, round_hash(parent, number, closed), parent, time, closed, tuple(members), cursor, pool)
+
+    def _steps(self, worker: Worker) -> int:
+        """Of a worker's next round; with DyLU its share of the fastest worker's, by their speeds (arXiv:2401.09135)."""
+        steps = self.settings.sync_every // self.settings.num_fragments
+        fastest = max((each.speed for each in self.live() if each.speed), default=None)
+        if not worker.dylu or not worker.speed or not fastest:
+            return steps
+        return max(1, int(steps * worker.speed / fastest))
 
     def append(self, line: Line, now: float) -> None:
         """The line is in the ledger: its round is open."""
         self.lines.append(line)
-        self.slots |= {name: slot for slot, name, _ in line.members}
+        self.slots |= {member.worker: member.slot for member in line.members}
         self.tokens += 0 if line.closed is None else sum(sent.targets for sent, _ in line.closed.submissions)
-        self.sent, self.closing = {}, None
+        stand = {member.slot: member.round for member in line.members}
+        self.sent = {slot: sent for slot, sent in self.sent.items() if stand.get(slot) == sent.round}
+        self.closing = None
         self.opened = self._enough_since = now
+
+    def needed(self) -> set[int]:
+        """The rounds whose published weights a worker may still ask for: those of members, and of the round before."""
+        line, count = self.line, self.settings.num_fragments
+        if line is None:
+            return {0}
+        stand = {line.round, max(0, line.round - 1), *(member.round for member in line.members)}
+        return {version for round in stand for version in versions(self.lines, round, count)}
+
+    @property
+    def _is_async(self) -> bool:
+        return self.settings.mode == "async"
 
     def _in_slot_order(self) -> list[Submission]:
         return [sent for _, sent in sorted(self.sent.items())]
@@ -442,96 +413,6 @@ class Rounds:
         return [sent for sent in self._in_slot_order() if not sent.rejected]
 
 
-# ------------------------------------------------------------------------------------------------------------- samples
-
-
-def merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Ranges sorted, those that touch or overlap as one."""
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        elif stop > start:
-            found.append((start, stop))
-    return tuple(found)
-
-
-def subtract(ranges: Iterable[Range], taken: Iterable[Range]) -> tuple[Range, ...]:
-    """What is in ``ranges`` and not in ``taken``, both of them merged."""
-    left = list(ranges)
-    for start, stop in taken:
-        left = [piece for a, b in left for piece in ((a, min(b, start)), (max(a, stop), b)) if piece[0] < piece[1]]
-    return tuple(left)
-
-
-def total(ranges: Iterable[Range]) -> int:
-    """Number of samples."""
-    return sum(stop - start for start, stop in ranges)
-
-
-def take(count: int, cursor: int, pool: tuple[Range, ...]) -> tuple[tuple[Range, ...], int, tuple[Range, ...]]:
-    """``count`` samples, from the pool first, the lowest first: them, and cursor and pool after it."""
-    taken: list[Range] = []
-    for start, stop in pool:
-        if count:
-            taken.append((start, min(stop, start + count)))
-            count -= taken[-1][1] - start
-    return merge([*taken, (cursor, cursor + count)]), cursor + count, subtract(pool, taken)
-
-
 def float32(number: float) -> float:
     """The nearest fp32 number."""
     return float(struct.unpack("f", struct.pack("f", number))[0])
-
-
-def round_hash(parent: str, number: int, closed: Closed | None) -> str:
-    """The name of the weights that round ``number`` starts from: SHA-256 over its history."""
-    submissions = (
-        [[sent.slot, sent.parts, sent.targets, weight] for sent, weight in closed.submissions] if closed else []
-    )
-    return hashlib.sha256(json.dumps([parent, number, submissions], separators=(",", ":")).encode()).hexdigest()
-
-
-def _ranges(raw: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    return tuple((int(start), int(stop)) for start, stop in raw)
-
-
-# ---------------------------------------------------------------------------------------------------------- the ledger
-
-
-def read_ledger(path: Path) -> list[Line]:
-    """The complete lines of a ledger, none where there is no file. What a crash has left of a last one is cut off.
-
-    Raises SetupError for a file that is no ledger.
-    """
-    if not path.exists():
-        return []
-    content = read_bytes(path)
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        os.truncate(path, len(whole))
-    lines: list[Line] = []
-    for number, text in enumerate(whole.splitlines()):
-        try:
-            line = Line.from_json(text)
-        except (ValueError, KeyError, TypeError) as error:
-            raise SetupError(f"{path}: line {number + 1} is no round ({error}); restore the file") from error
-        parent = lines[-1].hash if lines else line.parent
-        if (line.round, line.parent, line.hash) != (number, parent, round_hash(parent, number, line.closed)):
-            raise SetupError(f"{path}: line {number + 1} does not follow from the one before; restore the file")
-        lines.append(line)
-    return lines
-
-
-def write_line(path: Path, line: Line) -> None:
-    """Append a line and sync it. Raises OSError; then the file is as it was."""
-    end = path.stat().st_size if path.exists() else 0
-    with path.open("ab", buffering=0) as file:
-        try:
-            text = line.to_json().encode() + b"\n"
-            if file.write(text) < len(text):
-                raise OSError(28, os.strerror(28), str(path))
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(end)
-            raise

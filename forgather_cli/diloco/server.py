@@ -29,9 +29,10 @@ from forgather_cli.checkpoint.files import replace_file, sibling, sync_directory
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.global_model import GlobalModel
+from forgather_cli.diloco.ledger import Submission, read_ledger, write_line
 from forgather_cli.diloco.outer_step import header_of
 from forgather_cli.diloco.request import CHUNK, Gone, Receive, Request, Send, checked, pairs
-from forgather_cli.diloco.rounds import Registry, Rounds, Submission, read_ledger, write_line
+from forgather_cli.diloco.rounds import Registry, Rounds
 from forgather_cli.diloco.wire import WireError
 from forgather_cli.errors import SetupError, TrainingError
 from forgather_cli.input_files import read_json_object
@@ -76,10 +77,12 @@ class Server:
             now=time.monotonic(),
         )
         if (line := self._rounds.line) is not None:
-            for submission in model.submissions.of_round(line.round):
-                self._rounds.submit(submission, time.monotonic())
+            for member in line.members:
+                if (submission := model.submissions.sent(member.round, member.slot)) is not None:
+                    self._rounds.submit(submission, time.monotonic())
+            self._forget()
         elif model.saved < 0:
-            model.save(0, "", time.time(), {})
+            model.save(0, "", 0, time.time(), {})
             if model.saved < 0:
                 raise SetupError(f"{run.checkpoints}: the initial weights could not be saved (see above)")
         self._metrics = RecordFile(run.metrics)
@@ -181,7 +184,7 @@ class Server:
         self._notify()
         self._rank.stepped(line.round)
         if closing is None:
-            print(f"round 0 is open: {', '.join(name for _, name, _ in line.members)}", flush=True)
+            print(f"round 0 is open: {', '.join(member.worker for member in line.members)}", flush=True)
             return
         targets = sum(sent.targets for sent, _ in closing.submissions)
         metrics = {
@@ -189,6 +192,7 @@ class Server:
             "tokens": targets,
             "total_tokens": rounds.tokens,
             "outer_grad_norm": self._norm,
+            "staleness": max((line.round - 1 - sent.round for sent, _ in closing.submissions), default=0),
             "members": len(closing.submissions),
             "round_time": seconds,
             "outer_step_time": time.monotonic() - begun,
@@ -202,7 +206,7 @@ class Server:
         told = "".join(f", {what} {', '.join(who)}" for what, who in absent.items() if who)
         what = f"round {line.round - 1} of {len(closing.submissions)} workers: {targets:,} targets"
         print(f"{what}, norm {self._norm:.4g}, {seconds:.1f} s{told}", flush=True)
-        self._model.published.forget(line.round, first=self._settings.keep_submissions)
+        self._forget()
         if line.round % self._settings.save_every == 0:
             await self._save()
 
@@ -210,7 +214,8 @@ class Server:
         if (line := self._rounds.line) is not None:
             metrics = {} if self._norm is None else {"outer_grad_norm": self._norm}
             opened = datetime.fromisoformat(line.time).timestamp()
-            await self._in_thread(self._model.save, line.round, line.hash, opened, metrics)
+            oldest = min([line.round, *(member.round for member in line.members)])
+            await self._in_thread(self._model.save, line.round, line.hash, oldest, opened, metrics)
 
     async def _save_last(self) -> None:
         """Before the end. Raises TrainingError."""
@@ -236,6 +241,10 @@ class Server:
             await asyncio.sleep(_TICK)
             self._rounds.evict(self._now())
         await asyncio.sleep(_TICK)  # the last answer is on its way
+
+    def _forget(self) -> None:
+        """Delete the published weights that nobody can ask for any more; replay needs the first."""
+        self._model.published.forget(self._rounds.needed() | ({0} if self._settings.keep_submissions else set()))
 
     def _notify(self) -> None:
         """Wake what waits for a change."""
@@ -297,6 +306,8 @@ class Server:
                 await request.answer(202, await self._submit(await request.document()))
             case "POST", ["heartbeat"]:
                 await request.answer(200, self._heartbeat(await request.document()))
+            case "POST", ["leave"]:
+                await request.answer(200, self._leave(await request.document()))
             case "POST", ["control"]:
                 await request.answer(202, self._control(await request.document()))
             case "GET", ["status"]:
@@ -327,7 +338,7 @@ class Server:
         kinds = {
             "worker": str, "secret": str, "host": str, "pid": int, "run": str, "model": str, "batch": int,
             "data": (str, type(None)), "tokenizer": (str, type(None)), "stated": dict,
-            "round": (int, type(None)), "parent": (str, type(None)), "leaves": bool,
+            "round": (int, type(None)), "parent": (str, type(None)), "leaves": bool, "dylu": bool,
         }  # fmt: skip
         given = checked(raw, kinds)
         name, secret = given.pop("worker"), given.pop("secret")
@@ -339,8 +350,8 @@ class Server:
         self._write_registry()
         self._notify()
         settings = self._settings
-        shared = ("mode", "sync_every", "compression", "compression_down", "num_fragments", "overlap", "weighting",
-                  "max_rounds", "workers")  # fmt: skip
+        shared = ("mode", "sync_every", "compression", "compression_down", "num_fragments", "overlap", "alpha",
+                  "weighting", "max_rounds", "workers")  # fmt: skip
         told = {key: getattr(settings, key) for key in shared} | {"seed": self._model.seed}
         return {"generation": generation, "settings": told, "stood": stood}
 
@@ -373,7 +384,8 @@ class Server:
                 del self._polling[generation]
 
     async def _submit(self, raw: dict[str, Any]) -> dict[str, Any]:
-        kinds = {"generation": int, "round": int, "hash": str, "parts": list, "targets": int, "leaves": bool}
+        kinds = {"generation": int, "round": int, "hash": str, "parts": list, "targets": int, "leaves": bool,
+                 "speed": (int, float, type(None))}  # fmt: skip
         given = checked(raw, kinds)
         number, ranges = given["round"], pairs(raw, "ranges")
         parts = tuple(sorted({str(part) for part in given["parts"]}))
@@ -392,13 +404,16 @@ class Server:
             used = rounds.check_ranges(worker, number, given["hash"], ranges)
             if lacking := [part for part in parts if not submissions.has(part)]:
                 raise WireError(400, f"parts: {lacking[0]} is not here; PUT it to /parts first")
-            problem = await asyncio.to_thread(submissions.problem, parts)
-            slot = rounds.slots[worker.name]
-            submission = Submission(slot, worker.name, parts, given["targets"], used, problem)
+            names = self._model.outer.names(rounds.fragments_of(number, leaves=given["leaves"]))
+            problem = await asyncio.to_thread(submissions.problem, parts, names)
+            submission = Submission(
+                rounds.slots[worker.name], worker.name, number, parts, given["targets"], used, given["leaves"], problem
+            )
             worker = rounds.worker(given["generation"], time.monotonic())  # a newer one may have taken over meanwhile
             answer = rounds.answered(worker, number, parts)
             if answer is None:  # no pause between this and the answer: it is on disk when the round counts it
-                submissions.write(number, submission)
+                submissions.write(submission)
+                worker.speed = given["speed"]
                 rounds.submit(submission, time.monotonic())
                 answer = (wire.REJECTED, problem) if problem else (wire.COUNTED, "")
                 self._notify()
@@ -416,6 +431,13 @@ class Server:
         worker = self._rounds.worker(given["generation"], time.monotonic())
         worker.step, worker.tokens_per_second = given["step"], given["tokens_per_second"]
         worker.sent, worker.received = given["sent"] or 0, given["received"] or 0
+        return {"state": wire.OK}
+
+    def _leave(self, raw: dict[str, Any]) -> dict[str, Any]:
+        worker = self._rounds.worker(checked(raw, {"generation": int})["generation"], time.monotonic())
+        worker.evicted = True
+        self._write_registry()
+        self._notify()
         return {"state": wire.OK}
 
     def _control(self, raw: dict[str, Any]) -> dict[str, Any]:
@@ -477,7 +499,7 @@ class Server:
     def status(self) -> dict[str, Any]:
         """What ``forgather diloco status`` shows."""
         rounds, now, line = self._rounds, self._now(), self._rounds.line
-        members = {} if line is None else {name: slot for slot, name, _ in line.members}
+        members = {} if line is None else {member.worker: member.slot for member in line.members}
         state = "stopping" if self._over or self._wants_stop else "computing" if rounds.closing else "training"
         return {
             "state": state if line is not None or self._over else "waiting",

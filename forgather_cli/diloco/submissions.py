@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,13 +18,11 @@ from torch import Tensor
 from forgather_cli.checkpoint.files import replace_file, sibling
 from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.diloco.encoding import Compression, decode, encode, num_bytes
-from forgather_cli.diloco.rounds import Submission
+from forgather_cli.diloco.fragments import Shapes
+from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.wire import MAX_PART_HEADER
 from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import open_file, parse_json, read_json_object
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Full shapes of the trainable parameters, by full name."""
 
 
 class Submissions:
@@ -48,19 +46,15 @@ class Submissions:
             return False
         return True
 
-    def write(self, round: int, submission: Submission) -> None:
+    def write(self, submission: Submission) -> None:
         """Write and sync the manifest of a submission, whose parts are there. Raises OSError."""
-        path = self.root / f"round-{round:08d}-slot-{submission.slot:04d}.json"
+        path = self.root / f"round-{submission.round:08d}-slot-{submission.slot:04d}.json"
         replace_file(path, json.dumps(asdict(submission)).encode(), sibling(path, "tmp"))
 
-    def of_round(self, round: int) -> list[Submission]:
-        """By slot, those with a manifest. Raises SetupError for one that cannot be read."""
-        found = []
-        for path in sorted(self.root.glob(f"round-{round:08d}-slot-*.json")):
-            raw = read_json_object(path)
-            ranges = tuple((start, stop) for start, stop in raw["ranges"])
-            found.append(Submission(**{**raw, "parts": tuple(raw["parts"]), "ranges": ranges}))
-        return found
+    def sent(self, round: int, slot: int) -> Submission | None:
+        """What a slot has sent for a round. Raises SetupError for a manifest that cannot be read."""
+        path = self.root / f"round-{round:08d}-slot-{slot:04d}.json"
+        return Submission.from_document(read_json_object(path)) if path.exists() else None
 
     def clean(self, before: int, older_than: float, *, keep: bool) -> None:
         """Delete manifests of rounds below ``before`` unless ``keep``, and parts that no manifest names, of those that
@@ -78,13 +72,13 @@ class Submissions:
 
     # ---------------------------------------------------------------------------------------------------- their content
 
-    def problem(self, parts: Sequence[str]) -> str:
-        """Why these parts are no submission: reads all of them. Empty if they are one."""
+    def problem(self, parts: Sequence[str], names: Collection[str]) -> str:
+        """Why these parts are no submission of the parameters ``names``: reads all of them. Empty if they are one."""
         try:
             opened = [_Part(self.part(sha256)) for sha256 in parts]
-            if unknown := sorted({name for part in opened for name in part.rows} - self._shapes.keys()):
-                return f"it has {unknown[0]}, which the model has not"
-            for name in self._shapes:
+            if unknown := sorted({name for part in opened for name in part.rows} - set(names)):
+                return f"it has {unknown[0]}, which is not of this exchange"
+            for name in names:
                 at = 0
                 for first, rows, values in self._pieces(opened, name):
                     if first != at:

@@ -1,28 +1,30 @@
 """The rounds of a job that trains with others through a DiLoCo server (Douillard et al. 2023, arXiv:2311.08105).
 
-A round: the weights that the server has published, ``sync_every`` steps of training on samples that the server gives
-out, and the change of the weights (the pseudo-gradient, start minus end) sent back. A checkpoint with the submission is
-published before it is sent, so a job killed at any moment sends the same one again.
+A round: the weights that the server has published, steps of training on samples that the server gives out, and the
+change of the weights (the pseudo-gradient, start minus end) sent back. A checkpoint with the submission is published
+before it is sent, so a job killed at any moment sends the same one again.
 
-From the loop: ``begin`` -> steps, each with ``before_step`` and ``after_step`` -> ``end``. ``_exchange`` is called by
-all but ``after_step``, which makes the submission at the end of a round.
+From the loop: ``begin`` -> steps, each with ``before_step`` and ``after_step`` -> ``end``. ``after_step`` makes the
+submission at the end of a round; ``_exchange``, called by the others, sends it and takes the next round's weights. With
+``overlap`` (Streaming DiLoCo, arXiv:2501.18512) threads do that while training goes on (``_fly``), and after so many
+steps ``_exchange`` takes what they have brought.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import os
-import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +32,15 @@ from torch import Tensor
 from forgather_cli.config.schema import DilocoSettings
 from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.diloco import wire
-from forgather_cli.diloco.client import Away, Client, Fenced, TokenBucket
+from forgather_cli.diloco.client import Client, Fenced
 from forgather_cli.diloco.encoding import Compression, decode, encode, is_lossy
+from forgather_cli.diloco.fragments import fragments
+from forgather_cli.diloco.link import Link
 from forgather_cli.diloco.parts import Part, Parts
+from forgather_cli.diloco.samples import as_ranges, first, subtract, total
 from forgather_cli.distributed import gather
-from forgather_cli.errors import ConfigError, ForgatherError, SetupError, TrainingError
-from forgather_cli.input_files import read_json_object, write_whole
-from forgather_cli.launch.exit_status import STOPPED, ExitStatus, Kind, done
+from forgather_cli.errors import ControlError, ForgatherError, SetupError, TrainingError
+from forgather_cli.launch.exit_status import ExitStatus, done
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.trainer.run import Run
 from forgather_cli.trainer.step_sync import Counts
@@ -44,7 +48,7 @@ from forgather_cli.trainer.step_sync import Counts
 log = logging.getLogger(__name__)
 
 _POLL = 1.0  # seconds that the server may take to answer that there is nothing new, between two looks at signals
-_PAUSES = (0.1, 0.5, 1.0, 2.0, 5.0)  # seconds between two tries, the last again and again
+_LOOK = 0.05  # seconds between two looks at what other threads, ranks and files do
 _MAX_REJECTED = 3  # submissions in a row, then the worker ends
 SLOT_SEEDS = 1 << 20
 """Ranks apart are the seeds of two workers' dropout."""
@@ -52,7 +56,7 @@ SLOT_SEEDS = 1 << 20
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
 """Of tensors on the wire."""
 
-T = TypeVar("T")
+Values = dict[Part, Tensor]
 
 
 class DilocoWorker:
@@ -64,40 +68,66 @@ class DilocoWorker:
 
     def __init__(self, run: Run, settings: DilocoSettings, address: str) -> None:
         self._run, self._settings = run, settings
-        self.ended: ExitStatus | None = None
-        limit = None if settings.bandwidth is None else settings.bandwidth / run.world.size
-        tls = ssl.create_default_context(cafile=settings.ca_file)
-        self._client = Client(address, settings.read_token(), TokenBucket(limit), tls=tls)
-        self._parts: Parts | None = None
+        self._link = Link(run, settings, address)
         self._generation = 0
         self._joined = False
-        self._heartbeat: _Heartbeat | None = None
         # of the server, the same for all workers
-        self.sync_every = 0
+        self._is_async = False
         self._compression: Compression = "fp32"
         self._compression_down: Compression = "fp32"
+        self._overlap, self._alpha = 0, 0.0
+        self._fragments: list[frozenset[str]] = []
+        self._round_steps = 0
         # where this worker stands
         self._round: int | None = None
         self._hash, self._slot = "", 0
+        self.sync_every = 0
+        """Steps of the present round, DyLU's where that is on."""
         self._given: list[list[int]] = []
+        """Samples, from the first one that the next submission names."""
         self._targets = 0
         self._rejected = 0
         """Submissions in a row."""
         self.local_step = 0
-        """Steps of the present round that are done."""
+        """Steps that are done since the last submission."""
         self._pending: dict[str, Any] | None = None
-        """The round's submission, once its steps are done."""
-        self._snapshot: dict[Part, Tensor] = {}
-        """The round's first weights, this rank's parts in fp32; needed until its steps are done."""
-        self._error: dict[Part, Tensor] = {}
+        """A submission until the weights that it leads to are here."""
+        self._counts = True
+        """What the server has answered to it, if it has."""
+        self._flight: Future[tuple[dict[str, Any], Values]] | None = None
+        """Of this rank's thread, while training goes on: the next round, and its weights."""
+        self._brought: tuple[dict[str, Any], Values] | None = None
+        """The same once it is over."""
+        self._over = threading.Event()
+        """Set to end that thread."""
+        self._is_saved = False
+        """The checkpoint with the pending submission is published, or will not be."""
+        self._snapshot: Values = {}
+        """The weights as published, of which changes are made; this rank's parts in fp32."""
+        self._versions: list[int | None] = []
+        """For each fragment, the round that has made the weights in ``_snapshot``; None where it lacks them."""
+        self._error: Values = {}
         """What compression has lost so far and is still to be sent."""
-        self._next_error: dict[Part, Tensor] = {}
-        """The same if the pending submission counts."""
+        self._next_error: Values = {}
+        """The same of the pending submission's parts, if it counts."""
         # what logs show
-        self.sync_count = self.sync_retries = self.reconnections = 0
+        self.sync_count = self.reconnections = self.dylu_adjustments = 0
         self.total_sync_time = 0.0
-        self.pseudo_gradient_norm = math.nan
-        self._began = time.monotonic()
+        self.pseudo_gradient_norm = self.staleness = math.nan
+        """Of the last submission; rounds of others that came between its weights and itself."""
+        self._began = self._mark = time.monotonic()
+        self._trained_seconds, self._trained_tokens = 0.0, 0
+        """Of the steps since the last submission."""
+
+    @property
+    def ended(self) -> ExitStatus | None:
+        """Why training has ended, if the server or its silence has ended it."""
+        return self._link.ended
+
+    @cached_property
+    def _parts(self) -> Parts:
+        run = self._run
+        return Parts(dict(trainable_parameters(run.strategy.parts)), run.cpu_group, run.world.rank)
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
@@ -111,35 +141,67 @@ class DilocoWorker:
                 "callbacks.diloco: needs training data whose samples have numbers, which the server gives out to the "
                 "workers, got a stream; choose data=text or another that is tokenized before training"
             )
-        if self._parts is None:
-            self._parts = Parts(dict(trainable_parameters(run.strategy.parts)), run.cpu_group, run.world.rank)
+        _ = self._parts  # collective
         self._exchange()
+        self._mark = time.monotonic()
 
     def before_step(self, wait_for_save: Callable[[], None]) -> None:
         """Between two rounds exchange weights, once the checkpoint with the submission is there."""
-        if not self._joined or self._pending is not None:
+        if self._is_flying and self._joined:
+            if self._flight is None:
+                self._take_off()
+        elif not self._joined or self._pending is not None:
             wait_for_save()
+            self._is_saved = True
             self._exchange()
+        self._mark = time.monotonic()
 
     def after_optimizer_step(self) -> None: ...
     def before_last_save(self) -> None: ...
 
     def after_step(self, counts: Counts) -> None:
         """At the end of a round make the submission, and ask for the checkpoint that holds it."""
-        run = self._run
         self.local_step += 1
         self._targets += counts.targets
-        left = run.epochs.state_dict().get("ranges", [])
-        if self.local_step >= self.sync_every or not left or self._is_last:
-            self._make_submission(left)
-            run.control.should_save = True
+        self._trained_tokens += counts.tokens
+        self._trained_seconds += time.monotonic() - self._mark
+        if self._pending is None and (self.local_step >= self.sync_every or not self._left or self._is_last):
+            self._make_submission()
+            self._run.control.should_save = True
 
     def end(self) -> None:
         """Send the last round, after which the server waits for this worker no longer."""
-        if self._is_last and self._pending is not None:
+        self._is_saved = True
+        if self._is_last:
             self._exchange()
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
+            if self.local_step and self.ended is None:  # trained while the one before was under way
+                self._make_submission()
+                self._exchange()
+        elif self._joined and self.ended is None:  # a callback has ended training
+            try:
+                self._link.call("/leave", {"generation": self._generation})
+            except Fenced as error:
+                log.info("%s", error)
+        self._over.set()
+        self._link.stop_heartbeats()
+
+    @property
+    def _is_last(self) -> bool:
+        """Training is over with the step that is done."""
+        return 0 < self._run.state.max_steps <= self._run.state.global_step
+
+    @property
+    def _left(self) -> list[list[int]]:
+        """The samples that this worker still has, those to be trained on first in front."""
+        left: list[list[int]] = self._run.epochs.state_dict().get("ranges", [])
+        return left
+
+    @property
+    def _is_flying(self) -> bool:
+        """Training goes on while the submission is on its way."""
+        if self._pending is None or self._pending["leaves"] or self._is_last:
+            return False
+        return self.local_step < self._overlap and bool(self._left)
 
     # ------------------------------------------------------------------------------------------------------- exchanges
 
@@ -148,51 +210,40 @@ class DilocoWorker:
         them where training ends.
         """
         start = time.monotonic()
-        while self.ended is None and (not self._joined or self._pending is not None):
+        while self.ended is None and (not self._joined or (self._pending is not None and not self._is_flying)):
             try:
-                if not self._join():
-                    break
-                if self._pending is not None and not self._submit():
-                    break
-                if self._is_last:
-                    self._pending = None
-                elif self._round is None or self._pending is not None:
-                    if not self._enter(after=-1 if self._round is None else self._round):
-                        break
-                elif not self._snapshot and not self._enter(after=self._round - 1):
+                if not self._join() or not self._step_on():
                     break
             except Fenced as error:
                 log.warning("%s; registering again", error)
                 self.reconnections += 1
-                self._joined = False
+                self._joined, self._flight, self._brought = False, None, None
         self.total_sync_time += time.monotonic() - start
 
-    @property
-    def _is_last(self) -> bool:
-        """Training is over with the step that is done."""
-        return 0 < self._run.state.max_steps <= self._run.state.global_step
+    def _step_on(self) -> bool:
+        """What comes next of an exchange. False if training ends instead."""
+        if self._is_flying:
+            return True
+        if self._pending is None:
+            if self._round is None:
+                return self._enter(after=-1)
+            return None not in self._versions or self._enter(after=self._round - 1)
+        if not self._land():
+            return False
+        if self._brought is None and not self._submit():
+            return False
+        if self._pending["leaves"]:
+            self._pending = None
+            return True
+        assert self._round is not None
+        return self._enter(after=self._round)
 
     def _join(self) -> bool:
         """Register, if that is due. False if training ends instead."""
         if self._joined:
             return True
-        answer = self._ask(self._register)
-        if answer is None:
-            return False
-        self._generation, told = answer["generation"], answer["settings"]
-        self.sync_every, self._compression = told["sync_every"], told["compression"]
-        self._compression_down = told["compression_down"]
-        if self._run.world.rank == 0 and self._heartbeat is None:
-            self._heartbeat = _Heartbeat(self._client.copy(), self._settings.interval())
-            self._heartbeat.start(lambda: {"generation": self._generation, "step": self._run.state.global_step})
-        self._joined = True
-        return True
-
-    def _register(self) -> dict[str, Any]:
-        run, s, parts = self._run, self._settings, self._parts
-        assert parts is not None
-        worker, secret = self._identity()
-        description = run.data_description
+        run, settings, parts = self._run, self._settings, self._parts
+        (worker, secret), description = self._link.identity() if run.world.rank == 0 else ("", ""), run.data_description
         document = {
             "worker": worker,
             "secret": secret,
@@ -204,57 +255,103 @@ class DilocoWorker:
             "data": f"{description.get('fingerprint')}, seed {run.seed}",
             "tokenizer": description.get("tokenizer"),
             "batch": run.batch_plan.global_batch,
-            "stated": s.stated(),
+            "stated": settings.stated(),
+            "dylu": settings.follows_speed(),
             "round": self._round,
             "parent": self._hash or None,
-            "leaves": self._is_last and self._pending is not None,
+            "leaves": self._pending is not None and self._pending["leaves"],
         }
-        return self._client.call("/register", document)
+        answer = self._link.call("/register", document)
+        if answer is None:
+            return False
+        is_first, told = not self._fragments, answer["settings"]
+        self._generation = answer["generation"]
+        self._is_async, self._overlap, self._alpha = told["mode"] == "async", told["overlap"], told["alpha"]
+        self._compression, self._compression_down = told["compression"], told["compression_down"]
+        self._fragments = fragments(dict(parts.shapes), told["num_fragments"])
+        self._round_steps = told["sync_every"] // told["num_fragments"]
+        self._versions = self._versions or [None] * told["num_fragments"]
+        if answer["stood"] == "rewound":
+            log.warning("the DiLoCo server has lost round %s; this worker goes on from its newest one", self._round)
+            self._round, self._hash, self._pending = None, "", None
+            self._snapshot, self._versions = {}, [None] * told["num_fragments"]
+        if is_first:
+            self._link.start_heartbeats(self._heartbeat)
+        self._joined = True
+        return True
+
+    def _heartbeat(self) -> dict[str, Any]:
+        bucket, seconds = self._link.client.bucket, self._trained_seconds
+        return {
+            "generation": self._generation,
+            "step": self._run.state.global_step,
+            "tokens_per_second": self._trained_tokens / seconds if seconds else None,
+            "sent": bucket.sent,
+            "received": bucket.received,
+        }
 
     def _enter(self, after: int) -> bool:
         """Wait for a round behind ``after`` and take its weights and samples; in the middle of that very round go on in
         it. False if training ends instead.
         """
-        opened = self._wait_for_round(after)
+        opened, fresh = self._brought or (self._wait_for_round(after), {})
         if opened is None:
             return False
-        run, parts = self._run, self._parts
-        assert parts is not None
-        number = int(opened["round"])
-        if not self._all_ranks(lambda: self._fetch(number)):
+        if self._brought is None and not self._link.on_all_ranks(
+            lambda: fresh.update(self._fetch(self._link.client, opened))
+        ):
             return False
-        self._slot = int(opened["slot"])
+        run, number = self._run, int(opened["round"])
+        self._brought = None
+        self._slot, self._versions = int(opened["slot"]), opened["weights"]
+        self._snapshot |= fresh
         run.seed_rank = run.world.rank + self._slot * SLOT_SEEDS
         if number == self._round:
             return True
-        if self._round is not None and number != self._round + 1:
+        if self._round is None or not self._counts or not (self._is_async or number == self._round + 1):
+            self._begin_at(opened)
+        else:
+            changed = frozenset[str]().union(
+                *(names for names, at in zip(self._fragments, self._versions, strict=True) if at == number)
+            )
+            self._parts.set(self._snapshot, changed, share=self._alpha if self._overlap else 0.0)
+            self.staleness = number - 1 - self._round
+        trained = 0 if self._pending is None else total(self._pending["left"]) - total(self._left)
+        if self.sync_every not in (0, opened["steps"]):
+            self.dylu_adjustments += 1
+        self._round, self._hash, self.sync_every = number, opened["hash"], opened["steps"]
+        self._given, self._pending, self._next_error = opened["ranges"], None, {}
+        left = subtract(as_ranges(self._given), first(trained, self._given))
+        assert run.train_loader is not None
+        start, length = left[0][0] if left else 0, len(run.train_loader.dataset)
+        given = [list(each) for each in left]
+        run.epochs.load_state_dict({"epoch": start // length, "sample": start % length, "ranges": given})
+        self.sync_count += 1
+        return True
+
+    def _begin_at(self, opened: dict[str, Any]) -> None:
+        """Stand at the first step of a round: the server's weights, and the round's step of the schedule."""
+        run, number = self._run, int(opened["round"])
+        if self._round is not None and self._counts:
             log.warning(
                 "this worker comes back at round %d, it stood at round %d; from here on the run is not the one that it "
                 "would have been", number, self._round,
             )  # fmt: skip
-        parts.set(self._snapshot)
-        self._round, self._hash, self._given = number, opened["hash"], opened["ranges"]
-        self.local_step, self._targets, self._pending, self._next_error = 0, 0, None, {}
-        assert run.train_loader is not None
-        first, length = self._given[0][0] if self._given else 0, len(run.train_loader.dataset)
-        run.epochs.load_state_dict({"epoch": first // length, "sample": first % length, "ranges": self._given})
-        while run.state.global_step < number * self.sync_every:  # of one that joins later
+        self._parts.set(self._snapshot, frozenset[str]().union(*self._fragments))
+        self.local_step, self._targets, self._pending, self._counts = 0, 0, None, True
+        while not self._is_async and run.state.global_step < number * self._round_steps:
             run.state.global_step += 1
             run.lr_scheduler.step()
-        self.sync_count += 1
-        return True
 
     def _wait_for_round(self, after: int) -> dict[str, Any] | None:
         """The round behind ``after`` that has opened with this worker; None if training ends instead."""
         why, told = "", time.monotonic()
         while True:
-            answer = self._ask(
-                lambda: self._client.call("/next", {"generation": self._generation, "after": after, "wait": _POLL})
-            )
+            answer = self._link.call("/next", {"generation": self._generation, "after": after, "wait": _POLL})
             if answer is None:
                 return None
             if answer["state"] == wire.STOPPED:
-                self._stop(done(self._run.world.rank, f"stopped by the DiLoCo server: {answer['reason']}"))
+                self._link.end(done(self._run.world.rank, f"stopped by the DiLoCo server: {answer['reason']}"))
                 return None
             if answer["state"] == wire.OPEN:
                 return answer
@@ -262,50 +359,59 @@ class DilocoWorker:
                 why, told = answer.get("why", ""), time.monotonic()
                 log.info("waiting for the other workers: %s", why)
 
-    def _fetch(self, number: int) -> None:
-        """This rank's parts of a round's first weights, into ``_snapshot``."""
-        parts, down = self._parts, self._compression_down
-        assert parts is not None
-        if down != "fp32" and self._snapshot and self._round == number - 1:
-            wanted = [(part, name) for part in parts.own for name in (part.name, f"{part.name}:scale")]
-            read = self._read(f"/changes/{number}", wanted)
-            for part in parts.own:
-                sent = {name: read[part, name] for name in (part.name, f"{part.name}:scale") if (part, name) in read}
-                self._snapshot[part] += decode(part.name, sent, part.held_shape, down)
-        else:
-            found = self._read(f"/weights/{number}", [(part, part.name) for part in parts.own])
-            self._snapshot = {part: values.view(part.held_shape) for (part, _), values in found.items()}
+    def _fetch(self, client: Client, opened: dict[str, Any]) -> Values:
+        """This rank's parts of the weights that a round starts from, those that ``_snapshot`` has not."""
+        found: Values = {}
+        down, number = self._compression_down, int(opened["round"])
+        versions = zip(self._fragments, self._versions, opened["weights"], strict=True)
+        for names, held, wanted in versions:
+            own = [part for part in self._parts.own if part.name in names]
+            if held == wanted or not own:
+                continue
+            if down != "fp32" and held is not None and self._round == number - 1:
+                keys = [(part, name) for part in own for name in (part.name, f"{part.name}:scale")]
+                read = self._read(client, f"/changes/{wanted}", keys)
+                for part in own:
+                    sent = {name: values for (of, name), values in read.items() if of == part}
+                    found[part] = self._snapshot[part] + decode(part.name, sent, part.held_shape, down)
+            else:
+                read = self._read(client, f"/weights/{wanted}", [(part, part.name) for part in own])
+                found |= {part: values.view(part.held_shape) for (part, _), values in read.items()}
+        return found
 
-    def _read(self, path: str, wanted: list[tuple[Part, str]]) -> dict[tuple[Part, str], Tensor]:
+    def _read(self, client: Client, path: str, wanted: list[tuple[Part, str]]) -> dict[tuple[Part, str], Tensor]:
         """The rows of parts, of those tensors ``wanted`` that the server's safetensors file has."""
-        head = self._client.get(f"{path}/header")
+        head = client.get(f"{path}/header")
         begin = 8 + int.from_bytes(head[:8], "little")
         entries = json.loads(head[8:begin])
         found: dict[tuple[Part, str], Tensor] = {}
         ranges = []
         for part, name in wanted:
             if (entry := entries.get(name)) is not None:
-                shape, first = entry["shape"], begin + entry["data_offsets"][0]
+                shape, start = entry["shape"], begin + entry["data_offsets"][0]
                 rows = (part.rows, *shape[1:]) if shape else ()
                 found[part, name] = values = torch.empty(rows, dtype=_DTYPES[entry["dtype"]])
                 row = values.itemsize * math.prod(shape[1:])
-                ranges.append((first + part.start * row, first + (part.start + part.rows) * row))
+                ranges.append((start + part.start * row, start + (part.start + part.rows) * row))
         if ranges:
-            buffers = [values.view(-1).view(torch.uint8).numpy().data for values in found.values()]
-            self._client.read(path, ranges, buffers)
+            client.read(path, ranges, [values.view(-1).view(torch.uint8).numpy().data for values in found.values()])
         return found
 
+    # ------------------------------------------------------------------------------------------------- what it has done
+
     @torch.no_grad()
-    def _make_submission(self, left: list[list[int]]) -> None:
+    def _make_submission(self) -> None:
         """Encode what this rank's parts have changed by, and write it to a file of the run directory."""
         from safetensors.torch import save_file
 
-        run, parts = self._run, self._parts
-        assert parts is not None
+        run, leaves, round = self._run, self._is_last, self._round
+        assert round is not None
+        which = list(range(len(self._fragments))) if leaves else [round % len(self._fragments)]
+        own = [part for part in self._parts.own if any(part.name in self._fragments[each] for each in which)]
         tensors: dict[str, Tensor] = {}
         square = torch.zeros((), dtype=torch.float64)
-        for part in parts.own:
-            change = self._snapshot[part] - parts.values(part).to("cpu", torch.float32)
+        for part in own:
+            change = self._snapshot[part] - self._parts.values(part).to("cpu", torch.float32)
             square += change.double().square().sum()
             if part in self._error:
                 change += self._error[part]
@@ -315,51 +421,65 @@ class DilocoWorker:
                 self._next_error[part] = change - decode(part.name, sent, part.held_shape, self._compression)
             if self._compression_down == "fp32":  # else its changes come
                 del self._snapshot[part]
-        directory = self._directory()
-        directory.mkdir(exist_ok=True)
+        for each in which if self._compression_down == "fp32" else ():
+            self._versions[each] = None
+        directory = run.run_dir.diloco_worker
         for old in directory.glob(f"*-{run.world.rank}.safetensors"):
             old.unlink()
-        file = directory / f"round-{self._round}-{run.world.rank}.safetensors"
-        rows = json.dumps({part.name: [part.start, part.rows] for part in parts.own})
+        file = directory / f"round-{round}-{run.world.rank}.safetensors"
+        rows = json.dumps({part.name: [part.start, part.rows] for part in own})
         save_file(tensors, file, metadata={"rows": rows})
         with file.open("rb") as written:
             os.fsync(written.fileno())
             digest = hashlib.file_digest(written, "sha256").hexdigest()
-        told = gather((file.name, digest, float(square), len(parts.own)), run.cpu_group)
+        told = gather((file.name, digest, float(square), len(own)), run.cpu_group)
         self.pseudo_gradient_norm = math.sqrt(sum(each[2] for each in told))
+        left = self._left
         self._pending = {
             "files": [(name, digest) for name, digest, _, count in told if count],
             "targets": self._targets,
-            "ranges": _without(self._given, left),
+            "ranges": [list(each) for each in first(total(self._given) - total(left), self._given)],
             "norm": self.pseudo_gradient_norm,
+            "speed": self.local_step / max(self._trained_seconds, 1e-9),
+            "leaves": leaves,
+            "left": left,
+            "step": run.state.global_step,
         }
+        self.local_step = self._targets = 0
+        self._trained_seconds, self._trained_tokens = 0.0, 0
+        self._is_saved, self._counts = False, True
 
-    def _submit(self) -> bool:
-        """Send the pending submission. False if training ends instead."""
+    def _upload(self, client: Client) -> None:
+        """Send the files of the pending submission that fall to this rank, as far as the server lacks them."""
         run, pending = self._run, self._pending
         assert pending is not None
-        mine = pending["files"][run.world.rank :: run.world.size]  # as many as there were ranks when they were written
+        # as many as there were ranks when they were written
+        for name, digest in pending["files"][run.world.rank :: run.world.size]:
+            if not client.has(f"/parts/{digest}"):
+                client.put(f"/parts/{digest}", run.run_dir.diloco_worker / name)
 
-        def upload() -> None:
-            for name, digest in mine:
-                if not self._client.has(f"/parts/{digest}"):
-                    self._client.put(f"/parts/{digest}", self._directory() / name)
-
-        if not self._all_ranks(upload):
-            return False
-        body = {
+    def _manifest(self) -> dict[str, Any]:
+        pending = self._pending
+        assert pending is not None
+        return {
             "generation": self._generation,
             "round": self._round,
             "hash": self._hash,
             "parts": [digest for _, digest in pending["files"]],
-            **{key: pending[key] for key in ("targets", "ranges", "norm")},
-            "leaves": self._is_last,
+            **{key: pending[key] for key in ("targets", "ranges", "norm", "speed", "leaves")},
         }
-        answer = self._ask(lambda: self._client.call("/submit", body))
+
+    def _submit(self) -> bool:
+        """Send the pending submission. False if training ends instead."""
+        if not self._link.on_all_ranks(lambda: self._upload(self._link.client)):
+            return False
+        answer = self._link.call("/submit", self._manifest())
         if answer is None:
             return False
-        if answer["status"] == wire.COUNTED:
-            self._error, self._rejected = self._next_error, 0
+        self._counts = answer["status"] == wire.COUNTED
+        if self._counts:
+            self._error |= self._next_error
+            self._rejected = 0
             return True
         why = answer.get("reason") or "it came too late"
         log.warning("round %s of this worker does not count: %s", self._round, why)
@@ -371,69 +491,70 @@ class DilocoWorker:
             )
         return True
 
-    # ------------------------------------------------------------------------------------------------------- all ranks
+    # -------------------------------------------------------------------------------------- while training goes on
 
-    def _ask(self, action: Callable[[], T]) -> T | None:
-        """What ``action`` returns on rank 0, on all ranks, tried until the server answers; None if training ends
-        instead: by a signal, a command, or since the server has been silent for too long.
+    def _take_off(self) -> None:
+        """Begin to exchange in a thread of each rank. Whatever fails there is done again when it is due."""
+        flight: Future[tuple[dict[str, Any], Values]] = Future()
+        self._flight = flight
+
+        def fly() -> None:
+            try:
+                flight.set_result(self._fly(self._link.client.copy()))
+            except Exception as error:
+                flight.set_exception(error)
+
+        threading.Thread(target=fly, name="diloco-exchange", daemon=True).start()
+
+    def _fly(self, client: Client) -> tuple[dict[str, Any], Values]:
+        """Send the pending submission, and return the next round and this rank's parts of its weights. No collectives:
+        rank 0 waits at the server for the files of the others. Raises ForgatherError.
         """
-        found: list[T] = []
+        run, pending = self._run, self._pending
+        assert pending is not None
+        with contextlib.closing(client):
+            while not (self._is_saved or run.run_dir.checkpoint(pending["step"]).exists()):
+                self._pause()
+            self._upload(client)
+            if run.world.rank == 0:
+                for _, digest in pending["files"]:
+                    while not client.has(f"/parts/{digest}"):
+                        self._pause()
+                if (answer := client.call("/submit", self._manifest()))["status"] != wire.COUNTED:
+                    raise ControlError(f"the submission does not count: {answer}")
+            body = {"generation": self._generation, "after": self._round, "wait": _POLL}
+            while (opened := client.call("/next", body))["state"] == wire.WAITING:
+                self._pause()
+            if opened["state"] == wire.STOPPED:
+                raise ControlError("the server has stopped")
+            return opened, self._fetch(client, opened)
 
-        def on_rank_0() -> None:
-            if self._run.world.rank == 0:
-                found.append(action())
+    def _pause(self) -> None:
+        if self._over.wait(_LOOK):
+            raise ControlError("training is over")
 
-        if not self._all_ranks(on_rank_0):
-            return None
-        return gather(found[0] if found else None, self._run.cpu_group)[0]
-
-    def _all_ranks(self, action: Callable[[], None]) -> bool:
-        """Run ``action`` on every rank, again where the server does not answer. False if training ends instead.
-
-        Raises what it raised on any rank.
+    def _land(self) -> bool:
+        """Wait for the threads of all ranks. What they bring is in ``_brought`` if none has failed. False if training
+        ends instead.
         """
-        run, is_done, silent = self._run, False, time.monotonic()
-        tries, allowed = 0, self._settings.timeout * max(1, self._settings.max_sync_retries)
-        while True:
-            failure: ForgatherError | None = None
-            if not is_done:
-                try:
-                    action()
-                    is_done = True
-                except (Away, Fenced, ConfigError) as error:
-                    failure = error
-            failures = gather(_told(failure), run.cpu_group)
-            stops = run.sync.poll()
-            if fatal := next((each for each in failures if each and each[0] != "away"), None):
-                raise {"fenced": Fenced, "config": ConfigError}[fatal[0]](fatal[1])
-            away = next((each[1] for each in failures if each), None)
-            if away is None:
-                if tries:
-                    log.info("the DiLoCo server answers again")
-                return not stops
-            if stops:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return True
+        while not all(gather(flight.done(), self._run.cpu_group)):
+            if self._run.sync.poll():
+                self._flight = flight
                 return False
-            quiet = gather(time.monotonic() - silent, run.cpu_group)[0]
-            if tries == 0 or quiet > allowed:
-                log.warning("%s; trying again for %.0f s", away, allowed)
-            if quiet > allowed:
-                self._stop(
-                    ExitStatus(
-                        run.world.rank, Kind.STOPPED, STOPPED,
-                        f"stopped: {away}, for {allowed:g} s; "
-                        "start it, and resume this run",
-                    )
-                )  # fmt: skip
-                return False
-            self.sync_retries += 1
-            time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
-            tries += 1
-
-    def _stop(self, status: ExitStatus) -> None:
-        self.ended = status
-        self._run.control.should_training_stop = self._run.control.should_save = True
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
+            wait([flight], timeout=_LOOK)
+        failure = flight.exception()
+        if any(gather(failure is not None, self._run.cpu_group)):
+            if not isinstance(failure, ForgatherError | None):
+                raise failure
+            log.info("an exchange beside training has failed (%s); it is made again", failure or "on another rank")
+            return True
+        self._brought = flight.result()
+        self._error |= self._next_error
+        self._rejected, self._counts = 0, True
+        return True
 
     # ---------------------------------------------------------------------------------------------------------- states
 
@@ -444,22 +565,24 @@ class DilocoWorker:
             "hash": self._hash,
             "slot": self._slot,
             "given": self._given,
-            "local_step": self.local_step,
             "targets": self._targets,
+            "rejected": self._rejected,
             "pending": self._pending,
+            "local_step": self.local_step,
+            "sync_every": self.sync_every,
             "errors": [[_key(part), part_errors] for part, part_errors in self._error.items()],
             "next_errors": [[_key(part), part_errors] for part, part_errors in self._next_error.items()],
-            "counts": [self.sync_count, self.sync_retries, self.reconnections, self.total_sync_time],
+            "counts": [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments],
+            "total_sync_time": self.total_sync_time,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        run = self._run
-        self._joined, self._snapshot = False, {}
-        for name in ("round", "hash", "slot", "given", "targets", "pending"):
+        self._joined, self._snapshot, self._versions, self._flight = False, {}, [], None
+        for name in ("round", "hash", "slot", "given", "targets", "rejected", "pending"):
             setattr(self, f"_{name}", state[name])
-        self.local_step = state["local_step"]
-        self.sync_count, self.sync_retries, self.reconnections, self.total_sync_time = state["counts"]
-        self._parts = Parts(dict(trainable_parameters(run.strategy.parts)), run.cpu_group, run.world.rank)
+        for name in ("local_step", "sync_every", "total_sync_time"):
+            setattr(self, name, state[name])
+        self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments = state["counts"]
         own = {tuple(_key(part)): part for part in self._parts.own}
         for target, saved in ((self._error, state["errors"]), (self._next_error, state["next_errors"])):
             target.clear()
@@ -470,71 +593,23 @@ class DilocoWorker:
 
     def facts(self) -> dict[str, float]:
         """How the exchanges go, for logs: counts, seconds, bytes of this rank; the norm is of the last round."""
-        norm = {} if math.isnan(self.pseudo_gradient_norm) else {"diloco/norm": self.pseudo_gradient_norm}
-        return {
-            "diloco/sync_count": self.sync_count,
-            "diloco/local_step": self.local_step,
-            "diloco/sync_retries": self.sync_retries,
-            "diloco/reconnections": self.reconnections,
-            "diloco/total_sync_time": self.total_sync_time,
-            "diloco/sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
-            "diloco/bytes_sent": self._client.sent,
-            "diloco/bytes_received": self._client.received,
-            **norm,
+        bucket = self._link.client.bucket
+        found = {
+            "sync_count": self.sync_count,
+            "local_step": self.local_step,
+            "sync_every": self.sync_every,
+            "sync_retries": self._link.retries,
+            "reconnections": self.reconnections,
+            "dylu_adjustments": self.dylu_adjustments,
+            "staleness": self.staleness,
+            "total_sync_time": self.total_sync_time,
+            "sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
+            "bytes_sent": bucket.sent,
+            "bytes_received": bucket.received,
+            "norm": self.pseudo_gradient_norm,
         }
-
-    def _directory(self) -> Path:
-        return self._run.run_dir.diloco_worker
-
-    def _identity(self) -> tuple[str, str]:
-        """The worker's id, and what proves that another start is the same worker; made up once."""
-        path = self._directory() / "worker.json"
-        path.parent.mkdir(exist_ok=True)
-        known = read_json_object(path) if path.exists() else {}
-        secret = str(known.get("secret") or secrets.token_hex(16))
-        made_up = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-        stated = self._settings.worker_id or os.environ.get("DILOCO_WORKER_ID", "")
-        worker = stated or str(known.get("worker_id") or made_up)
-        if known != {"worker_id": worker, "secret": secret}:
-            write_whole(path, json.dumps({"worker_id": worker, "secret": secret}), 0o600)
-        return worker, secret
-
-
-class _Heartbeat:
-    """Tells the server that this worker lives, from a thread of its own."""
-
-    def __init__(self, client: Client, interval: float) -> None:
-        self._client, self._interval, self._over = client, interval, threading.Event()
-
-    def start(self, facts: Callable[[], dict[str, Any]]) -> None:
-        threading.Thread(target=self._run, args=(facts,), name="diloco-heartbeat", daemon=True).start()
-
-    def stop(self) -> None:
-        self._over.set()
-
-    def _run(self, facts: Callable[[], dict[str, Any]]) -> None:
-        while not self._over.wait(self._interval):
-            try:
-                self._client.call("/heartbeat", facts())
-            except ForgatherError as error:  # the next exchange finds out what it means
-                log.debug("heartbeat: %s", error)
-
-
-def _told(failure: ForgatherError | None) -> tuple[str, str] | None:
-    kinds = ((Away, "away"), (Fenced, "fenced"), (ConfigError, "config"))
-    return next(((name, str(failure)) for kind, name in kinds if isinstance(failure, kind)), None)
+        return {f"diloco/{name}": value for name, value in found.items() if not math.isnan(value)}
 
 
 def _key(part: Part) -> list[Any]:
     return [part.name, part.start, part.rows]
-
-
-def _without(given: list[list[int]], left: list[list[int]]) -> list[list[int]]:
-    """The first of the samples ``given``, all but those ``left``, which are the last."""
-    count = sum(stop - start for start, stop in given) - sum(stop - start for start, stop in left)
-    used = []
-    for start, stop in given:
-        if count > 0:
-            used.append([start, min(stop, start + count)])
-        count -= stop - start
-    return used

@@ -93,7 +93,7 @@ class FakeWorker:
             "worker": self.name, "secret": f"secret of {self.name}", "host": "here", "pid": os.getpid(), "run": "run",
             "model": model_hash(shapes.items()), "num_tensors": len(shapes), "data": "d", "tokenizer": "t",
             "batch": self.batch, "stated": {}, "round": None, "parent": None,
-            "leaves": False,
+            "leaves": False, "dylu": False,
         }  # fmt: skip
         return {**told, **more}
 
@@ -136,7 +136,7 @@ class FakeWorker:
         told = {
             "generation": self.generation, "round": offer["round"], "hash": offer["hash"],
             "parts": self.put(self.parts(change)), "targets": targets, "ranges": offer["ranges"], "norm": None,
-            "leaves": False,
+            "leaves": False, "speed": None,
         }  # fmt: skip
         self.sent[offer["round"]] = change
         return self.client.post("/submit", **{**told, **more})

@@ -5,6 +5,7 @@ Of Forgather only ``Trainer.step`` is used, to train; samples, averages and the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,51 +16,80 @@ from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer.trainer import Trainer
 from forgather_cli.worker import build
 
+Weights = dict[str, Tensor]
+
 
 def final_weights(
-    configs: list[Config], root: Path, *, rounds: int, sync_every: int, lr: float = 0.7, momentum: float = 0.9
-) -> dict[str, Tensor]:
-    """The global weights after ``rounds``; worker i trains by ``configs[i]``, from the weights of the first."""
+    configs: list[Config],
+    root: Path,
+    *,
+    rounds: int,
+    steps: int,
+    fragments: Sequence[frozenset[str]] = (),
+    overlap: int = 0,
+    alpha: float = 0.5,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+) -> Weights:
+    """The global weights after ``rounds`` of so many steps; worker i trains by ``configs[i]``, from the weights of the
+    first. Round n exchanges fragment n, the last one all; workers merge what it has made ``overlap`` steps later.
+    """
     trainers = [build(config, RunDir(root / str(n)), {}) for n, config in enumerate(configs)]
     for slot, trainer in enumerate(trainers):
         trainer._prepare(False)
         trainer.run.seed_rank = slot << 20
-    master = {name: p.detach().clone() for name, p in trainers[0].model.named_parameters()}
-    parameters = [torch.nn.Parameter(p) for p in master.values()]
-    outer = torch.optim.SGD(parameters, lr, momentum, nesterov=momentum > 0, foreach=False)
-    cursor = 0
+    initial = {name: p.detach().clone() for name, p in trainers[0].model.named_parameters()}
+    parameters = {name: torch.nn.Parameter(values.clone()) for name, values in initial.items()}
+    outer = torch.optim.SGD(parameters.values(), lr, momentum, nesterov=momentum > 0, foreach=False)
+    published = dict(initial)
+    local = [{name: values.clone() for name, values in initial.items()} for _ in trainers]
+    fragments = fragments or [frozenset(initial)]
+    ahead: list[list[int]] = [[] for _ in trainers]  # samples that each was given
+    targets: list[list[int]] = [[] for _ in trainers]  # of each of its rounds
+    cursor, coming = 0, frozenset[str]()
     for number in range(rounds):
-        changes, targets = [], []
-        for trainer in trainers:
-            change, count = _trained(trainer, master, number, cursor, sync_every)
-            changes.append(change)
-            targets.append(count)
-            cursor += sync_every * trainer.run.batch_plan.global_batch
-        for parameter, name in zip(parameters, master, strict=True):
-            parameter.grad = torch.zeros_like(parameter)
-            for change, count in zip(changes, targets, strict=True):
-                parameter.grad += torch.tensor(count / sum(targets), dtype=torch.float32) * change[name]
+        for slot, trainer in enumerate(trainers):
+            wanted = (steps + overlap) * trainer.run.batch_plan.global_batch - len(ahead[slot])
+            ahead[slot] += range(cursor, cursor + wanted)
+            cursor += wanted
+        for slot, trainer in enumerate(trainers):
+            count = 0
+            for step in range(steps):
+                if coming and step == overlap:  # what the round before has made
+                    for name in coming:
+                        mine = local[slot][name]
+                        share = alpha if overlap else 0.0
+                        local[slot][name] = mine * share + published[name] * (1 - share) if share else published[name]
+                count += _step(trainer, local[slot], ahead[slot])
+            targets[slot].append(count)
+        names = frozenset(initial) if number == rounds - 1 else fragments[number % len(fragments)]
+        recent = [sum(each[-len(fragments) :]) for each in targets]
+        for name in names:
+            parameters[name].grad = torch.zeros_like(parameters[name])
+            for slot, weight in enumerate(recent):
+                change = published[name] - local[slot][name]
+                parameters[name].grad += torch.tensor(weight / sum(recent), dtype=torch.float32) * change
         outer.step()
-        master = {name: p.detach().clone() for name, p in zip(master, parameters, strict=True)}
-    return master
+        outer.zero_grad()
+        published |= {name: parameters[name].detach().clone() for name in names}
+        coming = names
+    return published
 
 
-def _trained(
-    trainer: Trainer, start: dict[str, Tensor], number: int, cursor: int, steps: int
-) -> tuple[dict[str, Tensor], int]:
-    """What a worker changes the weights by in a round, start minus end, and how many targets it has counted."""
-    run, targets = trainer.run, 0
+def _step(trainer: Trainer, weights: Weights, ahead: list[int]) -> int:
+    """Train ``weights`` for a step on the first samples ``ahead``, which it takes; returns the targets."""
+    run = trainer.run
     assert run.train_loader is not None
     length, batch = len(run.train_loader.dataset), run.batch_plan.global_batch
+    samples = ahead[:batch]
+    del ahead[:batch]
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
-            parameter.copy_(start[name])
-    ranges = [[cursor, cursor + steps * batch]]
-    run.epochs.load_state_dict({"epoch": cursor // length, "sample": cursor % length, "ranges": ranges})
-    for _ in range(steps):
-        data = run.epochs.next_step()
-        assert data is not None
-        targets += data.counts.targets
-        trainer.step(data)
-    assert run.state.global_step == (number + 1) * steps
-    return {name: start[name] - p.detach() for name, p in trainer.model.named_parameters()}, targets
+            parameter.copy_(weights[name])
+    ranges = [[sample, sample + 1] for sample in samples]
+    run.epochs.load_state_dict({"epoch": samples[0] // length, "sample": samples[0] % length, "ranges": ranges})
+    data = run.epochs.next_step()
+    assert data is not None
+    trainer.step(data)
+    weights |= {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return data.counts.targets

@@ -30,7 +30,7 @@ def exchanged(layout: str) -> tuple[list[tuple[str, int, int]], dict[str, torch.
     if layout == "stages":  # each rank has other parameters, and both have the first
         parameters = {n: p for n, p in parameters.items() if n == "0.weight" or (int(n[0]) == 2) == (rank == 1)}
     parts = Parts(parameters, dist.group.WORLD, rank)
-    parts.set({part: 2 * parts.values(part).clone() for part in parts.own})
+    parts.set({part: 2 * parts.values(part).clone() for part in parts.own}, [name for name, _ in parts.shapes])
     full = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in parameters.items()}
     return [(part.name, part.start, part.rows) for part in parts.own], full
 

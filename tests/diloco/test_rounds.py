@@ -8,18 +8,9 @@ from typing import Any
 import pytest
 
 from forgather_cli.config.schema import DilocoServerSettings
-from forgather_cli.diloco.rounds import (
-    Line,
-    Registry,
-    Rounds,
-    Submission,
-    merge,
-    read_ledger,
-    subtract,
-    take,
-    total,
-    write_line,
-)
+from forgather_cli.diloco.ledger import Line, Submission, read_ledger, write_line
+from forgather_cli.diloco.rounds import Registry, Rounds
+from forgather_cli.diloco.samples import first, merge, subtract, take
 from forgather_cli.diloco.wire import WireError
 from forgather_cli.errors import SetupError
 
@@ -43,11 +34,26 @@ def step(rounds: Rounds, now: float) -> Line | None:
     return line
 
 
-def send(rounds: Rounds, name: str, now: float = 0.0, targets: int = 10, rejected: str = "", used: int = 99) -> None:
-    slot, line = rounds.slots[name], rounds.line
+def send(
+    rounds: Rounds,
+    name: str,
+    now: float = 0.0,
+    targets: int = 10,
+    rejected: str = "",
+    used: int = 99,
+    leaves: bool = False,
+) -> None:
+    assert rounds.line is not None
+    member = rounds.line.member(name)
+    assert member is not None
+    ranges = merge(first(used, member.ranges))
+    part = f"{name}{member.round}"
+    rounds.submit(Submission(member.slot, name, member.round, (part,), targets, ranges, leaves, rejected), now)
+
+
+def given(line: Line | None) -> dict[str, Any]:
     assert line is not None
-    ranges = take(min(used, total(line.ranges[slot])), 0, line.ranges[slot])[0]
-    rounds.submit(Submission(slot, name, (f"{name}{line.round}",), targets, ranges, rejected), now)
+    return {member.worker: member.ranges for member in line.members}
 
 
 def two(**settings: Any) -> Rounds:
@@ -65,15 +71,15 @@ def test_slots_follow_the_names_and_joiners_come_behind() -> None:
     join(made, "b", batch=8)
     line = step(made, 0.0)
     assert line is not None
-    assert line.members == ((0, "b", 8), (1, "z", 4))
-    assert line.ranges == {0: ((0, 16),), 1: ((16, 24),)}
+    assert [(member.slot, member.worker, member.batch) for member in line.members] == [(0, "b", 8), (1, "z", 4)]
+    assert given(line) == {"b": ((0, 16),), "z": ((16, 24),)}
     join(made, "a")
     offered = made.offer(made.registry.workers["a"], -1)
     assert offered is None, "it begins with the next round"
     send(made, "z"), send(made, "b")
     line = step(made, 1.0)
     assert line is not None
-    assert line.members == ((0, "b", 8), (1, "z", 4), (2, "a", 4))
+    assert [member.worker for member in line.members] == ["b", "z", "a"]
     assert line.cursor == 24 + 32
 
 
@@ -145,9 +151,8 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
     line = step(made, 11.0)
     assert line is not None
     assert line.closed is not None
-    assert (line.closed.evicted, line.closed.returned) == (("b",), ((8, 16),))
-    assert line.members == ((0, "a", 4),)
-    assert (line.ranges, line.cursor) == ({0: ((8, 16),)}, 16)
+    assert line.closed.evicted == ("b",)
+    assert (given(line), line.cursor) == ({"a": ((8, 16),)}, 16)
     with pytest.raises(WireError, match="register anew") as caught:
         made.worker(generation, 12.0)
     assert caught.value.code == "fenced"
@@ -156,7 +161,7 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
     send(made, "a", 13.0)
     line = step(made, 13.0)
     assert line is not None
-    assert [name for _, name, _ in line.members] == ["a", "b"], "in its slot of before"
+    assert [member.worker for member in line.members] == ["a", "b"], "in its slot of before"
 
 
 def test_where_all_are_gone_the_round_ends_empty_as_soon_as_somebody_comes() -> None:
@@ -168,7 +173,7 @@ def test_where_all_are_gone_the_round_ends_empty_as_soon_as_somebody_comes() -> 
     assert line is not None
     assert line.closed is not None
     assert line.closed.submissions == ()
-    assert (line.members, line.ranges) == (((2, "c", 4),), {2: ((0, 8),)})
+    assert ([member.slot for member in line.members], given(line)) == ([2], {"c": ((0, 8),)})
 
 
 def test_rejected_and_short_submissions_give_their_samples_back() -> None:
@@ -180,8 +185,7 @@ def test_rejected_and_short_submissions_give_their_samples_back() -> None:
     assert line.closed is not None
     assert [sent.worker for sent, _ in line.closed.submissions] == ["b"]
     assert line.closed.rejected == (("a", "it is not finite"),)
-    assert line.closed.returned == ((0, 8), (14, 16))
-    assert line.ranges == {0: ((0, 8),), 1: ((14, 22),)}
+    assert given(line) == {"a": ((0, 8),), "b": ((14, 16), (16, 22))}, "what is left comes first"
 
 
 def test_a_submission_has_one_answer_however_often_it_comes() -> None:

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 from forgather_cli.cli.app import app
 from forgather_cli.config.schema import DilocoServerSettings
-from forgather_cli.diloco.rounds import merge, read_ledger, total
+from forgather_cli.diloco.ledger import read_ledger
+from forgather_cli.diloco.samples import merge, total
 from forgather_cli.diloco.serve import listening
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
@@ -129,8 +130,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 def _as_of(client: Client, worker: FakeWorker, round: int) -> dict[str, Any]:
     line = read_ledger(RunDir(Path(client.status()["run"])).rounds)[round]
-    slot = next(slot for slot, name, _ in line.members if name == worker.name)
-    return {"round": round, "hash": line.hash, "ranges": line.ranges[slot]}
+    member = line.member(worker.name)
+    assert member is not None
+    return {"round": round, "hash": line.hash, "ranges": member.ranges}
 
 
 def test_the_weights_are_those_of_plain_pytorch_bit_for_bit_also_after_a_kill(story: Story) -> None:
@@ -170,7 +172,7 @@ def test_each_sample_is_used_once_and_none_is_lost(story: Story) -> None:
     used: list[tuple[int, int]] = []
     for line in read_ledger(RunDir(story.run).rounds):
         used += [each for sent, _ in (line.closed.submissions if line.closed else ()) for each in sent.ranges]
-        given = [each for ranges in line.ranges.values() for each in ranges]
+        given = [each for member in line.members for each in member.ranges]
         everything = [*used, *given, *line.pool]
         assert merge(everything) == ((0, line.cursor),)
         assert total(everything) == line.cursor
@@ -286,7 +288,16 @@ def test_registrations_that_are_refused(worker: FakeWorker) -> None:
         ("/next", {"generation": 10**9, "after": -1, "wait": 0}, 409),
         (
             "/submit",
-            {"generation": 1, "round": 0, "hash": "", "parts": ["../x"], "targets": 1, "leaves": False, "ranges": []},
+            {
+                "generation": 1,
+                "round": 0,
+                "hash": "",
+                "parts": ["../x"],
+                "targets": 1,
+                "leaves": False,
+                "ranges": [],
+                "speed": None,
+            },
             400,
         ),
         ("/heartbeat", b"x" * ((1 << 20) + 1), 413),

@@ -97,7 +97,7 @@ def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_play
                 assert process.finish() == 0, process.output
             found = global_weights(again, ROUNDS)
             lines = [json.loads(line) for line in (again.run.root / "rounds.jsonl").read_text().splitlines()]
-    expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, sync_every=STEPS)
+    expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS)
     assert largest_difference(found, expected) == 0.0
     used = [range(*each) for line in lines if line["closed"] for sent in line["closed"]["submissions"]
             for each in sent["ranges"]]  # fmt: skip
@@ -110,7 +110,7 @@ def test_workers_of_several_ranks_agree_with_one_device(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         trained(server, [[ALL, *layout] for layout in layouts])
         found = global_weights(server, ROUNDS)
-    expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, sync_every=STEPS)
+    expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS)
     assert largest_difference(found, expected) < 1e-5
 
 

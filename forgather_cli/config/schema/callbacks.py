@@ -269,6 +269,7 @@ class DilocoSettings(Settings):
     compression: Literal["fp32", "bf16", "int8", "int4"] | None = None
     bf16_comm: bool | None = None
     num_fragments: PositiveInt | None = None
+    dylu: bool | None = None  # of an async server; null: DILOCO_DYLU, else false
     heartbeat_interval: PositiveFloat | None = None  # seconds; null: DILOCO_HEARTBEAT_INTERVAL, else 30
     timeout: PositiveFloat = 600.0  # seconds without an answer of the server that are one try
     max_sync_retries: PositiveInt = 3
@@ -283,6 +284,7 @@ class DilocoSettings(Settings):
         try:
             self.read_token()
             self.stated()
+            self.follows_speed()
             self.interval()
         except ConfigError as error:
             yield from error.problems
@@ -318,6 +320,10 @@ class DilocoSettings(Settings):
             "compression": self.compression or {None: None, True: "bf16", False: "fp32"}[bf16],
         }
         return {name: value for name, value in found.items() if value is not None}
+
+    def follows_speed(self) -> bool:
+        """Whether its steps in a round follow its speed. Raises ConfigError for a variable's value."""
+        return bool(_from_environment("DILOCO_DYLU", _as_bool) if self.dylu is None else self.dylu)
 
     def interval(self) -> float:
         """Seconds between two heartbeats. Raises ConfigError for a variable's value."""

@@ -29,6 +29,7 @@ class OuterSettings:
     lr: PositiveFloat = 0.7
     momentum: Probability = 0.9
     nesterov: bool = True
+    delay: PositiveInt | None = None
 
 
 @settings
@@ -56,6 +57,7 @@ class DilocoServerSettings(Settings):
     max_rounds: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
     keep_submissions: bool = False
+    rewind: bool = False
     token_file: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
@@ -63,11 +65,30 @@ class DilocoServerSettings(Settings):
 
     def problems(self, config: Any = None) -> Iterator[str]:
         """``config`` is not read: none of these settings depends on the recipe's."""
-        for name, value, default in (
-            ("mode", self.mode, "sync"), ("num_fragments", self.num_fragments, 1), ("overlap", self.overlap, 0),
-        ):  # fmt: skip
-            if value != default:
-                yield f"diloco.{name}: only {default} is there so far, got {value}; leave diloco.{name} out"
+        if self.mode == "async":
+            fixed = (
+                ("num_fragments", 1), ("overlap", 0), ("quorum", None), ("round_timeout", None),
+                ("compression_down", "fp32"), ("weighting", "tokens"),
+            )  # fmt: skip
+            for name, value in fixed:
+                if (given := getattr(self, name)) != value:
+                    yield f"diloco.{name}: is of diloco.mode=sync, got {given}; leave it out in async mode"
+            if self.outer.momentum and not self.outer.nesterov:
+                yield "diloco.outer.nesterov: must be true in async mode with a momentum, got false; leave it out"
+        elif self.outer.delay is not None:
+            yield f"diloco.outer.delay: is of diloco.mode=async, got {self.outer.delay}; leave it out in sync mode"
+        if self.sync_every % self.num_fragments:
+            yield (
+                f"diloco.num_fragments: must divide diloco.sync_every={self.sync_every}, got {self.num_fragments}; "
+                "change one of them"
+            )
+        elif self.overlap >= (steps := self.sync_every // self.num_fragments):
+            yield (
+                f"diloco.overlap: must be below the {steps} steps between two exchanges (sync_every / num_fragments), "
+                f"got {self.overlap}; set diloco.overlap={steps - 1} or less"
+            )
+        if self.alpha != 0.5 and not self.overlap:
+            yield f"diloco.alpha: nothing reads it with diloco.overlap=0, got {self.alpha:g}; set diloco.overlap"
         if self.compression_down == "int4":
             yield "diloco.compression_down: must be fp32, bf16 or int8, got int4; set diloco.compression_down=int8"
         if self.quorum is not None and self.quorum > self.workers:

@@ -1,0 +1,177 @@
+"""The ledger of a DiLoCo run, ``RUN/rounds.jsonl``: one line for each published round.
+
+A line closes one round and opens the next, so the last complete one is the state. Times are UTC.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forgather_cli.diloco.samples import Range, as_ranges
+from forgather_cli.errors import SetupError
+from forgather_cli.input_files import parse_json, read_bytes
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a slot has sent. ``rejected`` says why it does not count; empty where it does."""
+
+    slot: int
+    worker: str
+    round: int
+    """That it has trained from."""
+    parts: tuple[str, ...]
+    targets: int
+    ranges: tuple[Range, ...]
+    leaves: bool = False
+    """It is the worker's last one."""
+    rejected: str = ""
+
+    @classmethod
+    def from_document(cls, raw: Mapping[str, Any]) -> Submission:
+        """Raises KeyError or TypeError for one that is none."""
+        return cls(**{**raw, "parts": tuple(raw["parts"]), "ranges": as_ranges(raw["ranges"])})
+
+
+@dataclass(frozen=True)
+class Closed:
+    """How a round ended. ``submissions`` in slot order, each with the weight of its change in the sum."""
+
+    submissions: tuple[tuple[Submission, float], ...]
+    fragments: tuple[int, ...] = ()
+    """Of the model, those that the outer step changes."""
+    missing: tuple[str, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    """(worker, reason)."""
+    evicted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a worker is given to train."""
+
+    slot: int
+    worker: str
+    batch: int
+    """Sequences per step."""
+    round: int
+    """That it trains from: the line's own, in async mode the one that its last submission has made."""
+    steps: int
+    ranges: tuple[Range, ...]
+    """In the order in which it trains on them."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the ledger: round ``round`` is open, ``hash`` names the weights that it starts from."""
+
+    round: int
+    hash: str
+    parent: str
+    """Hash of the round before; of round 0 the SHA-256 of the initial weights."""
+    time: str
+    closed: Closed | None
+    """How round - 1 ended; None in the first line."""
+    members: tuple[Member, ...]
+    """By slot."""
+    cursor: int
+    """The first sample that was never given out."""
+    pool: tuple[Range, ...]
+    """Samples that were given out and came back."""
+
+    def member(self, name: str) -> Member | None:
+        return next((member for member in self.members if member.worker == name), None)
+
+    def to_json(self) -> str:
+        """One line of text, without its end."""
+        document = asdict(self)
+        if self.closed is not None:
+            document["closed"]["submissions"] = [
+                {key: value for key, value in asdict(sent).items() if key != "rejected"} | {"weight": weight}
+                for sent, weight in self.closed.submissions
+            ]
+        return json.dumps(document, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Line:
+        """Raises ValueError, KeyError or TypeError for a text that is no line."""
+        raw = parse_json(text)
+        closed = raw["closed"]
+        if closed is not None:
+            weights = [each.pop("weight") for each in closed["submissions"]]
+            sent = [Submission.from_document(each) for each in closed["submissions"]]
+            closed = Closed(
+                tuple(zip(sent, weights, strict=True)),
+                tuple(closed["fragments"]),
+                tuple(closed["missing"]),
+                tuple((worker, why) for worker, why in closed["rejected"]),
+                tuple(closed["evicted"]),
+            )
+        members = tuple(Member(**{**each, "ranges": as_ranges(each["ranges"])}) for each in raw["members"])
+        return cls(**{**raw, "closed": closed, "members": members, "pool": as_ranges(raw["pool"])})
+
+
+def round_hash(parent: str, number: int, closed: Closed | None) -> str:
+    """The name of the weights that round ``number`` starts from: SHA-256 over its history."""
+    submissions = (
+        [[sent.slot, sent.round, sent.parts, sent.targets, sent.leaves, weight] for sent, weight in closed.submissions]
+        if closed
+        else []
+    )
+    return hashlib.sha256(json.dumps([parent, number, submissions], separators=(",", ":")).encode()).hexdigest()
+
+
+def versions(lines: Sequence[Line], round: int, num_fragments: int) -> list[int]:
+    """For each fragment the round whose step has made its weights as of ``round``; 0 for the initial ones."""
+    found: dict[int, int] = {}
+    for line in reversed(lines[1 : round + 1]):
+        assert line.closed is not None
+        for fragment in line.closed.fragments:
+            found.setdefault(fragment, line.round)
+        if len(found) == num_fragments:
+            break
+    return [found.get(fragment, 0) for fragment in range(num_fragments)]
+
+
+def read_ledger(path: Path) -> list[Line]:
+    """The complete lines of a ledger, none where there is no file. What a crash has left of a last one is cut off.
+
+    Raises SetupError for a file that is no ledger.
+    """
+    if not path.exists():
+        return []
+    content = read_bytes(path)
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(path, len(whole))
+    lines: list[Line] = []
+    for number, text in enumerate(whole.splitlines()):
+        try:
+            line = Line.from_json(text)
+        except (ValueError, KeyError, TypeError) as error:
+            raise SetupError(f"{path}: line {number + 1} is no round ({error}); restore the file") from error
+        parent = lines[-1].hash if lines else line.parent
+        if (line.round, line.parent, line.hash) != (number, parent, round_hash(parent, number, line.closed)):
+            raise SetupError(f"{path}: line {number + 1} does not follow from the one before; restore the file")
+        lines.append(line)
+    return lines
+
+
+def write_line(path: Path, line: Line) -> None:
+    """Append a line and sync it. Raises OSError; then the file is as it was."""
+    end = path.stat().st_size if path.exists() else 0
+    with path.open("ab", buffering=0) as file:
+        try:
+            text = line.to_json().encode() + b"\n"
+            if file.write(text) < len(text):
+                raise OSError(28, os.strerror(28), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
