@@ -57,9 +57,8 @@ def final_weights(
             for step in range(steps):
                 if coming and step == overlap:  # what the round before has made
                     for name in coming:
-                        mine = local[slot][name]
-                        share = alpha if overlap else 0.0
-                        local[slot][name] = mine * share + published[name] * (1 - share) if share else published[name]
+                        mine = alpha * local[slot][name] if overlap else torch.zeros_like(published[name])
+                        local[slot][name] = torch.add(mine, published[name], alpha=1 - alpha if overlap else 1.0)
                 count += _step(trainer, local[slot], ahead[slot])
             targets[slot].append(count)
         names = frozenset(initial) if number == rounds - 1 else fragments[number % len(fragments)]

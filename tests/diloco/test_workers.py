@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from diloco.client import Served, serving
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
+from forgather_cli.diloco.fragments import fragments
 from forgather_cli.run_dir import RunDir
 
 ROUNDS, STEPS, BATCH = 3, 3, 4
@@ -84,10 +86,16 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_plays_them(tmp_path: Path) -> None:
-    with served(tmp_path) as server:
+STREAMING = ("diloco.num_fragments=2", f"diloco.sync_every={2 * STEPS}", "diloco.overlap=2", "diloco.alpha=0.25")
+
+
+@pytest.mark.parametrize("settings", [(), STREAMING], ids=["whole", "streaming"])
+def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_plays_them(
+    tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    with served(tmp_path, *settings) as server:
         a, b = (worker(server, name, ALL) for name in "ab")
-        until(lambda: 4 in RunDir(tmp_path / "a").checkpoint_steps())  # in the second round
+        until(lambda: 4 in RunDir(tmp_path / "a").checkpoint_steps())  # in the second round, an exchange under way
         a.process.send_signal(signal.SIGKILL)
         server.process.kill()
         a.finish()
@@ -95,14 +103,50 @@ def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_play
             a = worker(again, "a", ALL)
             for process in (a, b):
                 assert process.finish() == 0, process.output
-            found = global_weights(again, ROUNDS)
+            until(lambda: is_at(again, ROUNDS))
+            found = again.client.latest()
             lines = [json.loads(line) for line in (again.run.root / "rounds.jsonl").read_text().splitlines()]
-    expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS)
+    expected = final_weights(
+        [composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS,
+        **({"fragments": fragments({n: tuple(t.shape) for n, t in found.items()}, 2), "overlap": 2, "alpha": 0.25}
+           if settings else {}),
+    )  # fmt: skip
     assert largest_difference(found, expected) == 0.0
-    used = [range(*each) for line in lines if line["closed"] for sent in line["closed"]["submissions"]
-            for each in sent["ranges"]]  # fmt: skip
-    samples = sorted(sample for each in used for sample in each)
-    assert samples == list(range(2 * ROUNDS * STEPS * BATCH)), "each sample once, also after the end of an epoch"
+    used, count = used_samples(lines), 2 * ROUNDS * STEPS * BATCH
+    assert len(set(used)) == len(used) == count, "each once, also after the end of an epoch"
+    assert settings or used == list(range(count))
+
+
+def used_samples(lines: Sequence[dict[str, Any]]) -> list[int]:
+    """Of all counted submissions, sorted."""
+    sent = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
+    return sorted(sample for each in sent for first, last in each["ranges"] for sample in range(first, last))
+
+
+def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out(tmp_path: Path) -> None:
+    """One worker is killed and comes back; the weights can be computed again, and no sample is used twice."""
+    with served(tmp_path, "diloco.mode=async", "diloco.keep_submissions=true") as server:
+        own = ("max_steps=24", "callbacks.diloco.dylu=true")
+        first, second = worker(server, "a", *own), worker(server, "b", *own, "global_batch_size=8")
+        until(lambda: is_at(server, 3))
+        first.process.send_signal(signal.SIGKILL)
+        first.finish()
+        until(lambda: second.process.poll() is not None)
+        first = worker(server, "a", *own)
+        for process in (first, second):
+            assert process.finish() == 0, process.output
+        assert forgather("diloco", "stop", "--now", str(server.run.root)) == 0
+    assert forgather("diloco", "replay", str(server.run.root)) == 0
+    lines = [json.loads(line) for line in (server.run.root / "rounds.jsonl").read_text().splitlines()]
+    samples = used_samples(lines)
+    assert len(samples) == len(set(samples))
+    counted = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
+    assert {sent["worker"] for sent in counted} == {"a", "b"}
+    arrived = [
+        (line["round"], sent["round"]) for line in lines for sent in (line["closed"] or {}).get("submissions", ())
+    ]
+    assert any(base < number - 1 for number, base in arrived), "some while another trained"
+    assert any(member["steps"] < STEPS for line in lines for member in line["members"]), "the slower has fewer steps"
 
 
 def test_workers_of_several_ranks_agree_with_one_device(tmp_path: Path) -> None:
