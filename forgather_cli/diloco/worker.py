@@ -5,16 +5,14 @@ change of the weights (the pseudo-gradient, start minus end) sent back. A checkp
 before it is sent, so a job killed at any moment sends the same one again.
 
 From the loop: ``begin`` -> steps, each with ``before_step`` and ``after_step`` -> ``end``. ``after_step`` makes the
-submission at the end of a round; ``_exchange``, called by the others, sends it and takes the next round's weights. With
+submission at the end of a round; ``_meet``, called by the others, sends it and takes the next round's weights. With
 ``overlap`` (Streaming DiLoCo, arXiv:2501.18512) threads do that while training goes on (``_fly``), and after so many
-steps ``_exchange`` takes what they have brought.
+steps ``_meet`` takes what they have brought.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import math
 import os
@@ -23,25 +21,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import cached_property
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from forgather_cli.config.schema import DilocoSettings
 from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.client import Client, Fenced
-from forgather_cli.diloco.encoding import Compression, decode, encode, is_lossy
-from forgather_cli.diloco.fragments import fragments
+from forgather_cli.diloco.exchange import Exchange, Values
 from forgather_cli.diloco.link import Link
-from forgather_cli.diloco.parts import Part, Parts
 from forgather_cli.diloco.samples import as_ranges, first, subtract, total
 from forgather_cli.distributed import gather
 from forgather_cli.errors import ControlError, ForgatherError, SetupError, TrainingError
 from forgather_cli.launch.exit_status import ExitStatus, done
-from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.trainer.run import Run
 from forgather_cli.trainer.step_sync import Counts
 
@@ -53,11 +44,6 @@ _MAX_REJECTED = 3  # submissions in a row, then the worker ends
 SLOT_SEEDS = 1 << 20
 """Ranks apart are the seeds of two workers' dropout."""
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
-"""Of tensors on the wire."""
-
-Values = dict[Part, Tensor]
-
 
 class DilocoWorker:
     """An ``OuterLoop`` (``trainer.outer``) over the jobs of one server. Methods are collective over the job's ranks."""
@@ -68,15 +54,12 @@ class DilocoWorker:
 
     def __init__(self, run: Run, settings: DilocoSettings, address: str) -> None:
         self._run, self._settings = run, settings
-        self._link = Link(run, settings, address)
+        self._link, self._exchange = Link(run, settings, address), Exchange(run)
         self._generation = 0
         self._joined = False
         # of the server, the same for all workers
         self._is_async = False
-        self._compression: Compression = "fp32"
-        self._compression_down: Compression = "fp32"
         self._overlap, self._alpha = 0, 0.0
-        self._fragments: list[frozenset[str]] = []
         self._round_steps = 0
         # where this worker stands
         self._round: int | None = None
@@ -102,14 +85,6 @@ class DilocoWorker:
         """Set to end that thread."""
         self._is_saved = False
         """The checkpoint with the pending submission is published, or will not be."""
-        self._snapshot: Values = {}
-        """The weights as published, of which changes are made; this rank's parts in fp32."""
-        self._versions: list[int | None] = []
-        """For each fragment, the round that has made the weights in ``_snapshot``; None where it lacks them."""
-        self._error: Values = {}
-        """What compression has lost so far and is still to be sent."""
-        self._next_error: Values = {}
-        """The same of the pending submission's parts, if it counts."""
         # what logs show
         self.sync_count = self.reconnections = self.dylu_adjustments = 0
         self.total_sync_time = 0.0
@@ -124,11 +99,6 @@ class DilocoWorker:
         """Why training has ended, if the server or its silence has ended it."""
         return self._link.ended
 
-    @cached_property
-    def _parts(self) -> Parts:
-        run = self._run
-        return Parts(dict(trainable_parameters(run.strategy.parts)), run.cpu_group, run.world.rank)
-
     # -------------------------------------------------------------------------------------------------------- the loop
 
     def begin(self) -> None:
@@ -141,8 +111,8 @@ class DilocoWorker:
                 "callbacks.diloco: needs training data whose samples have numbers, which the server gives out to the "
                 "workers, got a stream; choose data=text or another that is tokenized before training"
             )
-        _ = self._parts  # collective
-        self._exchange()
+        _ = self._exchange.parts  # collective
+        self._meet()
         self._mark = time.monotonic()
 
     def before_step(self, wait_for_save: Callable[[], None]) -> None:
@@ -153,7 +123,7 @@ class DilocoWorker:
         elif not self._joined or self._pending is not None:
             wait_for_save()
             self._is_saved = True
-            self._exchange()
+            self._meet()
         self._mark = time.monotonic()
 
     def after_optimizer_step(self) -> None: ...
@@ -173,10 +143,10 @@ class DilocoWorker:
         """Send the last round, after which the server waits for this worker no longer."""
         self._is_saved = True
         if self._is_last:
-            self._exchange()
+            self._meet()
             if self.local_step and self.ended is None:  # trained while the one before was under way
                 self._make_submission()
-                self._exchange()
+                self._meet()
         elif self._joined and self.ended is None:  # a callback has ended training
             try:
                 self._link.call("/leave", {"generation": self._generation})
@@ -205,7 +175,7 @@ class DilocoWorker:
 
     # ------------------------------------------------------------------------------------------------------- exchanges
 
-    def _exchange(self) -> None:
+    def _meet(self) -> None:
         """Register where that is due; send the pending submission, and take the next round's weights. Returns without
         them where training ends.
         """
@@ -227,7 +197,7 @@ class DilocoWorker:
         if self._pending is None:
             if self._round is None:
                 return self._enter(after=-1)
-            return None not in self._versions or self._enter(after=self._round - 1)
+            return self._exchange.is_complete or self._enter(after=self._round - 1)
         if not self._land():
             return False
         if self._brought is None and not self._submit():
@@ -242,7 +212,7 @@ class DilocoWorker:
         """Register, if that is due. False if training ends instead."""
         if self._joined:
             return True
-        run, settings, parts = self._run, self._settings, self._parts
+        run, settings, parts = self._run, self._settings, self._exchange.parts
         (worker, secret), description = self._link.identity() if run.world.rank == 0 else ("", ""), run.data_description
         document = {
             "worker": worker,
@@ -264,17 +234,15 @@ class DilocoWorker:
         answer = self._link.call("/register", document)
         if answer is None:
             return False
-        is_first, told = not self._fragments, answer["settings"]
+        is_first, told = not self._exchange.names, answer["settings"]
         self._generation = answer["generation"]
         self._is_async, self._overlap, self._alpha = told["mode"] == "async", told["overlap"], told["alpha"]
-        self._compression, self._compression_down = told["compression"], told["compression_down"]
-        self._fragments = fragments(dict(parts.shapes), told["num_fragments"])
+        self._exchange.agree(told)
         self._round_steps = told["sync_every"] // told["num_fragments"]
-        self._versions = self._versions or [None] * told["num_fragments"]
         if answer["stood"] == "rewound":
             log.warning("the DiLoCo server has lost round %s; this worker goes on from its newest one", self._round)
             self._round, self._hash, self._pending = None, "", None
-            self._snapshot, self._versions = {}, [None] * told["num_fragments"]
+            self._exchange.forget()
         if is_first:
             self._link.start_heartbeats(self._heartbeat)
         self._joined = True
@@ -303,24 +271,22 @@ class DilocoWorker:
             return False
         run, number = self._run, int(opened["round"])
         self._brought = None
-        self._slot, self._versions = int(opened["slot"]), opened["weights"]
-        self._snapshot |= fresh
+        self._slot = int(opened["slot"])
+        self._exchange.hold(fresh, opened["weights"])
         run.seed_rank = run.world.rank + self._slot * SLOT_SEEDS
         if number == self._round:
             return True
         if self._round is None or not self._counts or not (self._is_async or number == self._round + 1):
             self._begin_at(opened)
         else:
-            changed = frozenset[str]().union(
-                *(names for names, at in zip(self._fragments, self._versions, strict=True) if at == number)
-            )
-            self._parts.set(self._snapshot, changed, share=self._alpha if self._overlap else 0.0)
+            changed = [each for each, made_by in enumerate(opened["weights"]) if made_by == number]
+            self._exchange.set_weights(changed, share=self._alpha if self._overlap else 0.0)
             self.staleness = number - 1 - self._round
         trained = 0 if self._pending is None else total(self._pending["left"]) - total(self._left)
         if self.sync_every not in (0, opened["steps"]):
             self.dylu_adjustments += 1
         self._round, self._hash, self.sync_every = number, opened["hash"], opened["steps"]
-        self._given, self._pending, self._next_error = opened["ranges"], None, {}
+        self._given, self._pending = opened["ranges"], None
         left = subtract(as_ranges(self._given), first(trained, self._given))
         assert run.train_loader is not None
         start, length = left[0][0] if left else 0, len(run.train_loader.dataset)
@@ -328,6 +294,9 @@ class DilocoWorker:
         run.epochs.load_state_dict({"epoch": start // length, "sample": start % length, "ranges": given})
         self.sync_count += 1
         return True
+
+    def _fetch(self, client: Client, opened: dict[str, Any]) -> Values:
+        return self._exchange.fetch(client, opened["weights"], follows=self._round == int(opened["round"]) - 1)
 
     def _begin_at(self, opened: dict[str, Any]) -> None:
         """Stand at the first step of a round: the server's weights, and the round's step of the schedule."""
@@ -337,7 +306,7 @@ class DilocoWorker:
                 "this worker comes back at round %d, it stood at round %d; from here on the run is not the one that it "
                 "would have been", number, self._round,
             )  # fmt: skip
-        self._parts.set(self._snapshot, frozenset[str]().union(*self._fragments))
+        self._exchange.set_weights(range(len(self._exchange.names)))
         self.local_step, self._targets, self._pending, self._counts = 0, 0, None, True
         while not self._is_async and run.state.global_step < number * self._round_steps:
             run.state.global_step += 1
@@ -359,84 +328,18 @@ class DilocoWorker:
                 why, told = answer.get("why", ""), time.monotonic()
                 log.info("waiting for the other workers: %s", why)
 
-    def _fetch(self, client: Client, opened: dict[str, Any]) -> Values:
-        """This rank's parts of the weights that a round starts from, those that ``_snapshot`` has not."""
-        found: Values = {}
-        down, number = self._compression_down, int(opened["round"])
-        versions = zip(self._fragments, self._versions, opened["weights"], strict=True)
-        for names, held, wanted in versions:
-            own = [part for part in self._parts.own if part.name in names]
-            if held == wanted or not own:
-                continue
-            if down != "fp32" and held is not None and self._round == number - 1:
-                keys = [(part, name) for part in own for name in (part.name, f"{part.name}:scale")]
-                read = self._read(client, f"/changes/{wanted}", keys)
-                for part in own:
-                    sent = {name: values for (of, name), values in read.items() if of == part}
-                    found[part] = self._snapshot[part] + decode(part.name, sent, part.held_shape, down)
-            else:
-                read = self._read(client, f"/weights/{wanted}", [(part, part.name) for part in own])
-                found |= {part: values.view(part.held_shape) for (part, _), values in read.items()}
-        return found
-
-    def _read(self, client: Client, path: str, wanted: list[tuple[Part, str]]) -> dict[tuple[Part, str], Tensor]:
-        """The rows of parts, of those tensors ``wanted`` that the server's safetensors file has."""
-        head = client.get(f"{path}/header")
-        begin = 8 + int.from_bytes(head[:8], "little")
-        entries = json.loads(head[8:begin])
-        found: dict[tuple[Part, str], Tensor] = {}
-        ranges = []
-        for part, name in wanted:
-            if (entry := entries.get(name)) is not None:
-                shape, start = entry["shape"], begin + entry["data_offsets"][0]
-                rows = (part.rows, *shape[1:]) if shape else ()
-                found[part, name] = values = torch.empty(rows, dtype=_DTYPES[entry["dtype"]])
-                row = values.itemsize * math.prod(shape[1:])
-                ranges.append((start + part.start * row, start + (part.start + part.rows) * row))
-        if ranges:
-            client.read(path, ranges, [values.view(-1).view(torch.uint8).numpy().data for values in found.values()])
-        return found
-
     # ------------------------------------------------------------------------------------------------- what it has done
 
-    @torch.no_grad()
     def _make_submission(self) -> None:
-        """Encode what this rank's parts have changed by, and write it to a file of the run directory."""
-        from safetensors.torch import save_file
-
-        run, leaves, round = self._run, self._is_last, self._round
+        """Encode what this job has changed, of the fragment whose turn it is; of all of them after the last step."""
+        run, leaves, round, left = self._run, self._is_last, self._round, self._left
         assert round is not None
-        which = list(range(len(self._fragments))) if leaves else [round % len(self._fragments)]
-        own = [part for part in self._parts.own if any(part.name in self._fragments[each] for each in which)]
-        tensors: dict[str, Tensor] = {}
-        square = torch.zeros((), dtype=torch.float64)
-        for part in own:
-            change = self._snapshot[part] - self._parts.values(part).to("cpu", torch.float32)
-            square += change.double().square().sum()
-            if part in self._error:
-                change += self._error[part]
-            sent = encode(part.name, change, self._compression)
-            tensors |= sent
-            if is_lossy(self._compression):
-                self._next_error[part] = change - decode(part.name, sent, part.held_shape, self._compression)
-            if self._compression_down == "fp32":  # else its changes come
-                del self._snapshot[part]
-        for each in which if self._compression_down == "fp32" else ():
-            self._versions[each] = None
-        directory = run.run_dir.diloco_worker
-        for old in directory.glob(f"*-{run.world.rank}.safetensors"):
-            old.unlink()
-        file = directory / f"round-{round}-{run.world.rank}.safetensors"
-        rows = json.dumps({part.name: [part.start, part.rows] for part in own})
-        save_file(tensors, file, metadata={"rows": rows})
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-            digest = hashlib.file_digest(written, "sha256").hexdigest()
-        told = gather((file.name, digest, float(square), len(own)), run.cpu_group)
-        self.pseudo_gradient_norm = math.sqrt(sum(each[2] for each in told))
-        left = self._left
+        count = len(self._exchange.names)
+        written = self._exchange.write_change(round, range(count) if leaves else [round % count])
+        told = gather(written, run.cpu_group)
+        self.pseudo_gradient_norm = math.sqrt(sum(square for _, _, square, _ in told))
         self._pending = {
-            "files": [(name, digest) for name, digest, _, count in told if count],
+            "files": [(name, digest) for name, digest, _, parts in told if parts],
             "targets": self._targets,
             "ranges": [list(each) for each in first(total(self._given) - total(left), self._given)],
             "norm": self.pseudo_gradient_norm,
@@ -448,15 +351,6 @@ class DilocoWorker:
         self.local_step = self._targets = 0
         self._trained_seconds, self._trained_tokens = 0.0, 0
         self._is_saved, self._counts = False, True
-
-    def _upload(self, client: Client) -> None:
-        """Send the files of the pending submission that fall to this rank, as far as the server lacks them."""
-        run, pending = self._run, self._pending
-        assert pending is not None
-        # as many as there were ranks when they were written
-        for name, digest in pending["files"][run.world.rank :: run.world.size]:
-            if not client.has(f"/parts/{digest}"):
-                client.put(f"/parts/{digest}", run.run_dir.diloco_worker / name)
 
     def _manifest(self) -> dict[str, Any]:
         pending = self._pending
@@ -471,14 +365,15 @@ class DilocoWorker:
 
     def _submit(self) -> bool:
         """Send the pending submission. False if training ends instead."""
-        if not self._link.on_all_ranks(lambda: self._upload(self._link.client)):
+        files = [] if self._pending is None else self._pending["files"]
+        if not self._link.on_all_ranks(lambda: self._exchange.upload(self._link.client, files)):
             return False
         answer = self._link.call("/submit", self._manifest())
         if answer is None:
             return False
         self._counts = answer["status"] == wire.COUNTED
+        self._exchange.settle(counts=self._counts)
         if self._counts:
-            self._error |= self._next_error
             self._rejected = 0
             return True
         why = answer.get("reason") or "it came too late"
@@ -515,7 +410,7 @@ class DilocoWorker:
         with contextlib.closing(client):
             while not (self._is_saved or run.run_dir.checkpoint(pending["step"]).exists()):
                 self._pause()
-            self._upload(client)
+            self._exchange.upload(client, pending["files"])
             if run.world.rank == 0:
                 for _, digest in pending["files"]:
                     while not client.has(f"/parts/{digest}"):
@@ -552,7 +447,7 @@ class DilocoWorker:
             log.info("an exchange beside training has failed (%s); it is made again", failure or "on another rank")
             return True
         self._brought = flight.result()
-        self._error |= self._next_error
+        self._exchange.settle(counts=True)
         self._rejected, self._counts = 0, True
         return True
 
@@ -570,26 +465,19 @@ class DilocoWorker:
             "pending": self._pending,
             "local_step": self.local_step,
             "sync_every": self.sync_every,
-            "errors": [[_key(part), part_errors] for part, part_errors in self._error.items()],
-            "next_errors": [[_key(part), part_errors] for part, part_errors in self._next_error.items()],
             "counts": [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments],
             "total_sync_time": self.total_sync_time,
+            **self._exchange.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._joined, self._snapshot, self._versions, self._flight = False, {}, [], None
+        self._joined, self._flight, self._brought = False, None, None
+        self._exchange.load_state_dict(state)
         for name in ("round", "hash", "slot", "given", "targets", "rejected", "pending"):
             setattr(self, f"_{name}", state[name])
         for name in ("local_step", "sync_every", "total_sync_time"):
             setattr(self, name, state[name])
         self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments = state["counts"]
-        own = {tuple(_key(part)): part for part in self._parts.own}
-        for target, saved in ((self._error, state["errors"]), (self._next_error, state["next_errors"])):
-            target.clear()
-            target |= {own[tuple(key)]: values for key, values in saved if tuple(key) in own}
-            if len(target) < len(saved):
-                target.clear()
-                log.warning("diloco: what compression has lost was saved by another layout of ranks and starts at zero")
 
     def facts(self) -> dict[str, float]:
         """How the exchanges go, for logs: counts, seconds, bytes of this rank; the norm is of the last round."""
@@ -609,7 +497,3 @@ class DilocoWorker:
             "norm": self.pseudo_gradient_norm,
         }
         return {f"diloco/{name}": value for name, value in found.items() if not math.isnan(value)}
-
-
-def _key(part: Part) -> list[Any]:
-    return [part.name, part.start, part.rows]

@@ -1,0 +1,362 @@
+"""The requests that a DiLoCo server answers (ASGI), and what they share with its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from forgather_cli.checkpoint.files import replace_file, sibling, sync_directory
+from forgather_cli.config.schema import DilocoServerSettings
+from forgather_cli.diloco import wire
+from forgather_cli.diloco.global_model import GlobalModel
+from forgather_cli.diloco.ledger import Submission
+from forgather_cli.diloco.outer_step import header_of
+from forgather_cli.diloco.request import CHUNK, Gone, Receive, Request, Send, checked, pairs
+from forgather_cli.diloco.rounds import Rounds
+from forgather_cli.diloco.wire import WireError
+from forgather_cli.run_dir import RunDir, is_name
+
+log = logging.getLogger(__name__)
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass
+class Service:
+    """What requests tell the server's loop, and it them. It belongs to the event loop, so nothing is locked."""
+
+    run: RunDir
+    settings: DilocoServerSettings
+    model: GlobalModel
+    rounds: Rounds
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    polling: dict[int, int] = field(default_factory=dict)
+    """Generation -> number of its long polls: who waits here is alive."""
+    told: set[int] = field(default_factory=set)
+    """Generations that know that training is over."""
+    over: str = ""
+    """Why training is over; empty while it is not."""
+    leaving: bool = False
+    """This process ends; the run may go on."""
+    wants_save: bool = False
+    wants_stop: bool = False
+    stops_now: bool = False
+    norm: float | None = None
+    """Of the last round's mean change."""
+    received: int = 0
+    sent: int = 0
+    """Bytes of weights."""
+    started: float = field(default_factory=time.monotonic)
+
+    def notify(self) -> None:
+        """Wake what waits for a change."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def now(self) -> float:
+        """The time, at which those who wait here were heard of."""
+        now = time.monotonic()
+        for worker in self.rounds.live():
+            if self.polling.get(worker.generation):
+                worker.heard = now
+        return now
+
+    def write_registry(self) -> None:
+        path = self.run.diloco_workers
+        replace_file(path, json.dumps(self.rounds.registry.to_document()).encode(), sibling(path, "tmp"))
+
+
+class Api:
+    """The ASGI application."""
+
+    def __init__(self, service: Service, token: str) -> None:
+        self._service, self._token = service, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
+        if scope["type"] != "http":
+            return
+        headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
+        path = str(scope["path"]).strip("/").split("/")
+        request = Request(str(scope["method"]), path, headers, receive, send)
+        try:
+            self._admit(headers)
+            await self._route(request)
+        except Gone:
+            return
+        except WireError as error:
+            document = {"error": error.message} | ({"code": error.code} if error.code else {})
+            more = {"www_authenticate": 'Bearer realm="forgather"'} if error.status == 401 else {}
+            await request.answer(error.status, document, connection="close", **more)
+        except OSError as error:
+            await request.answer(
+                507, {"error": f"the server's disk: {error.strerror}; try again later"}, connection="close"
+            )
+
+    def _admit(self, headers: dict[str, str]) -> None:
+        """Check token and version. Raises WireError."""
+        if not hmac.compare_digest(headers.get("authorization", "").encode("latin-1"), self._token):
+            raise WireError(401, "the token is missing or wrong: set DILOCO_TOKEN or token_file to the server's")
+        if (version := headers.get(wire.VERSION_HEADER.lower())) != str(wire.WIRE_VERSION):
+            raise WireError(
+                426,
+                f"the wire's version is {wire.WIRE_VERSION} here, {version} there; install the same forgather on both",
+            )
+
+    async def _route(self, request: Request) -> None:
+        match request.method, request.path:
+            case "POST", ["register"]:
+                await request.answer(200, self._register(await request.document()))
+            case "POST", ["next"]:
+                await request.answer(200, await self._next(await request.document(), request.receive))
+            case "POST", ["submit"]:
+                await request.answer(202, await self._submit(await request.document()))
+            case "POST", ["heartbeat"]:
+                await request.answer(200, self._heartbeat(await request.document()))
+            case "POST", ["leave"]:
+                await request.answer(200, self._leave(await request.document()))
+            case "POST", ["control"]:
+                await request.answer(202, self._control(await request.document()))
+            case "GET", ["status"]:
+                await request.answer(200, status(self._service))
+            case "GET" | "POST" as method, ["weights" | "changes" as what, number, *rest] if number.isdecimal():
+                made = self._service.model.published
+                path = (made.weights if what == "weights" else made.changes)(int(number))
+                if (method, rest) == ("GET", ["header"]):
+                    try:
+                        size = len(await asyncio.to_thread(header_of, path))
+                    except FileNotFoundError:
+                        size = 0
+                    self._service.sent += await request.answer_file(path, [(0, size)])
+                elif (method, rest) == ("POST", []):
+                    ranges = pairs(await request.document(), "ranges")
+                    self._service.sent += await request.answer_file(path, ranges)
+                else:
+                    raise WireError(404, f"{method} /{'/'.join(request.path)}: there is no such thing here")
+            case "GET", ["parts", sha256] if _SHA256.fullmatch(sha256):
+                there = self._service.model.submissions.has(sha256)
+                await request.answer(200 if there else 404, {} if there else {"error": "no such part here; PUT it"})
+            case "PUT", ["parts", sha256] if _SHA256.fullmatch(sha256):
+                await request.answer(await self._receive_part(request, sha256), {})
+            case method, path:
+                raise WireError(404, f"{method} /{'/'.join(path)}: there is no such thing here")
+
+    def _register(self, raw: dict[str, Any]) -> dict[str, Any]:
+        kinds = {
+            "worker": str, "secret": str, "host": str, "pid": int, "run": str, "model": str, "batch": int,
+            "data": (str, type(None)), "tokenizer": (str, type(None)), "stated": dict,
+            "round": (int, type(None)), "parent": (str, type(None)), "leaves": bool, "dylu": bool,
+        }  # fmt: skip
+        given = checked(raw, kinds)
+        name, secret = given.pop("worker"), given.pop("secret")
+        if not is_name(name):
+            raise WireError(400, f"worker: must be of letters, digits and ._-, at most 100, got {name!r:.120}")
+        if given["batch"] < 1:
+            raise WireError(400, f"batch: must be above 0, got {given['batch']}")
+        generation, stood = self._service.rounds.register(name, secret, now=time.monotonic(), **given)
+        self._service.write_registry()
+        self._service.notify()
+        settings = self._service.settings
+        shared = ("mode", "sync_every", "compression", "compression_down", "num_fragments", "overlap", "alpha",
+                  "weighting", "max_rounds", "workers")  # fmt: skip
+        told = {key: getattr(settings, key) for key in shared} | {"seed": self._service.model.seed}
+        return {"generation": generation, "settings": told, "stood": stood}
+
+    async def _next(self, raw: dict[str, Any], receive: Receive) -> dict[str, Any]:
+        given = checked(raw, {"generation": int, "after": int, "wait": (int, float)})
+        generation, end = given["generation"], time.monotonic() + min(max(given["wait"], 0.0), wire.MAX_WAIT)
+        leaving = asyncio.ensure_future(receive())  # answers when the client goes
+        self._service.polling[generation] = self._service.polling.get(generation, 0) + 1
+        try:
+            while True:
+                if self._service.over:
+                    self._service.told.add(generation)
+                    return {"state": wire.STOPPED, "reason": self._service.over}
+                worker = self._service.rounds.worker(generation, time.monotonic())
+                if (offer := self._service.rounds.offer(worker, given["after"])) is not None:
+                    return offer
+                if self._service.leaving:
+                    return {"state": wire.WAITING, "why": "the server has stopped, until somebody resumes its run"}
+                if (left := end - time.monotonic()) <= 0:
+                    return {"state": wire.WAITING, "why": self._service.rounds.why_waiting()}
+                change = asyncio.ensure_future(self._service.changed.wait())
+                await asyncio.wait({change, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                if leaving.done():
+                    raise Gone
+        finally:
+            leaving.cancel()
+            self._service.polling[generation] -= 1
+            if not self._service.polling[generation]:
+                del self._service.polling[generation]
+
+    async def _submit(self, raw: dict[str, Any]) -> dict[str, Any]:
+        kinds = {"generation": int, "round": int, "hash": str, "parts": list, "targets": int, "leaves": bool,
+                 "speed": (int, float, type(None))}  # fmt: skip
+        given = checked(raw, kinds)
+        number, ranges = given["round"], pairs(raw, "ranges")
+        parts = tuple(sorted({str(part) for part in given["parts"]}))
+        if wrong := [part for part in parts if not _SHA256.fullmatch(part)]:
+            raise WireError(400, f"parts: must be SHA-256 sums in hex, got {wrong[0]!r:.80}")
+        if given["targets"] < 0:
+            raise WireError(400, f"targets: must be a number of targets, got {given['targets']}")
+        rounds, submissions = self._service.rounds, self._service.model.submissions
+        worker = rounds.worker(given["generation"], time.monotonic())
+        answer = rounds.answered(worker, number, parts)
+        if given["leaves"] and worker.last_round != number:
+            worker.last_round = number
+            self._service.write_registry()
+            self._service.notify()
+        if answer is None:
+            used = rounds.check_ranges(worker, number, given["hash"], ranges)
+            if lacking := [part for part in parts if not submissions.has(part)]:
+                raise WireError(400, f"parts: {lacking[0]} is not here; PUT it to /parts first")
+            names = self._service.model.outer.names(rounds.fragments_of(number, leaves=given["leaves"]))
+            problem = await asyncio.to_thread(submissions.problem, parts, names)
+            submission = Submission(
+                rounds.slots[worker.name], worker.name, number, parts, given["targets"], used, given["leaves"], problem
+            )
+            worker = rounds.worker(given["generation"], time.monotonic())  # a newer one may have taken over meanwhile
+            answer = rounds.answered(worker, number, parts)
+            if answer is None:  # no pause between this and the answer: it is on disk when the round counts it
+                submissions.write(submission)
+                worker.speed = given["speed"]
+                rounds.submit(submission, time.monotonic())
+                answer = (wire.REJECTED, problem) if problem else (wire.COUNTED, "")
+                self._service.notify()
+        if answer[0] == wire.REJECTED:
+            log.warning("round %d: the submission of %s is rejected: %s", number, worker.name, answer[1])
+        return {"status": answer[0]} | ({"reason": answer[1]} if answer[1] else {})
+
+    def _heartbeat(self, raw: dict[str, Any]) -> dict[str, Any]:
+        number, count = (int, float, type(None)), (int, type(None))
+        kinds = {"generation": int, "step": count, "tokens_per_second": number, "sent": count, "received": count}
+        given = checked(raw, kinds)
+        if self._service.over:
+            self._service.told.add(given["generation"])
+            return {"state": wire.STOPPED, "reason": self._service.over}
+        worker = self._service.rounds.worker(given["generation"], time.monotonic())
+        worker.step, worker.tokens_per_second = given["step"], given["tokens_per_second"]
+        worker.sent, worker.received = given["sent"] or 0, given["received"] or 0
+        return {"state": wire.OK}
+
+    def _leave(self, raw: dict[str, Any]) -> dict[str, Any]:
+        worker = self._service.rounds.worker(checked(raw, {"generation": int})["generation"], time.monotonic())
+        worker.evicted = True
+        self._service.write_registry()
+        self._service.notify()
+        return {"state": wire.OK}
+
+    def _control(self, raw: dict[str, Any]) -> dict[str, Any]:
+        command = raw.get("command")
+        if command not in ("save", "stop", "stop_now"):
+            raise WireError(400, f"command: must be save, stop or stop_now, got {command!r:.80}")
+        self._service.wants_save |= command == "save"
+        self._service.wants_stop |= command == "stop"
+        self._service.stops_now |= command == "stop_now"
+        self._service.notify()
+        return {"round": self._service.rounds.line.round if self._service.rounds.line else None}
+
+    async def _receive_part(self, request: Request, sha256: str) -> int:
+        """Take a part to disk; returns the HTTP status. Raises WireError, Gone, OSError."""
+        submissions = self._service.model.submissions
+        most, length = submissions.most_bytes, request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > most:
+            raise WireError(
+                413, f"a part of this model has at most {most} bytes, got {length:.20}; send the server's model"
+            )
+        if submissions.has(sha256):
+            async for _ in request.body():
+                pass
+            return 200
+        path = submissions.part(sha256)
+        temporary, digest, size, held = sibling(path, "tmp"), hashlib.sha256(), 0, b""
+        file = await asyncio.to_thread(temporary.open, "wb", 0)
+        try:
+            with file:
+
+                def write(content: bytes) -> None:
+                    digest.update(content)
+                    view = memoryview(content)
+                    while view:
+                        view = view[file.write(view) :]
+
+                async for chunk in request.body():
+                    held, size = held + chunk, size + len(chunk)
+                    if size > most:
+                        raise WireError(413, f"a part of this model has at most {most} bytes; send the server's model")
+                    if len(held) >= CHUNK:
+                        await asyncio.to_thread(write, held)
+                        held = b""
+                await asyncio.to_thread(write, held)
+                if digest.hexdigest() != sha256:
+                    raise WireError(
+                        400, f"the body's SHA-256 is {digest.hexdigest()}, not that of its name; send it again"
+                    )
+                await asyncio.to_thread(os.fsync, file.fileno())
+            temporary.replace(path)
+            await asyncio.to_thread(sync_directory, path.parent)
+        finally:
+            self._service.received += size
+            temporary.unlink(missing_ok=True)
+        return 202
+
+
+def status(service: Service) -> dict[str, Any]:
+    """What ``forgather diloco status`` shows."""
+    rounds, now, line = service.rounds, service.now(), service.rounds.line
+    members = {} if line is None else {member.worker: member.slot for member in line.members}
+    state = "stopping" if service.over or service.wants_stop else "computing" if rounds.closing else "training"
+    return {
+        "state": state if line is not None or service.over else "waiting",
+        "run": str(service.run.root),
+        "round": None if line is None else line.round,
+        "hash": None if line is None else line.hash,
+        "round_seconds": now - rounds.opened,
+        "waits_for": rounds.waited_for(),
+        "why": rounds.why_waiting(),
+        "workers_expected": service.settings.workers,
+        "sync_every": service.settings.sync_every,
+        "compression": service.settings.compression,
+        "max_rounds": service.settings.max_rounds,
+        "tokens": rounds.tokens,
+        "outer_grad_norm": service.norm,
+        "checkpoint": service.model.saved if service.model.saved >= 0 else None,
+        "received": service.received,
+        "sent": service.sent,
+        "seconds": now - service.started,
+        "workers": [
+            {
+                "worker": worker.name,
+                "slot": rounds.slots.get(worker.name),
+                "state": _worker_state(service.rounds, worker.name, worker.evicted, members),
+                "host": worker.host,
+                "pid": worker.pid,
+                "run": worker.run,
+                "step": worker.step,
+                "tokens_per_second": worker.tokens_per_second,
+                "sent": worker.sent,
+                "received": worker.received,
+                "silent": now - worker.heard,
+            }
+            for _, worker in sorted(rounds.registry.workers.items())
+        ],
+    }
+
+
+def _worker_state(rounds: Rounds, name: str, evicted: bool, members: dict[str, int]) -> str:
+    if evicted:
+        return "evicted"
+    if name not in members:
+        return "joining"
+    if (sent := rounds.sent.get(members[name])) is not None:
+        return "rejected" if sent.rejected else "sent"
+    return "training"
