@@ -3,7 +3,8 @@
     scripts/diloco_campaign 200                       # 200 trials, seeds 0 to 199
     scripts/diloco_campaign 1 --seed 17
 
-A trial draws two workers' layouts and a compression, and kills the server, a worker (its launcher, or one of its ranks)
+A trial draws two workers' layouts, a compression, and whether whole weights are exchanged or fragments beside training,
+and kills the server, a worker (its launcher, or one of its ranks)
 or several of them with SIGKILL, one to four times, at instants spread over the run; what was killed is started again at
 once. The global weights after the last round, and what each worker has trained, must be those of an undisturbed run of
 the same layouts, bit for bit. Exit code 1 if a trial fails; its runs are kept.
@@ -35,7 +36,9 @@ LAYOUTS = {
     "fsdp2x2": ["trainer=fsdp2", "nproc_per_node=2"],
     "pipeline2": ["trainer=pipeline", "nproc_per_node=2", "n_microbatches=2"],
 }
+PAIRS = (("single", "fsdp2x2"), ("ddp2", "pipeline2"), ("fsdp2x2", "ddp2"), ("pipeline2", "single"))
 COMPRESSIONS = ("fp32", "bf16", "int8", "int4")
+STREAMING = ["diloco.num_fragments=2", f"diloco.sync_every={2 * SYNC_EVERY}", "diloco.overlap=2"]
 RECIPE = [
     "model=nano", "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=2", "data=synthetic", "data.seq_len=16",
     "data.num_samples=256", "data.num_eval_samples=8", "callbacks=minimal", "global_batch_size=8",
@@ -93,6 +96,8 @@ class Trial:
     seed: int
     layouts: tuple[str, str]
     compression: str
+    streams: bool = False
+    """Fragments are exchanged while training goes on."""
     kills: list[tuple[float, str]] = field(default_factory=list)
     """(share of the undisturbed run's time, whom)."""
     done: list[str] = field(default_factory=list)
@@ -100,14 +105,16 @@ class Trial:
 
     def __str__(self) -> str:
         what = "; ".join(self.problems) or ", ".join(self.done) or "nothing was hit"
-        who = f"{self.layouts[0]} and {self.layouts[1]}, {self.compression}"
-        return f"seed {self.seed}: {who}: {'FAILED: ' if self.problems else ''}{what}"
+        return f"seed {self.seed}: {self.kind}: {'FAILED: ' if self.problems else ''}{what}"
+
+    @property
+    def kind(self) -> str:
+        return "-".join([*self.layouts, self.compression, *(["streaming"] if self.streams else [])])
 
 
-def draw(seed: int, layouts: Sequence[str]) -> Trial:
+def draw(seed: int, pairs: Sequence[tuple[str, str]]) -> Trial:
     rng = random.Random(seed)
-    chosen = rng.choice(layouts), rng.choice(layouts)
-    trial = Trial(seed, chosen, rng.choice(COMPRESSIONS))
+    trial = Trial(seed, rng.choice(pairs), rng.choice(COMPRESSIONS), rng.random() < 0.5)
     for _ in range(rng.randint(1, 4)):
         trial.kills.append((rng.uniform(0.02, 1.0), rng.choice(("server", "a", "b"))))
     trial.kills.sort()
@@ -117,18 +124,17 @@ def draw(seed: int, layouts: Sequence[str]) -> Trial:
 class Campaign:
     """Trials under ``work``, with the undisturbed runs that they are compared with."""
 
-    def __init__(self, work: Path, layouts: Sequence[str] = tuple(LAYOUTS)) -> None:
-        self._work, self._layouts = work, layouts
+    def __init__(self, work: Path, pairs: Sequence[tuple[str, str]] = PAIRS) -> None:
+        self._work, self._pairs = work, pairs
 
     def trial(self, seed: int) -> Trial:
-        trial = draw(seed, self._layouts)
+        trial = draw(seed, self._pairs)
         root = self._work / f"trial-{seed}"
         try:
-            name = f"reference-{trial.layouts[0]}-{trial.layouts[1]}-{trial.compression}"
-            reference = self._work / name
+            reference = self._work / f"reference-{trial.kind}"
             if not (reference / "seconds").exists():
                 shutil.rmtree(reference, ignore_errors=True)
-                calm = Trial(seed, trial.layouts, trial.compression)
+                calm = Trial(seed, trial.layouts, trial.compression, trial.streams)
                 began = time.monotonic()
                 self._run(calm, reference, 0.0)
                 (reference / "seconds").write_text(str(time.monotonic() - began))
@@ -153,7 +159,7 @@ class Campaign:
         ours = [
             "diloco.workers=2", f"diloco.sync_every={SYNC_EVERY}", f"diloco.port={port}", f"diloco.max_rounds={ROUNDS}",
             f"diloco.compression={trial.compression}", "diloco.eviction=null", "diloco.save_every=2",
-            f"diloco.token_file={root}/token",
+            f"diloco.token_file={root}/token", *(STREAMING if trial.streams else []),
         ]  # fmt: skip
         members = {
             "server": Member(
@@ -232,11 +238,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trials", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--layouts", nargs=2, choices=LAYOUTS, help="of the workers, default: drawn")
     parser.add_argument("--work", type=Path, help="directory for runs; default: a temporary one, kept if a trial fails")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp(prefix="diloco-campaign-"))
-    campaign, failed = Campaign(work, arguments.layouts.split(",")), 0
+    campaign, failed = Campaign(work, [tuple(arguments.layouts)] if arguments.layouts else PAIRS), 0
     for seed in range(arguments.seed, arguments.seed + arguments.trials):
         trial = campaign.trial(seed)
         failed += bool(trial.problems)
