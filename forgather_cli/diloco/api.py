@@ -165,8 +165,8 @@ class Api:
         self._service.write_registry()
         self._service.notify()
         settings = self._service.settings
-        shared = ("mode", "sync_every", "compression", "compression_down", "num_fragments", "overlap", "alpha",
-                  "weighting", "max_rounds", "workers")  # fmt: skip
+        shared = ("mode", "sync_every", "compression", "compression_down", "stochastic_rounding", "num_fragments",
+                  "overlap", "alpha", "weighting", "max_rounds", "workers")  # fmt: skip
         told = {key: getattr(settings, key) for key in shared} | {"seed": self._service.model.seed}
         return {"generation": generation, "settings": told, "stood": stood}
 

@@ -1,8 +1,8 @@
 """Tensors as they go over the wire: fp32, bf16, int8 or int4.
 
 int8 and int4 have one scale for each block of ``BLOCK`` values of a row, the largest magnitude over 127 or 7, and are
-rounded to the nearest. Blocks never cross rows, so ranks that hold different rows of a tensor encode it as one rank
-would. A tensor of one dimension, few bytes of a model, goes as fp32 in their place.
+rounded to the nearest, or at random by how near they are. Blocks never cross rows, so ranks that hold different rows of
+a tensor encode it as one rank would. A tensor of one dimension, few bytes of a model, goes as fp32 in their place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ def is_lossy(compression: Compression) -> bool:
     return compression in _MOST
 
 
-def encode(name: str, values: Tensor, compression: Compression) -> dict[str, Tensor]:
+def encode(
+    name: str, values: Tensor, compression: Compression, random: torch.Generator | None = None
+) -> dict[str, Tensor]:
     """What is sent of a tensor, fp32, of any shape with whole rows: under ``name``, of blocks also ``name:scale``.
+    ``random``: round at random by it, up or down, so that the mean is the value.
 
     The shapes sent begin with the rows: bf16 and fp32 (rows, ...), int8 (rows, n), int4 (rows, ceil(n / 2)), its scales
     fp32 (rows, ceil(n / BLOCK)), where n are a row's values.
@@ -38,7 +41,9 @@ def encode(name: str, values: Tensor, compression: Compression) -> dict[str, Ten
     blocks = _in_blocks(values)
     most = _MOST[compression]
     scale = blocks.abs().amax(-1) / most  # (rows, blocks)
-    whole = (blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round_().clamp_(-most, most)
+    whole = blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    whole = whole.round_() if random is None else whole.add_(torch.rand(whole.shape, generator=random)).floor_()
+    whole.clamp_(-most, most)
     flat = whole.to(torch.int8).flatten(1)[:, : math.prod(values.shape[1:])]
     if compression == "int4":
         flat = torch.nn.functional.pad(flat, (0, flat.shape[1] % 2)) + 8  # 1 to 15

@@ -39,6 +39,7 @@ class Exchange:
         """Of the parameters, by fragment."""
         self._up: Compression = "fp32"
         self._down: Compression = "fp32"
+        self._rounds_at_random = False
         self._snapshot: Values = {}
         """The weights as published, of which changes are made."""
         self._versions: list[int | None] = []
@@ -57,6 +58,7 @@ class Exchange:
     def agree(self, settings: dict[str, Any]) -> None:
         """Take what the server says of all exchanges."""
         self._up, self._down = settings["compression"], settings["compression_down"]
+        self._rounds_at_random = settings["stochastic_rounding"]
         self.names = fragments(dict(self.parts.shapes), settings["num_fragments"])
         self._versions = self._versions or [None] * len(self.names)
 
@@ -119,7 +121,11 @@ class Exchange:
             square += change.double().square().sum()
             if part in self._error:
                 change += self._error[part]
-            sent = encode(part.name, change, self._up)
+            random = None
+            if self._rounds_at_random:  # as after a kill, so that the same is sent
+                seed = hashlib.sha256(f"{self._run.seed} {self._run.seed_rank} {round} {_key(part)}".encode()).digest()
+                random = torch.Generator().manual_seed(int.from_bytes(seed[:8], "little"))
+            sent = encode(part.name, change, self._up, random)
             tensors |= sent
             if is_lossy(self._up):
                 self._next_error[part] = change - decode(part.name, sent, part.held_shape, self._up)

@@ -56,3 +56,17 @@ def test_zeros_and_a_block_of_zeros_stay_what_they_are() -> None:
     for compression in ("int8", "int4"):
         found = decode("w", encode("w", values, compression), values.shape, compression)
         torch.testing.assert_close(found, values)
+
+
+def test_rounding_at_random_has_the_right_mean_and_can_be_repeated() -> None:
+    values = torch.linspace(-1, 1, 256).repeat(400, 1)
+
+    def sent(seed: int) -> torch.Tensor:
+        random = torch.Generator().manual_seed(seed)
+        return decode("w", encode("w", values, "int4", random), values.shape, "int4")
+
+    assert torch.equal(sent(1), sent(1))
+    assert not torch.equal(sent(1), sent(2))
+    step = 1 / 7
+    assert (sent(1) - values).abs().max() < step * 1.001
+    assert (sent(1).mean(0) - values[0]).abs().max() < 5 * step / (12 * 400) ** 0.5 * 2

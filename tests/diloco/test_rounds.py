@@ -274,3 +274,64 @@ def test_the_ledger_is_the_state_and_a_torn_line_is_cut(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b'"targets":10', b'"targets":11'))
     with pytest.raises(SetupError, match="line 2 does not follow"):
         read_ledger(path)
+
+
+def test_with_overlap_samples_are_given_ahead_and_what_is_left_stays() -> None:
+    made = two(sync_every=4, num_fragments=2, overlap=1)
+    line = made.line
+    assert given(line) == {"a": ((0, 12),), "b": ((12, 24),)}, "2 steps of 4, and one more"
+    send(made, "a", used=8), send(made, "b", used=8, leaves=True)
+    line = step(made, 0.0)
+    assert line is not None
+    assert line.closed is not None
+    assert line.closed.fragments == (0,)
+    assert given(line)["a"] == ((8, 12), (24, 32)), "what is left comes first"
+    send(made, "a", used=8, leaves=True), send(made, "b", used=8, leaves=True)
+    line = step(made, 0.0)
+    assert line is not None
+    assert line.closed is not None
+    assert line.closed.fragments == (0, 1), "the last exchange is of all"
+
+
+def test_in_async_mode_each_submission_is_a_round_and_the_others_go_on() -> None:
+    made = two(mode="async")
+    a, b = made.registry.workers["a"], made.registry.workers["b"]
+    send(made, "b")
+    line = step(made, 0.0)
+    assert line is not None
+    assert line.closed is not None
+    assert [(sent.worker, weight) for sent, weight in line.closed.submissions] == [("b", 1.0)]
+    assert [(member.worker, member.round) for member in line.members] == [("a", 0), ("b", 1)]
+    assert given(line) == {"a": ((0, 8),), "b": ((16, 24),)}
+    assert made.offer(a, 0) is None
+    assert made.offer(b, 0) == {"state": "open", "round": 1, "hash": line.hash, "slot": 1, "steps": 2,
+                                "ranges": [[16, 24]], "weights": [1]}  # fmt: skip
+    send(made, "a")
+    assert step(made, 0.0)
+    assert made.answered(a, 0, ["a0"]) == ("counted", "")
+    assert made.answered(a, 0, ["other"])[0] == "late"  # type: ignore[index]
+    assert made.needed() == {1, 2}, "b trains from round 1"
+    join(made, "c", 1.0)
+    line = step(made, 1.0)
+    assert line is not None
+    assert [(member.worker, member.round) for member in line.members] == [("a", 2), ("b", 1), ("c", 3)]
+    assert line.closed is not None
+    assert line.closed.fragments == ()
+
+
+def test_with_dylu_the_slower_worker_gets_fewer_steps() -> None:
+    made = rounds(mode="async", sync_every=10)
+    join(made, "a", dylu=True), join(made, "b", dylu=True)
+    step(made, 0.0)
+    made.registry.workers["a"].speed, made.registry.workers["b"].speed = 4.0, 1.0
+    send(made, "b")
+    line = step(made, 0.0)
+    assert line is not None
+    assert [member.steps for member in line.members] == [10, 2]
+    with pytest.raises(WireError, match="dylu"):
+        join(rounds(), "a", dylu=True)
+
+
+def test_a_server_that_has_lost_rounds_takes_workers_back_if_it_is_told_to() -> None:
+    made = two(rewind=True)
+    assert made.register("a", "a", batch=4, model=MODEL, now=1.0, round=7, parent="f" * 64)[1] == "rewound"

@@ -43,6 +43,7 @@ class DilocoServerSettings(Settings):
     sync_every: PositiveInt = 500
     compression: Wire = "bf16"
     compression_down: Wire = "fp32"
+    stochastic_rounding: bool = False
     outer: OuterSettings = OuterSettings()
     weighting: Literal["tokens", "equal"] = "tokens"
     quorum: PositiveInt | None = None
@@ -86,6 +87,11 @@ class DilocoServerSettings(Settings):
             yield (
                 f"diloco.overlap: must be below the {steps} steps between two exchanges (sync_every / num_fragments), "
                 f"got {self.overlap}; set diloco.overlap={steps - 1} or less"
+            )
+        if self.stochastic_rounding and self.compression not in ("int8", "int4"):
+            yield (
+                "diloco.stochastic_rounding: counts only with diloco.compression=int8 or int4, got "
+                f"compression={self.compression}; leave it out"
             )
         if self.alpha != 0.5 and not self.overlap:
             yield f"diloco.alpha: nothing reads it with diloco.overlap=0, got {self.alpha:g}; set diloco.overlap"
