@@ -93,6 +93,7 @@ class DilocoWorker:
         self._began = self._mark = time.monotonic()
         self._trained_seconds, self._trained_tokens = 0.0, 0
         """Of the steps since the last submission."""
+        self._tokens_per_second: float | None = None
 
     @property
     def ended(self) -> ExitStatus | None:
@@ -135,6 +136,7 @@ class DilocoWorker:
         self._targets += counts.targets
         self._trained_tokens += counts.tokens
         self._trained_seconds += time.monotonic() - self._mark
+        self._tokens_per_second = self._trained_tokens / self._trained_seconds
         if self._pending is None and (self.local_step >= self.sync_every or not self._left or self._is_last):
             self._make_submission()
             self._run.control.should_save = True
@@ -147,11 +149,9 @@ class DilocoWorker:
             if self.local_step and self.ended is None:  # trained while the one before was under way
                 self._make_submission()
                 self._meet()
-        elif self._joined and self.ended is None:  # a callback has ended training
-            try:
-                self._link.call("/leave", {"generation": self._generation})
-            except Fenced as error:
-                log.info("%s", error)
+        elif self._joined and self.ended is None and self._run.world.rank == 0:  # a callback has ended training
+            with contextlib.suppress(ForgatherError):  # else the server finds out by its silence
+                self._link.client.call("/leave", {"generation": self._generation})
         self._over.set()
         self._link.stop_heartbeats()
 
@@ -249,11 +249,11 @@ class DilocoWorker:
         return True
 
     def _heartbeat(self) -> dict[str, Any]:
-        bucket, seconds = self._link.client.bucket, self._trained_seconds
+        bucket = self._link.client.bucket
         return {
             "generation": self._generation,
             "step": self._run.state.global_step,
-            "tokens_per_second": self._trained_tokens / seconds if seconds else None,
+            "tokens_per_second": self._tokens_per_second,
             "sent": bucket.sent,
             "received": bucket.received,
         }
@@ -276,9 +276,11 @@ class DilocoWorker:
         run.seed_rank = run.world.rank + self._slot * SLOT_SEEDS
         if number == self._round:
             return True
-        if self._round is None or not self._counts or not (self._is_async or number == self._round + 1):
+        follows = self._round is not None and (self._is_async or number == self._round + 1)
+        if self._pending is None or not self._counts or not follows:
             self._begin_at(opened)
         else:
+            assert self._round is not None
             changed = [each for each, made_by in enumerate(opened["weights"]) if made_by == number]
             self._exchange.set_weights(changed, share=self._alpha if self._overlap else 0.0)
             self.staleness = number - 1 - self._round
