@@ -73,6 +73,7 @@ TIMES = {
     "evaluation_seconds": "eval",
     "save_seconds": "saving",
     "sync_seconds": "sync",
+    "exchange_seconds": "exchanges",
 }
 """Where a run's time went: a final metric in seconds, and its label."""
 

@@ -284,7 +284,7 @@ def _shown(status: dict[str, Any]) -> RenderableType:
     return Lines(*lines, Text(status["why"]))
 
 
-_STYLES = {"evicted": "dim", "rejected": "red", "sent": "green"}
+_STYLES = {"evicted": "dim", "left": "dim", "rejected": "red", "sent": "green"}
 
 
 @app.command(cls=Command)

@@ -20,7 +20,7 @@ from forgather_cli.diloco.global_model import GlobalModel
 from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.outer_step import header_of
 from forgather_cli.diloco.request import CHUNK, Gone, Receive, Request, Send, checked, pairs
-from forgather_cli.diloco.rounds import Rounds
+from forgather_cli.diloco.rounds import Rounds, Worker
 from forgather_cli.diloco.wire import WireError
 from forgather_cli.run_dir import RunDir, is_name
 
@@ -218,7 +218,7 @@ class Api:
         if answer is None:
             used = rounds.check_ranges(worker, number, given["hash"], ranges)
             if lacking := [part for part in parts if not submissions.has(part)]:
-                raise WireError(400, f"parts: {lacking[0]} is not here; PUT it to /parts first")
+                return {"status": wire.LACKING, "parts": lacking}
             names = self._service.model.outer.names(rounds.fragments_of(number, leaves=given["leaves"]))
             problem = await asyncio.to_thread(submissions.problem, parts, names)
             submission = Submission(
@@ -313,7 +313,6 @@ class Api:
 def status(service: Service) -> dict[str, Any]:
     """What ``forgather diloco status`` shows."""
     rounds, now, line = service.rounds, service.now(), service.rounds.line
-    members = {} if line is None else {member.worker: member.slot for member in line.members}
     state = "stopping" if service.over or service.wants_stop else "computing" if rounds.closing else "training"
     return {
         "state": state if line is not None or service.over else "waiting",
@@ -337,7 +336,7 @@ def status(service: Service) -> dict[str, Any]:
             {
                 "worker": worker.name,
                 "slot": rounds.slots.get(worker.name),
-                "state": _worker_state(service.rounds, worker.name, worker.evicted, members),
+                "state": _worker_state(rounds, worker),
                 "host": worker.host,
                 "pid": worker.pid,
                 "run": worker.run,
@@ -352,11 +351,12 @@ def status(service: Service) -> dict[str, Any]:
     }
 
 
-def _worker_state(rounds: Rounds, name: str, evicted: bool, members: dict[str, int]) -> str:
-    if evicted:
+def _worker_state(rounds: Rounds, worker: Worker) -> str:
+    member = None if rounds.line is None else rounds.line.member(worker.name)
+    if worker.evicted:
         return "evicted"
-    if name not in members:
-        return "joining"
-    if (sent := rounds.sent.get(members[name])) is not None:
+    if member is None:
+        return "joining" if worker.last_round is None else "left"
+    if (sent := rounds.sent.get(member.slot)) is not None:
         return "rejected" if sent.rejected else "sent"
     return "training"

@@ -18,6 +18,7 @@ from forgather_cli.diloco.client import Client
 from forgather_cli.diloco.encoding import Compression, decode, encode, is_lossy
 from forgather_cli.diloco.fragments import fragments
 from forgather_cli.diloco.parts import Part, Parts
+from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.trainer.run import Run
 
@@ -145,12 +146,19 @@ class Exchange:
 
     def upload(self, client: Client, files: Sequence[tuple[str, str]]) -> None:
         """Send those of these files (name, SHA-256) that fall to this rank, as far as the server lacks them. Raises
-        what ``Client`` does.
+        what ``Client`` does, and SetupError for a file that is gone.
         """
         world = self._run.world
         for name, digest in files[world.rank :: world.size]:  # as many as there were ranks when they were written
-            if not client.has(f"/parts/{digest}"):
-                client.put(f"/parts/{digest}", self._run.run_dir.diloco_worker / name)
+            file = self._run.run_dir.diloco_worker / name
+            if client.has(f"/parts/{digest}"):
+                continue
+            try:
+                client.put(f"/parts/{digest}", file)
+            except FileNotFoundError as error:
+                raise SetupError(
+                    f"{file}: is gone, and the DiLoCo server lacks it; restore it, or resume from an older checkpoint"
+                ) from error
 
     def settle(self, *, counts: bool) -> None:
         """What was sent last counts, or does not: then what compression has lost is as it was before."""

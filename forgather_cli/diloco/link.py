@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from forgather_cli.config.schema import DilocoSettings
-from forgather_cli.diloco.client import Away, Client, Fenced, TokenBucket
+from forgather_cli.diloco.client import Away, Client, TokenBucket
 from forgather_cli.distributed import gather
-from forgather_cli.errors import ConfigError, ForgatherError
+from forgather_cli.errors import ForgatherError
 from forgather_cli.input_files import read_json_object, write_whole
 from forgather_cli.launch.exit_status import STOPPED, ExitStatus, Kind
 from forgather_cli.trainer.run import Run
@@ -59,7 +59,7 @@ class Link:
         """Run ``action`` on every rank, again where the server does not answer. False if training ends instead: by a
         signal, a command, or since the server has been silent for too long.
 
-        Raises what it raised on any rank: Fenced, ConfigError.
+        Raises what it raised on any rank, Away excepted.
         """
         run, is_done, begun = self._run, False, time.monotonic()
         tries, allowed = 0, self._settings.timeout * max(1, self._settings.max_sync_retries)
@@ -69,7 +69,7 @@ class Link:
                 try:
                     action()
                     is_done = True
-                except (Away, Fenced, ConfigError) as error:
+                except ForgatherError as error:
                     failure = error
             told = gather((failure, time.monotonic() - begun), run.cpu_group)
             stops = run.sync.poll()

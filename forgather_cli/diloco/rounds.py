@@ -221,6 +221,8 @@ class Rounds:
             return f"{here} of {wanted} workers have registered"
         if self.closing is not None:
             return f"round {self.line.round} is being computed"
+        if not self.line.members:
+            return f"round {self.line.round} waits for workers: all have left"
         return f"round {self.line.round} waits for {', '.join(self.waited_for()) or 'its end'}"
 
     def answered(self, worker: Worker, round: int, parts: Iterable[str]) -> tuple[str, str] | None:

@@ -24,6 +24,8 @@ MAX_PART_HEADER = 1 << 24
 OPEN, WAITING, STOPPED, OK = "open", "waiting", "stopped", "ok"
 # of /submit
 COUNTED, LATE, REJECTED = "counted", "late", "rejected"
+LACKING = "lacking"
+"""Some parts are not at the server, which names them: PUT them, and submit again."""
 # codes of a 409
 REFUSED = "refused"
 """Settings, model or data differ: a mistake that no retry mends."""

@@ -367,10 +367,12 @@ class DilocoWorker:
 
     def _submit(self) -> bool:
         """Send the pending submission. False if training ends instead."""
-        files = [] if self._pending is None else self._pending["files"]
-        if not self._link.on_all_ranks(lambda: self._exchange.upload(self._link.client, files)):
-            return False
-        answer = self._link.call("/submit", self._manifest())
+        assert self._pending is not None
+        files = self._pending["files"]
+        # asked before anything is sent: after a kill it may have counted long ago, and the files be gone
+        while (answer := self._link.call("/submit", self._manifest())) and answer["status"] == wire.LACKING:
+            if not self._link.on_all_ranks(lambda: self._exchange.upload(self._link.client, files)):
+                return False
         if answer is None:
             return False
         self._counts = answer["status"] == wire.COUNTED
@@ -414,11 +416,10 @@ class DilocoWorker:
                 self._pause()
             self._exchange.upload(client, pending["files"])
             if run.world.rank == 0:
-                for _, digest in pending["files"]:
-                    while not client.has(f"/parts/{digest}"):
-                        self._pause()
-                if (answer := client.call("/submit", self._manifest()))["status"] != wire.COUNTED:
-                    raise ControlError(f"the submission does not count: {answer}")
+                while (status := client.call("/submit", self._manifest())["status"]) == wire.LACKING:
+                    self._pause()
+                if status != wire.COUNTED:
+                    raise ControlError(f"the submission does not count: it is {status}")
             body = {"generation": self._generation, "after": self._round, "wait": _POLL}
             while (opened := client.call("/next", body))["state"] == wire.WAITING:
                 self._pause()

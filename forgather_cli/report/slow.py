@@ -111,6 +111,9 @@ def _findings(
         less = f"save_steps={2 * int(settings.get('save_steps') or 500)}"
         less = less if settings.get("async_save", True) else "async_save=true, which trains on meanwhile"
         yield Finding(f"Checkpoints take {percent('save_seconds')}.", less)
+    if share("exchange_seconds") > _MUCH:
+        less = "diloco.sync_every twice as large at the server, or diloco.overlap, which trains on meanwhile"
+        yield Finding(f"Exchanges with other workers take {percent('exchange_seconds')}.", less)
     if (slow := _slow_rank(run)) is not None:
         yield Finding(f"One rank keeps the others waiting: {slow}.", f"forgather control stacks {run.root}, as it runs")
     elif share("sync_seconds") > _MUCH:

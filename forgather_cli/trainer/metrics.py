@@ -80,6 +80,8 @@ class TrainMetrics:
         """Not active."""
         self.sync_seconds = 0.0
         """Spent waiting for the step sync of all ranks."""
+        self.exchange_seconds = 0.0
+        """Spent in averaging weights with other jobs, and waiting for them."""
         self.first_step_seconds = 0.0
         """Spent in the first step, where things are compiled and warmed up."""
         self.restart_clock()
@@ -188,6 +190,7 @@ class TrainMetrics:
             "evaluation_seconds": self.evaluation_seconds,
             "save_seconds": self.save_seconds,
             **({"sync_seconds": self.sync_seconds} if self._world.size > 1 else {}),
+            **({"exchange_seconds": self.exchange_seconds} if self.exchange_seconds else {}),
         }
         return {"step_seconds": max(0.0, total - sum(told.values()) - self.profile_seconds), **told}
 

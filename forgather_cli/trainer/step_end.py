@@ -104,7 +104,10 @@ class StepEnd:
         self._checkpoints.wait()
         self._emit_on_save()
         if run.outer is not None and not (aborted or stopped):
+            begun = time.perf_counter()
             run.outer.end()
+            run.metrics.exchange_seconds += time.perf_counter() - begun
+            start += time.perf_counter() - begun
         if run.args.load_best_model_at_end and not (aborted or stopped):
             self._checkpoints.load_best()
         run.metrics.save_seconds += time.perf_counter() - start

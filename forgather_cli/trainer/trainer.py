@@ -449,7 +449,9 @@ class Trainer:
         self.emit("on_epoch_begin")
         while not (self._is_finished() or control.should_epoch_stop or epochs.is_full()):
             if run.outer is not None:
+                start = time.perf_counter()
                 run.outer.before_step(self.checkpoints.wait)
+                run.metrics.exchange_seconds += time.perf_counter() - start
                 if self._is_finished():
                     break
             start = time.perf_counter()

@@ -341,11 +341,12 @@ def test_submissions_that_do_not_count(worker: FakeWorker) -> None:
     for wrong, status in (
         ({"hash": "0" * 64}, 409),
         ({"ranges": [[0, 10**9]]}, 400),
-        ({"parts": ["0" * 64]}, 400),
         ({"round": 7}, 400),
         ({"generation": worker.generation + 5}, 409),
     ):
         assert worker.client.ask("POST", "/submit", {**told, **wrong}).status == status, wrong
+    lacking = worker.client.post("/submit", **{**told, "parts": [parts[0], "0" * 64]})
+    assert lacking == {"status": "lacking", "parts": ["0" * 64]}
     answer = worker.client.post("/submit", **{**told, "parts": parts[:1]})
     assert answer["status"] == "rejected"
     assert "rows" in answer["reason"]
