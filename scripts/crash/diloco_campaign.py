@@ -86,9 +86,12 @@ class Member:
 
 
 def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
+    """Of all its threads: a launcher starts its ranks in threads."""
+    found: list[int] = []
+    for task in Path("/proc").glob(f"{pid}/task/*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
 
 
 @dataclass
