@@ -177,7 +177,9 @@ def test_settings_that_a_joined_world_does_not_allow(words: list[str], size: int
 def test_nodes_have_to_meet_unless_others_start_the_ranks() -> None:
     words = ["trainer=ddp", "nnodes=2", "nproc_per_node=1"]
     assert layout_of(*words, place=Place(size=2, by="Slurm")) == "2 ranks that Slurm has started"
-    with pytest.raises(ConfigError, match="rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT"):
+    with pytest.raises(
+        ConfigError, match="rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT"
+    ):
         layout_of(*words)
 
 
