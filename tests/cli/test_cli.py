@@ -542,18 +542,26 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
 
 
 def test_jobs_at_once_need_a_gpu_for_each_rank(forgather: Forgather, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    words = ["train", "trainer=ddp", "learning_rate=1e-3,2e-3,3e-3", "nproc_per_node=2", "-m", "--dry-run", "--jobs"]
-    assert forgather(*words, "2").code == 0
-    refused = forgather(*words, "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    words = [
+        "train",
+        *SMALL,
+        "learning_rate=1e-3,2e-3",
+        "trainer=ddp",
+        "nproc_per_node=2",
+        "-m",
+        "--dry-run",
+        "--jobs=2",
+    ]
+    assert forgather(*words).code == 0  # on a CPU
+    refused = forgather(*words, "device=auto")
     assert refused.code == 2
     assert (
-        "--jobs: 3 at once with 2 GPUs each (nproc_per_node) need 6, and this machine has 4; give --jobs 2"
+        "--jobs: 2 at once with 2 GPUs each (nproc_per_node) need 4, and this machine has 3; give --jobs 1"
         in refused.err
     )
-    assert forgather(*words, "3", "device=cpu").code == 0
-    assert "--jobs: " in (alone := forgather("train", "--jobs", "2")).err
-    assert alone.code == 2
+    alone = forgather("train", "--jobs", "2")
+    assert (alone.code, "add --multirun" in alone.err) == (2, True)
 
 
 def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> None:
