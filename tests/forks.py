@@ -173,6 +173,7 @@ def _start_ranks_by_forks() -> None:
 
 
 def _serve(requests: Connection, launcher: int) -> NoReturn:
+    os.setpgrp()  # a terminal's Ctrl-C is not for it
     with contextlib.suppress(EOFError):
         while True:
             command, environment, outputs = requests.recv()

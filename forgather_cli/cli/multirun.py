@@ -168,7 +168,8 @@ class _Sweep:
         self.last_codes: list[int] = []
         """Of the jobs that have ended since then."""
         for signum in STOP_SIGNALS:
-            signal.signal(signum, self._stop)
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it is ignored
+                signal.signal(signum, self._stop)
 
     def _stop(self, signum: int, frame: FrameType | None = None) -> None:
         self.stopped_by = self.stopped_by or signum

@@ -517,6 +517,7 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
     job.read_until(r"=300 +running +\d+/200 +\d+\.\d{4}[^\n]*\n[^\n]*=8 +refused[^\n]*\n[^\n]*=301 +running +\d+/200")
     job.press(b"\x03")
     assert job.finish() == 75, job.output
+    assert "Traceback" not in job.output
     assert "error: model.vocab_size: the tokenizer has 257 tokens, got 8" in job.output
     [root] = (tmp_path / "outputs/default").glob("sweep-*")
     stopped = {
