@@ -51,7 +51,7 @@ class Program:
     """``python COMMAND`` in a forked process, and its ranks too if it starts ranks by torch's elastic agent.
 
     What tests use of ``subprocess.Popen``. ``command``: [flags] -m module or -c code, then its words. ``terminal``: the
-    device of a terminal to run on, which then has the output; without ranks.
+    device of a terminal to run on, which then has the output.
     """
 
     def __init__(
@@ -102,8 +102,7 @@ def _program(
     output.close()
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding="utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), encoding="utf-8", errors="backslashreplace", write_through=True)
-    if not terminal:
-        _start_ranks_by_forks()
+    _start_ranks_by_forks()
     _become(command, environment)
 
 
@@ -156,7 +155,13 @@ def _start_ranks_by_forks() -> None:
 
     class Popen(subprocess.Popen[bytes]):
         def __init__(self, args: tuple[str, ...], env: dict[str, str] | None = None, **kwargs: Any) -> None:
-            ours.send((args, env or dict(os.environ)))
+            outputs = {}
+            for number, output in ((1, kwargs.get("stdout")), (2, kwargs.get("stderr"))):
+                if output == subprocess.DEVNULL:
+                    outputs[number] = os.devnull
+                elif output is not None:
+                    outputs[number] = f"/proc/{launcher}/fd/{output.fileno()}"
+            ours.send((args, env or dict(os.environ), outputs))
             super().__init__(args, env=env, **kwargs)
 
         def _execute_child(self, *args: Any) -> None:
@@ -164,24 +169,29 @@ def _start_ranks_by_forks() -> None:
             self._child_created = True
 
     subprocess_handler.Popen = Popen
-    multirun.subprocess = SimpleNamespace(Popen=Popen)  # type: ignore[assignment]
+    multirun.subprocess = SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
 
 
 def _serve(requests: Connection, launcher: int) -> NoReturn:
+    os.setpgrp()  # a terminal's Ctrl-C is not for it
     with contextlib.suppress(EOFError):
         while True:
-            command, environment = requests.recv()
+            command, environment, outputs = requests.recv()
             if (between := os.fork()) == 0:
                 if os.fork() == 0:
-                    _rank(requests, launcher, command, environment)
+                    _rank(requests, launcher, command, environment, outputs)
                 os._exit(0)
             os.waitpid(between, 0)
     os._exit(0)
 
 
-def _rank(requests: Connection, launcher: int, command: tuple[str, ...], environment: dict[str, str]) -> NoReturn:
+def _rank(
+    requests: Connection, launcher: int, command: tuple[str, ...], environment: dict[str, str], outputs: dict[int, str]
+) -> NoReturn:
     while os.getppid() != launcher:
         time.sleep(0.001)
+    for number, path in outputs.items():
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.setsid()
     requests.send(os.getpid())
     requests.close()

@@ -139,14 +139,14 @@ def _packages(findings: list[Finding]) -> Facts:
 
 def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) -> Facts:
     """The processor, and what torch can compute on, first what ``device=auto`` takes, with what it can run."""
-    from forgather_cli.launch.layout import count_gpus
+    from forgather_cli.launch.layout import gpus
+    from forgather_cli.launch.processes import available_cores
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     said = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines}  # of the last core
     flags = (said.get("flags") or said.get("Features") or "").split()
     known = [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cpu = {"name": said.get("model name") or platform.machine(), "cores": cores, "instructions": known}
+    cpu = {"name": said.get("model name") or platform.machine(), "cores": available_cores(), "instructions": known}
     try:
         import torch
 
@@ -186,8 +186,8 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
             what = f"{device} cannot be used ({str(error).splitlines()[0]})"
             remedy = "see nvidia-smi, set device=cpu, or leave it out by CUDA_VISIBLE_DEVICES"
             findings.append(Finding("error", what, remedy))
-    if not torch.cuda.is_available() and (gpus := count_gpus()):
-        what = f"torch {torch.__version__} cannot use the {gpus} GPUs of this machine"
+    if not torch.cuda.is_available() and (found := gpus()):
+        what = f"torch {torch.__version__} cannot use the {len(found)} GPUs of this machine"
         remedy = "install a build of it for CUDA that the driver (nvidia-smi) is new enough for"
         findings.append(Finding("warning", what, remedy))
     bf16 = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))

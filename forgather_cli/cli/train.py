@@ -31,6 +31,19 @@ def train(
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="One run for each combination of [cyan]key=a,b,c[/].")
     ] = False,
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, metavar="N", help="With -m: runs at once, on GPUs or shares of the cores of their own."
+        ),
+    ] = None,
+    print_sbatch: Annotated[
+        bool, typer.Option("--print-sbatch", help="Print the file with which Slurm trains this, and train nothing.")
+    ] = False,
+    limit: Annotated[
+        str | None,
+        typer.Option("--time", metavar="HH:MM:SS", help="With --print-sbatch: the job's time limit (24:00:00)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe, with your settings.
@@ -43,17 +56,32 @@ def train(
     """
     if as_json and not dry_run:
         raise ConfigError("--json: training prints no document; use it with --dry-run, or see RUN/metrics.jsonl")
+    if print_sbatch and (multirun or dry_run):
+        raise ConfigError("--print-sbatch: prints the file of one run; leave out --multirun and --dry-run")
+    if limit is not None and not print_sbatch:
+        raise ConfigError("--time: is the limit of a Slurm job; add --print-sbatch, or leave it out")
+    if at_once is not None and not multirun:
+        raise ConfigError("--jobs: says how many runs of a sweep train at once; add --multirun, or leave it out")
     place = joined(words or [])
     if multirun and place is not None and place.size > 1:
         raise ConfigError(
             f"--multirun: starts runs of its own, but {place.by} has started ranks of one; use one of them"
         )
-    if dry_run and place is not None and place.rank > 0:
+    if (dry_run or print_sbatch) and place is not None and place.rank > 0:
+        return
+    if print_sbatch:
+        from forgather_cli.cli.sbatch import LIMIT, sbatch_file
+
+        command = train_command(*split_words(words), config_dir)
+        typer.echo(sbatch_file(load(words, config_dir, trust_config=True), command[1:], limit or LIMIT))
         return
     if multirun:
         from forgather_cli.cli.multirun import run_sweep
 
-        raise typer.Exit(run_sweep(*split_words(words), config_dir=config_dir, dry_run=dry_run, as_json=as_json))
+        recipe, overrides = split_words(words)
+        raise typer.Exit(
+            run_sweep(recipe, overrides, config_dir, at_once=at_once or 1, dry_run=dry_run, as_json=as_json)
+        )
     if dry_run:
         _show(load(words, config_dir, trust_config=True), train_command(*split_words(words), config_dir), as_json)
         return

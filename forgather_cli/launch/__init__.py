@@ -26,5 +26,6 @@ How a fact gets from where it happens to those that act on it:
 
 The ranks' store is a folder if our launcher has started all of them on one node, else a TCPStore with signed messages.
 A rank's exit code only tells torchrun's agent whether to restart the ranks: after SIGTERM it is 0, and the launcher,
-which has read the ranks' status, exits with 75.
+which has read the ranks' status, exits with 75. Slurm restarts no rank: under it they exit
+with the code of the run.
 """

@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout
+from forgather_cli.launch.processes import available_cores
 
 _MEETING = 600  # seconds in which all nodes must have come
 _ONE_NODE = "forgather-one-node"
@@ -108,9 +109,8 @@ class _Environment(DefaultLogsSpecs):
 
     def __init__(self, job: Job, ranks: int) -> None:
         super().__init__(log_dir=os.devnull)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         defaults = {
-            "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+            "OMP_NUM_THREADS": str(max(1, available_cores() // ranks)),
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store warns of ranks that are gone
         }
         self._own = {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -57,12 +57,14 @@ class RankContext:
         self.step = step
 
     def exit_code(self, status: ExitStatus) -> int:
-        """This process's exit code. It only tells torchrun's agent whether to restart the ranks, which it does unless
-        all return 0; how the run ended is in the job folder and in ``exit.json``.
+        """This process's exit code. Under torchrun's agent it only tells whether to restart the ranks, which the agent
+        does unless all return 0; how the run ended is in the job folder and in ``exit.json``. Slurm restarts no rank.
         """
         if self.job is not None:
             return FAILED if status.worth_a_restart and not self.stop.name else DONE
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - self.place.attempt
-        if self.place.by and (status.code == STOPPED or (status.state == "aborted" and restarts > 0)):
+        if self.place.by not in ("", "Slurm") and (
+            status.code == STOPPED or (status.state == "aborted" and restarts > 0)
+        ):
             return DONE
         return status.code

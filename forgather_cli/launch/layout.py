@@ -63,16 +63,8 @@ def plan_layout(config: Config, given: frozenset[str] = frozenset(), place: Plac
     if place is not None:
         layout = _joined(config, given, place)
     else:
-        if isinstance(config.trainer, SingleSettings):
-            here = 1
-        elif config.nproc_per_node != "auto":
-            here = config.nproc_per_node
-        elif isinstance(config.trainer, Target):
-            here = 1
-        else:
-            here = (count_gpus() if config.device in ("auto", "cuda") else 0) or _ON_CPU
         layout = Layout(
-            ranks_per_node=here,
+            ranks_per_node=ranks_per_node(config),
             nodes=config.nnodes,
             node=config.node_rank,
             restarts=config.max_restarts,
@@ -81,9 +73,25 @@ def plan_layout(config: Config, given: frozenset[str] = frozenset(), place: Plac
             backend=config.rdzv_backend or ("c10d" if config.max_restarts else "static"),
             job_id=config.rdzv_id or _ONE_JOB,
         )
-    if problems := world_problems(config, layout.world):
+    problems = world_problems(config, layout.world)
+    if layout.nodes > 1 and layout.endpoint is None:
+        problems.append(
+            f"rdzv_endpoint: nnodes={layout.nodes} have to meet somewhere; set rdzv_endpoint=HOST:PORT, of node 0"
+        )
+    if problems:
         raise ConfigError(problems)
     return layout
+
+
+def ranks_per_node(config: Config) -> int:
+    """Ranks that a launch here would start on each node."""
+    if isinstance(config.trainer, SingleSettings):
+        return 1
+    if config.nproc_per_node != "auto":
+        return config.nproc_per_node
+    if isinstance(config.trainer, Target):
+        return 1
+    return (len(gpus()) if config.device in ("auto", "cuda") else 0) or _ON_CPU
 
 
 def _joined(config: Config, given: frozenset[str], place: Place) -> Layout:
@@ -100,7 +108,9 @@ def _joined(config: Config, given: frozenset[str], place: Place) -> Layout:
             "ranks; leave it out"
         )
     if "max_restarts" in given and config.max_restarts:
-        problems.append(f"max_restarts: the ranks were started by {place.by}, which would restart them; leave it out")
+        problems.append(
+            f"max_restarts: the ranks were started by {place.by}, and cannot be started again from here; leave it out"
+        )
     if config.auto_find_batch_size:
         problems.append(
             f"auto_find_batch_size: the ranks were started by {place.by}, and cannot be started again from here; "
@@ -111,20 +121,22 @@ def _joined(config: Config, given: frozenset[str], place: Place) -> Layout:
     return Layout(ranks_per_node=place.size, joined=place.by)
 
 
-def count_gpus() -> int:
-    """GPUs that processes of this machine may use, found without torch, whose import takes seconds."""
+def gpus() -> list[str]:
+    """GPUs that processes of this machine may use, as CUDA_VISIBLE_DEVICES names them: found without torch, whose
+    import takes seconds.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = [name.strip() for name in visible.split(",")]
-        return len([name for name in named if name and not name.startswith("-")])
+        return [name for name in named if name and not name.startswith("-")]
     listed = Path("/proc/driver/nvidia/gpus")
     if listed.is_dir():
-        return sum(1 for _ in listed.iterdir())
+        return [str(n) for n, _ in enumerate(listed.iterdir())]
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return 0
+        return []
     try:
         found = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+        return []
+    return [str(n) for n in range(sum(line.startswith("GPU ") for line in found.stdout.splitlines()))]

@@ -45,6 +45,11 @@ def keep_heap() -> None:
         libc.free(ctypes.c_void_p(libc.malloc(8 << 20)))
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def leave(code: int) -> NoReturn:
     """Exit with all that others expect of an exit: threads are waited for, exit handlers run, output is flushed.
 

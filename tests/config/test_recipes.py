@@ -22,7 +22,6 @@ NEEDS = {
     "finetune": ["model.path=/nowhere"],
     "chat_finetune": ["model.path=/nowhere", "data.files=[a]"],
     "qat": ["model.path=/nowhere"],
-    "pretrain_1b_nodes": ["rdzv_endpoint=node0:29500"],
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
 MANDATORY = {

@@ -26,7 +26,7 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import ExitStatus, Kind, caused_by, done, first_cause, killed
 from forgather_cli.launch.job import Job
-from forgather_cli.launch.layout import count_gpus, plan_layout
+from forgather_cli.launch.layout import gpus, plan_layout
 from forgather_cli.launch.place import Place, first_host, joined, launched
 from forgather_cli.launch.processes import children, is_running, keep, temporary_folder
 from forgather_cli.launch.rank import wait_for_start
@@ -136,7 +136,7 @@ def test_who_trains() -> None:
 @pytest.mark.parametrize(("visible", "count"), [("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-1f,GPU-2e", 2), ("3", 1)])
 def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_gpus() == count
+    assert len(gpus()) == count
     words = [word for word in SMALL if not word.startswith("device")]
     loaded = load_config("default", [*words, "trainer=ddp", "global_batch_size=null"])
     assert plan_layout(loaded.config).world == (count or 2)
@@ -145,7 +145,6 @@ def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, visible
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nnodes=2"], r"rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT, of node 0"),
         (["rdzv_endpoint=here"], r"rdzv_endpoint: must be HOST:PORT, got 'here'"),
         (["nproc_per_node=2", "device=cuda:1"], "device: cuda:1 is one device for 2 ranks; set device=cuda"),
         (["node_rank=1"], "node_rank: counts from 0 to nnodes-1, got 1 with nnodes=1"),
@@ -166,13 +165,22 @@ def test_settings_of_the_launch_that_do_not_fit(words: list[str], message: str) 
             4,
             "nproc_per_node: 2 on 1 nodes are asked for, but torchrun has started 4",
         ),
-        (["trainer=ddp", "max_restarts=2"], 2, "max_restarts: the ranks were started by torchrun, which would restart"),
+        (["trainer=ddp", "max_restarts=2"], 2, "max_restarts: the ranks were started by torchrun.*; leave it out"),
         (["trainer=ddp"], 3, "global_batch_size: 4 sequences cannot be shared evenly by 3 ranks"),
     ],
 )
 def test_settings_that_a_joined_world_does_not_allow(words: list[str], size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         layout_of(*words, place=Place(size=size, by="torchrun"))
+
+
+def test_nodes_have_to_meet_unless_others_start_the_ranks() -> None:
+    words = ["trainer=ddp", "nnodes=2", "nproc_per_node=1"]
+    assert layout_of(*words, place=Place(size=2, by="Slurm")) == "2 ranks that Slurm has started"
+    with pytest.raises(
+        ConfigError, match="rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT"
+    ):
+        layout_of(*words)
 
 
 def test_a_number_of_ranks_found_late_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,15 +437,14 @@ def test_dry_run_says_what_would_be_started(capsys: pytest.CaptureFixture[str]) 
 # ------------------------------------------------------------------------------------------------- a world of others
 
 
-def torchrun(*words: str, restarts: int = 0) -> Process:
-    ours = ("-m", "forgather_cli", *words)
-    return Process("--nproc-per-node", "2", "--max-restarts", str(restarts), *ours, module="torch.distributed.run")
+def torchrun(options: str, *words: str) -> Process:
+    return Process(*options.split(), "-m", "forgather_cli", *words, module="torch.distributed.run")
 
 
 def test_ranks_that_torchrun_has_started_join_and_its_restarts_go_on() -> None:
     words = [word for word in SMALL if not word.startswith("output_dir")]
     words += ["save_steps=4", "async_save=false", *fault("step-raise", after=6)]
-    with torchrun("train", *words, "trainer=ddp", "max_steps=8", restarts=1) as job:
+    with torchrun("--nproc-per-node=2 --max-restarts=1", "train", *words, "trainer=ddp", "max_steps=8") as job:
         assert job.finish() == 0, job.output
     assert job.output.count("training from step 0") == 1
     assert job.output.count("error: rank 1: callback fault failed in on_step_begin: ZeroDivisionError") == 1
@@ -446,6 +453,17 @@ def test_ranks_that_torchrun_has_started_join_and_its_restarts_go_on() -> None:
     assert recorded_steps(run) == list(range(1, 9))
     assert "resumed from" in run.rank_log(0).read_text()
     assert run.later_starts() == [1]
+
+
+def test_torchrun_on_two_hosts_trains_one_run() -> None:
+    where = f"--nnodes=2 --nproc-per-node=1 --master-addr=localhost --master-port={free_port()}"
+    words = ["train", *SMALL, "trainer=ddp", "nnodes=2", "max_steps=3"]
+    with torchrun(f"{where} --node-rank=1", *words) as second, torchrun(f"{where} --node-rank=0", *words) as first:
+        assert [first.finish(), second.finish()] == [0, 0], first.output + second.output
+    assert recorded_steps() == [1, 2, 3]
+    assert "training from step 0 of 3" in first.output
+    assert "training" not in second.output
+    assert RUN.rank_log(1).exists()
 
 
 def test_a_world_of_one_may_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,8 +228,6 @@ class Config(RunSettings):
         endpoint, nodes, world = self.rdzv_endpoint, self.nnodes, self.known_world
         if self.node_rank >= nodes:
             yield f"node_rank: counts from 0 to nnodes-1, got {self.node_rank} with nnodes={nodes}; set one below"
-        if nodes > 1 and endpoint is None:
-            yield f"rdzv_endpoint: nnodes={nodes} have to meet somewhere; set rdzv_endpoint=HOST:PORT, of node 0"
         if endpoint is not None and not re.fullmatch(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", endpoint):
             yield f"rdzv_endpoint: must be HOST:PORT, got {endpoint!r}; set rdzv_endpoint=localhost:29500 or the like"
         if problem := wrong_device(self.device):

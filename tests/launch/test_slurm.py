@@ -1,0 +1,165 @@
+"""``--print-sbatch``: what the file asks of Slurm, and jobs of it in a Slurm that is simulated on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from program import Process, forgather
+from two_ranks import SMALL, recorded_steps
+
+from forgather_cli.launch.exit_status import read_exit_record
+from forgather_cli.run_dir import RunDir
+
+WORDS = [word for word in SMALL if not word.startswith("output_dir")]
+TWO_NODES = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=60"]
+Script = Callable[..., str]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
+    """The file for the given words."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def printed(*words: str) -> str:
+        capsys.readouterr()
+        assert forgather("train", *words, "--print-sbatch") == 0
+        return capsys.readouterr().out
+
+    return printed
+
+
+def options(script: str) -> dict[str, str]:
+    """What a file asks for."""
+    return {name: value for name, value in re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", script, re.MULTILINE)}
+
+
+def test_the_file_asks_for_what_the_config_needs(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = options(script("pretrain_1b_nodes", "device=cuda", "nproc_per_node=8", "dataloader_num_workers=2"))
+    assert (nodes["nodes"], nodes["ntasks-per-node"]) == ("2", "8")
+    assert (nodes["gres"], nodes["cpus-per-task"], nodes["job-name"]) == ("gpu:8", "6", "pretrain_1b_nodes")
+    alone = options(script(*WORDS, "--time", "2-00:00:00"))
+    assert (alone["nodes"], alone["ntasks-per-node"], alone["time"]) == ("1", "1", "2-00:00:00")
+    assert "gres" not in alone
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    here = options(script(*WORDS, "device=auto", "trainer=ddp", "global_batch_size=6"))
+    assert (here["ntasks-per-node"], here["gres"]) == ("3", "gpu:3")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--print-sbatch", "--time=5:00"], "--time: must be HH:MM:SS or D-HH:MM:SS"),
+        (["--print-sbatch", "--time=00:09:59"], "--time: must be .* 10 minutes or more"),
+        (["--time=01:00:00"], "--time: .*; add --print-sbatch"),
+        (["--print-sbatch", "-m"], "--print-sbatch: .*; leave out --multirun"),
+        (["--print-sbatch", "trainer=ddp", "device=cuda"], "nproc_per_node: .*; set those of a node"),
+        (["--print-sbatch", "trainer=ddp", "max_restarts=1"], "max_restarts: .*Slurm.*; leave it out"),
+    ],
+)
+def test_what_no_file_can_say(
+    words: list[str], message: str, script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forgather("train", *WORDS, *words) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+# ------------------------------------------------------------------------------------------------- a simulated cluster
+
+
+class Slurm:
+    """Runs one job of two nodes, both of which are this machine, as often as it is requeued.
+
+    ``srun`` and ``scontrol`` are scripts on PATH that hand over to this by files; tasks are processes with the
+    variables that Slurm gives them.
+    """
+
+    def __init__(self, script: str) -> None:
+        self.file, self.options, self.number = Path("job.sbatch").absolute(), options(script), os.getpid()
+        self.file.write_text(script)
+        self.started = 0
+        self.requeued = Path("requeued").absolute()
+        programs = Path("bin").absolute()
+        programs.mkdir()
+        self.step, self.code = programs / "step", programs / "code"
+        for name, lines in {
+            "srun": f"printf '%s\\0' \"$@\" > {self.step}.part; mv {self.step}.part {self.step}\n"
+            f"until [ -e {self.code} ]; do sleep 0.02; done; code=$(cat {self.code}); rm {self.code}; exit $code\n",
+            "scontrol": f'echo "$@" >> {self.requeued}\n',
+        }.items():
+            (programs / name).write_text(f"#!/bin/sh\n{lines}")
+            (programs / name).chmod(0o755)
+        self.environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}",
+                            "SLURM_JOB_ID": str(self.number), "SLURM_JOB_NODELIST": "localhost,another",
+                            "SLURM_CPUS_PER_TASK": self.options["cpus-per-task"]}  # fmt: skip
+
+    def run(self, *, signal_at: str = "") -> int:
+        """Run the batch script once; returns its exit code. ``signal_at``: the limit is near when rank 0 prints it."""
+        restarts = {"SLURM_RESTART_COUNT": str(self.started)} if self.started else {}
+        self.started += 1
+        elsewhere = self.file.parent.parent  # the script goes to the directory in which it was printed
+        with subprocess.Popen(["bash", str(self.file)], env={**self.environment, **restarts}, cwd=elsewhere) as batch:
+            while not self.step.exists():
+                assert batch.poll() is None
+                time.sleep(0.02)
+            words = self.step.read_text().split("\0")[:-1]
+            self.step.unlink()
+            mine = words[words.index("forgather_cli") + 1 :]
+            task = {**self.environment, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
+                    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "localhost,another"}  # fmt: skip
+            with ExitStack() as stack:
+                tasks = [
+                    stack.enter_context(Process(*mine, env={**task, "SLURM_PROCID": str(n), "SLURM_NODEID": str(n)}))
+                    for n in range(2)
+                ]
+                if signal_at:
+                    tasks[0].read_until(signal_at)
+                    name, _, notice = self.options["signal"].partition("@")  # without B: the tasks get it
+                    assert int(notice) > 60
+                    for each in tasks:
+                        each.process.send_signal(signal.Signals[f"SIG{name}"])
+                codes = [each.finish() for each in tasks]
+            self.code.write_text(str(max(codes)))
+        return batch.returncode
+
+
+def test_a_job_saves_before_its_limit_and_goes_on_when_it_is_requeued(script: Script) -> None:
+    Path("slow.py").write_text(
+        "import pathlib, time\n"
+        "from forgather_cli.callbacks.base import TrainerCallback\n"
+        "class UntilToldOtherwise(TrainerCallback):\n"
+        "    def on_step_end(self, args, state, control, **kwargs):\n"
+        "        time.sleep(0 if pathlib.Path('quick').exists() else 0.1)\n"
+    )
+    words = [*WORDS, *TWO_NODES, "+callbacks.slow._target_=slow.UntilToldOtherwise"]
+    slurm = Slurm(script(*words))
+    assert slurm.options["nodes"] == "2"
+    assert {"requeue", "signal"} <= slurm.options.keys()
+    assert slurm.run(signal_at="step 3/60") == 75
+    run = RunDir(Path(f"outputs/default/slurm-{slurm.number}"))
+    assert slurm.requeued.read_text() == f"requeue {slurm.number}\n"
+    stopped = read_exit_record(run)
+    assert stopped is not None
+    assert (stopped.code, run.checkpoint_steps()) == (75, [stopped.step])
+    assert 3 <= stopped.step < 60
+
+    Path("quick").touch()
+    assert slurm.run() == 0
+    assert slurm.requeued.read_text() == f"requeue {slurm.number}\n"
+    assert recorded_steps(run) == list(range(1, 61))
+    with Process("train", *words, "nproc_per_node=2", "nnodes=1", "output_dir=undisturbed") as job:
+        assert job.finish() == 0, job.output
+    losses = [
+        [json.loads(line)["loss"] for line in each.metrics.read_text().splitlines() if '"loss"' in line]
+        for each in (run, RunDir(Path("undisturbed")))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
