@@ -26,6 +26,7 @@ from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pick_device, world
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
+from forgather_cli.hardware import without_auto
 from forgather_cli.loss import EvalMetrics, build_loss
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import named_tensors
@@ -55,6 +56,7 @@ def evaluate_source(
 
     Raises SetupError.
     """
+    config = replace(config, precision=without_auto(config.precision, config.device)[0])
     config = replace(config, gradient_checkpointing=False, torch_compile=False)  # one pass is not worth compiling for
     device, group = pick_device(config.device), cpu_group()
     found = _located(source, group, trust_config=trust_config)

@@ -19,6 +19,7 @@ FREE = {
     "shards",
     "encoding",
     "messages",
+    "hardware",
     "",
 }  # anyone may import these; "" is __init__ with the version
 
@@ -33,6 +34,7 @@ ALLOWED = {
     "shards": set(),
     "encoding": set(),
     "messages": set(),
+    "hardware": set(),
     "finalize": {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
@@ -97,6 +99,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "report",
     "worker",
     "api",
+    "hardware",
     "",
 )
 MAY_IMPORT_TORCH = {"launch.agent"}

@@ -154,7 +154,7 @@ def _whole(loaded: Loaded, typed: set[str]) -> list[str]:
 
 
 def _config_for(source: Path, overrides: list[str], reads: Collection[str] | None) -> Loaded:
-    """The run's config with overrides; for a model directory the default recipe with that model and its tokenizer.
+    """The run's config with overrides; for a model directory the default recipe in fp32 with that model and tokenizer.
 
     ``reads``: None trusts the run's config; else the groups that the command reads.
     """
@@ -167,7 +167,7 @@ def _config_for(source: Path, overrides: list[str], reads: Collection[str] | Non
     from forgather_cli.config.load import load_config
 
     where = quoted(source.resolve())
-    model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}"]
+    model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}", "precision=fp32"]
     return load_config("default", [*model, *overrides])
 
 
