@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forgather_cli.callbacks.bars import Bar
+from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
@@ -62,7 +62,7 @@ def evaluate_source(
     found = _located(source, group, trust_config=trust_config)
     if own_tokenizer and not isinstance(config.data, Target):
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
-    with contextlib.closing(Bar("tokenizing", of_bytes=True)) as bar:
+    with Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
     if data.eval is None:
@@ -148,7 +148,7 @@ def _measure(strategy: Strategy, seen: EvalMetrics, config: Config, data: DataSp
     total, done = None, itertools.count()
     with contextlib.suppress(TypeError):  # data without a length
         total = len(loader)
-    with contextlib.closing(Bar("evaluating")) as bar:
+    with Bar("evaluating") as bar:
 
         def on_batch() -> None:
             if here.rank == 0:

@@ -20,6 +20,7 @@ FREE = {
     "encoding",
     "messages",
     "hardware",
+    "bars",
     "",
 }  # anyone may import these; "" is __init__ with the version
 
@@ -35,6 +36,7 @@ ALLOWED = {
     "encoding": set(),
     "messages": set(),
     "hardware": set(),
+    "bars": set(),
     "finalize": {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
@@ -100,6 +102,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "worker",
     "api",
     "hardware",
+    "bars",
     "",
 )
 MAY_IMPORT_TORCH = {"launch.agent"}
