@@ -27,6 +27,7 @@ from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pic
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.hardware import without_auto
+from forgather_cli.hub import with_local_model
 from forgather_cli.loss import EvalMetrics, build_loss
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import named_tensors
@@ -56,6 +57,7 @@ def evaluate_source(
 
     Raises SetupError.
     """
+    config = with_local_model(config, weights=False)  # those of ``source`` count
     config = replace(config, precision=without_auto(config.precision, config.device)[0])
     config = replace(config, gradient_checkpointing=False, torch_compile=False)  # one pass is not worth compiling for
     device, group = pick_device(config.device), cpu_group()

@@ -99,11 +99,12 @@ def build(
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.data.build import load_data
     from forgather_cli.distributed import pick_device, world
+    from forgather_cli.hub import with_local_model
     from forgather_cli.models.build import construct, fill
     from forgather_cli.trainer.from_python import RunFiles
     from forgather_cli.trainer.trainer import Trainer
 
-    device = pick_device(config.device)
+    device, config = pick_device(config.device), with_local_model(config)
     if config.logging_dir is not None:
         run_dir = replace(run_dir, logging_dir=Path(config.logging_dir))
     with Bar("tokenizing", "bytes") as bar:

@@ -21,6 +21,7 @@ FREE = {
     "messages",
     "hardware",
     "bars",
+    "hub",
     "",
 }  # anyone may import these; "" is __init__ with the version
 
@@ -37,6 +38,7 @@ ALLOWED = {
     "messages": set(),
     "hardware": set(),
     "bars": set(),
+    "hub": set(),
     "finalize": {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
@@ -103,6 +105,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "api",
     "hardware",
     "bars",
+    "hub",
     "",
 )
 MAY_IMPORT_TORCH = {"launch.agent"}

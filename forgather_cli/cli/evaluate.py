@@ -21,7 +21,7 @@ from forgather_cli.cli.output import (
     writable,
     write_json,
 )
-from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_overrides, check_source, quoted
+from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_overrides, local_source, quoted
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, run_of
@@ -48,7 +48,7 @@ def evaluate(
     Accuracy: the share of targets that are the likeliest token.
     """
     words = check_overrides(overrides)
-    check_source(source)
+    source = local_source(source)
     place = joined(words)
     loaded, own_tokenizer = config_to_evaluate(source, words, trust_config=trust_config)
     if output is not None:

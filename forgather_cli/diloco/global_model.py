@@ -26,6 +26,7 @@ from forgather_cli.diloco.outer_step import Published, outer_step
 from forgather_cli.diloco.rounds import Closed, Line
 from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.errors import CheckpointError, SetupError, TrainingError
+from forgather_cli.hub import with_local_model
 from forgather_cli.models.build import construct, fill
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.run_dir import RunDir
@@ -44,7 +45,7 @@ class GlobalModel:
     def __init__(self, config: Config, run: RunDir, settings: DilocoServerSettings) -> None:
         """Build the model as a run of ``config`` begins. Raises SetupError."""
         self.run, self.settings = run, settings
-        tree = written_tree(config, run.newest_config())
+        tree, config = written_tree(config, run.newest_config()), with_local_model(config)
         # of the workers' choices only those count here that tell which parameters there are
         config = replace(
             config, output_dir=str(run.root), trainer=SingleSettings(), device="cpu", precision=FP32Settings(),
