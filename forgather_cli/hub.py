@@ -51,29 +51,30 @@ def local_model(name: str, what: str, *, weights: bool = True) -> Path:
 
     files = [*_SMALL, "*.safetensors"] if weights else _SMALL
     online = not constants.HF_HUB_OFFLINE and can_reach(constants.ENDPOINT)
-    where = f"{what}: {name!r} is no directory here, and"
+    here = f"{what}: no directory {name!r} here"
     try:
         found = snapshot_download(
             name, allow_patterns=files, ignore_patterns=["*/*"], local_files_only=not online, library_name="forgather"
         )
     except errors.GatedRepoError as error:
         raise SetupError(
-            f"{where} its owner has to let you have it: ask on {constants.ENDPOINT}/{name}, then log in with "
-            "'hf auth login'"
+            f"{here}, and the model of that name is given on request: ask on {constants.ENDPOINT}/{name}, then log in "
+            "with 'hf auth login'"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise SetupError(
-            f"{where} no model that {constants.ENDPOINT} shows you; mend the name, or log in with 'hf auth login'"
+            f"{here}, and no model of that name that {constants.ENDPOINT} shows you; mend the name, or log in with "
+            "'hf auth login'"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
         raise SetupError(
-            f"{where} is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and {why}; download it once with a "
-            "network, set HF_HOME to a cache that has it, or give a directory"
+            f"{here}, and no whole model of that name in {constants.HF_HUB_CACHE}, while {why}; mend the name, "
+            "download it once with a network, or set HF_HOME to a cache that has it"
         ) from error
     except Exception as error:  # of whatever the library connects with, which has changed between its versions
         first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise SetupError(f"{where} cannot be downloaded ({first}); try again, which continues") from error
+        raise SetupError(f"{what}: {name} cannot be downloaded ({first}); try again, which continues") from error
     return Path(found)
 
 
