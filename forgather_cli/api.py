@@ -36,7 +36,7 @@ def compose(*words: str, config_dir: Path | str | None = None) -> Trainer:
     from forgather_cli.cli.words import load
     from forgather_cli.launch.layout import plan_layout
     from forgather_cli.launch.place import joined
-    from forgather_cli.launch.start import check_packages, origin_of, output_dir
+    from forgather_cli.launch.start import check_packages, choose_precision, origin_of, output_dir
     from forgather_cli.worker import build
 
     loaded = load(words, None if config_dir is None else Path(config_dir), trust_config=True)
@@ -52,8 +52,9 @@ def compose(*words: str, config_dir: Path | str | None = None) -> Trainer:
     if config.auto_find_batch_size:
         raise ConfigError("auto_find_batch_size: each attempt is a process; leave it out, or run forgather train")
     root = str(output_dir(loaded))
+    loaded = choose_precision(loaded, RunDir(Path(root)))
     tree = {**loaded.tree, "output_dir": root}
-    return build(replace(config, output_dir=root), RunDir(Path(root)), tree, origin=origin_of(loaded))
+    return build(replace(loaded.config, output_dir=root), RunDir(Path(root)), tree, origin=origin_of(loaded))
 
 
 class Run:

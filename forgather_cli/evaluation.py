@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forgather_cli.callbacks.bars import Bar
+from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
@@ -26,6 +26,8 @@ from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pick_device, world
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
+from forgather_cli.hardware import without_auto
+from forgather_cli.hub import with_local_model
 from forgather_cli.loss import EvalMetrics, build_loss
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import named_tensors
@@ -55,12 +57,14 @@ def evaluate_source(
 
     Raises SetupError.
     """
+    config = with_local_model(config, weights=False)  # those of ``source`` count
+    config = replace(config, precision=without_auto(config.precision, config.device)[0])
     config = replace(config, gradient_checkpointing=False, torch_compile=False)  # one pass is not worth compiling for
     device, group = pick_device(config.device), cpu_group()
     found = _located(source, group, trust_config=trust_config)
     if own_tokenizer and not isinstance(config.data, Target):
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
-    with contextlib.closing(Bar("tokenizing", of_bytes=True)) as bar:
+    with Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
     if data.eval is None:
@@ -146,7 +150,7 @@ def _measure(strategy: Strategy, seen: EvalMetrics, config: Config, data: DataSp
     total, done = None, itertools.count()
     with contextlib.suppress(TypeError):  # data without a length
         total = len(loader)
-    with contextlib.closing(Bar("evaluating")) as bar:
+    with Bar("evaluating") as bar:
 
         def on_batch() -> None:
             if here.rank == 0:

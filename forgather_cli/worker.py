@@ -95,18 +95,19 @@ def build(
     ``origin``: what ``origin.yaml`` is to hold; given, ``train()`` takes and leaves the run directory itself, and None
     where a command does. ``stacks``, ``should_stop`` and ``on_stop``: see ``run``.
     """
-    from forgather_cli.callbacks.bars import Bar
+    from forgather_cli.bars import Bar
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.data.build import load_data
     from forgather_cli.distributed import pick_device, world
+    from forgather_cli.hub import with_local_model
     from forgather_cli.models.build import construct, fill
     from forgather_cli.trainer.from_python import RunFiles
     from forgather_cli.trainer.trainer import Trainer
 
-    device = pick_device(config.device)
+    device, config = pick_device(config.device), with_local_model(config)
     if config.logging_dir is not None:
         run_dir = replace(run_dir, logging_dir=Path(config.logging_dir))
-    with contextlib.closing(Bar("tokenizing", of_bytes=True)) as bar:
+    with Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         model_path = getattr(config.model, "path", None)
         data = load_data(config.data, seed=max(config.seed, 0), progress=progress, model_path=model_path)

@@ -71,7 +71,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 _BASE = (
-    "model=nano", "model.hidden_size=32", "model.intermediate_size=64", "model.num_key_value_heads=1",
+    "model=nano", "precision=fp32", "model.hidden_size=32", "model.intermediate_size=64", "model.num_key_value_heads=1",
     f"data.seq_len={SEQ_LEN}", "callbacks=minimal", "callbacks.progress=null", "callbacks.json=null",
     "callbacks.metrics=null", "+callbacks.probe._target_=parity.Probe", "max_steps=20", "warmup_steps=3",
     "optimizer=adamw", "learning_rate=1e-3", "eval_steps=10",

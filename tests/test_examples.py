@@ -21,7 +21,8 @@ from forgather_cli.launch.run_lock import RunLock
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 SMALL = (
-    "model=nano", "data=synthetic", "data.seq_len=16", "data.num_samples=64", "data.num_eval_samples=8", "max_steps=3",
+    "model=nano", "precision=fp32",
+    "data=synthetic", "data.seq_len=16", "data.num_samples=64", "data.num_eval_samples=8", "max_steps=3",
     "global_batch_size=8", "warmup_steps=1", "logging_steps=1", "callbacks=minimal",
 )  # fmt: skip
 

@@ -19,6 +19,9 @@ FREE = {
     "shards",
     "encoding",
     "messages",
+    "hardware",
+    "bars",
+    "hub",
     "",
 }  # anyone may import these; "" is __init__ with the version
 
@@ -33,6 +36,9 @@ ALLOWED = {
     "shards": set(),
     "encoding": set(),
     "messages": set(),
+    "hardware": set(),
+    "bars": set(),
+    "hub": set(),
     "finalize": {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
@@ -97,6 +103,9 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "report",
     "worker",
     "api",
+    "hardware",
+    "bars",
+    "hub",
     "",
 )
 MAY_IMPORT_TORCH = {"launch.agent"}

@@ -58,7 +58,7 @@ class RandomTokens(Dataset[dict[str, Tensor]]):
 def config(output_dir: Path, *overrides: str, callbacks: str = "minimal") -> Config:
     """The default recipe on a nano model and synthetic data, with AdamW, and overrides."""
     base = [
-        "model=nano", "optimizer=adamw", "learning_rate=2e-3",
+        "model=nano", "precision=fp32", "optimizer=adamw", "learning_rate=2e-3",
         "data=synthetic", "data.seq_len=16", "data.num_samples=256", "data.num_eval_samples=8",
         f"callbacks={callbacks}", f"output_dir={output_dir}", "global_batch_size=8", "max_steps=4",
     ]  # fmt: skip

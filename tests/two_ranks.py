@@ -20,7 +20,8 @@ from forgather_cli.launch.processes import is_running
 from forgather_cli.run_dir import RunDir
 
 SMALL = [
-    "model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
+    "model=nano", "precision=fp32",
+    "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
     "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu", "output_dir=run",
 ]  # fmt: skip
 RUN = RunDir(Path("run"))

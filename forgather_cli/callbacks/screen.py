@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from forgather_cli.callbacks.bars import close_bar, open_bar
+from forgather_cli.bars import close_bar, open_bar
 from forgather_cli.callbacks.console import StreamName, console, is_notebook, is_terminal, printable, say
 
 if TYPE_CHECKING:

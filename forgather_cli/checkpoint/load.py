@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.components import Component, Sharing, rank_file, shared_file
 from forgather_cli.checkpoint.files import Range
 from forgather_cli.checkpoint.manifest import (
@@ -305,7 +306,9 @@ def find_problems(path: Path, manifest: Manifest, level: Level, group: Any = Non
     import torch.distributed as dist
 
     mine = share_out(manifest.files, dist.get_world_size(group))[rank_in(group)]
-    found = {name: manifest.files[name].problem(path / name, level, ranges) for name, ranges in mine.items()}
+    size, is_first = sum(stop - start for ranges in mine.values() for start, stop, _ in ranges), rank_in(group) == 0
+    with Bar(f"verifying {path.name}", "bytes", total=size, shown=is_first) as bar:
+        found = {name: manifest.files[name].problem(path / name, level, bar.add, part) for name, part in mine.items()}
     told: dict[str, str] = {}
     for rank, problems in enumerate(gather({name: found[name] for name in found if found[name]}, group)):
         for name, problem in problems.items():

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.files import Range, hash_range
 from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import file_inside, read_json
@@ -45,16 +46,18 @@ class FileEntry:
         if [start for start, _, _ in self.ranges] != stops[:-1] or stops[-1] != self.size:
             raise ValueError("hashed ranges are not the whole file")
 
-    def problem(self, path: Path, level: Level, ranges: Sequence[Range] | None = None) -> str | None:
+    def problem(
+        self, path: Path, level: Level, on_bytes: Callable[[int], None], ranges: Sequence[Range] | None = None
+    ) -> str | None:
         """What is wrong with the file at ``path``, None if nothing is. Reads the file at level full: all of it, or
-        ``ranges``.
+        ``ranges``; ``on_bytes``: see ``hash_range``.
         """
         try:
             size = path.stat().st_size
             if size != self.size:
                 return f"has {size} bytes instead of {self.size}"
             looked_at = self.ranges if ranges is None else ranges
-            if level == "full" and any(hash_range(path, a, b) != sha256 for a, b, sha256 in looked_at):
+            if level == "full" and any(hash_range(path, a, b, on_bytes) != sha256 for a, b, sha256 in looked_at):
                 return "has other content than was written (SHA-256 differs)"
         except FileNotFoundError:
             return "is missing"
@@ -119,7 +122,9 @@ class Manifest:
         """``file: what is wrong`` for every damaged file of the checkpoint in ``directory``."""
         if level == "none":
             return []
-        found = {name: entry.problem(directory / name, level) for name, entry in self.files.items()}
+        total = sum(entry.size for entry in self.files.values())
+        with Bar(f"verifying {directory.name}", "bytes", total=total) as bar:
+            found = {name: entry.problem(directory / name, level, bar.add) for name, entry in self.files.items()}
         return [f"{name} {problem}" for name, problem in found.items() if problem]
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.files import Check, Range, no_check, write_file, write_ranges
 from forgather_cli.checkpoint.format import MAX_SHARD_BYTES, Piece, Plan, TensorSpec, plan, read_header
 from forgather_cli.encoding import DTYPES, raw_bytes
@@ -84,8 +86,25 @@ def write_weights(
     directory: Path, specs: Iterable[TensorSpec], rows: Named, max_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, list[Range]]:
     """``write_model_directory`` of tensors that need not be in memory together; returns the ranges by file path."""
+    specs = list(specs)
+    sizes = {spec.name: spec.num_bytes for spec in specs}
     files = plan([[Piece(spec, 0, spec.num_rows) for spec in specs]], "model", max_bytes)
-    return write_share(directory, files, 0, rows) | write_index(directory, files)
+    with Bar("writing weights", "bytes", total=sum(sizes.values())) as bar:
+        return write_share(directory, files, 0, _Told(rows, sizes, bar)) | write_index(directory, files)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """``rows`` that tell a bar of each tensor that is asked for."""
+
+    rows: Named
+    sizes: dict[str, int]
+    bar: Bar
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.rows[name]
+        self.bar.add(self.sizes[name])
+        return tensor
 
 
 def whole(name: str, tensor: Tensor) -> Piece:

@@ -1,4 +1,6 @@
-"""``forgather generate --chat``: a conversation, on a terminal or with the lines of a pipe as turns."""
+"""``forgather generate`` line by line: a conversation, on a terminal or with the lines of a pipe as turns, and texts to
+continue on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,21 @@ if TYPE_CHECKING:
     from forgather_cli.generation import Generator, Sampling, Text
 
 _ASK = "> "
+_KEYS = "Ctrl-C stops the answer, Ctrl-D or exit ends."
 
 
 def converse(model: Generator, sampling: Sampling, *, system: str | None, prompt: str | None, as_json: bool) -> None:
     """Answer ``prompt`` alone, or what comes line by line until it ends. Raises SetupError.
 
-    On a terminal Ctrl-C ends an answer, and at the prompt the conversation; Ctrl-D ends it too.
+    On a terminal Ctrl-C ends an answer, and at the prompt the conversation; Ctrl-D and ``exit`` end it too.
     """
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     model.render([*messages, {"role": "user", "content": "?"}])  # one that fails does so before the first question
     on_terminal = prompt is None and sys.stdin.isatty() and not as_json
+    if on_terminal:
+        typer.echo(f"Talk to the model. {_KEYS}", err=True)
     for words in [prompt] if prompt is not None else _lines(on_terminal):
-        asked: list[Message] = [*messages, {"role": "user", "content": words}]
+        asked: list[Message] = [*messages, {"role": "user", "content": words.strip()}]
         try:
             asked, ids = _fitting(model, asked, sampling.max_new_tokens, keep=0 if system is None else 1)
         except SetupError as error:
@@ -36,7 +41,7 @@ def converse(model: Generator, sampling: Sampling, *, system: str | None, prompt
                 raise
             typer.echo(f"error: {error}", err=True)
             continue
-        answer = _answer(model, sampling, ids, streams=not as_json, interrupts=on_terminal)
+        answer = _answer(model, sampling, ids, in_chat=True, streams=not as_json, interrupts=on_terminal)
         messages = [*asked, {"role": "assistant", "content": answer}]
     if as_json:
         print_json({"messages": messages})
@@ -44,8 +49,22 @@ def converse(model: Generator, sampling: Sampling, *, system: str | None, prompt
         typer.echo()
 
 
+def continue_texts(model: Generator, sampling: Sampling) -> None:
+    """On a terminal: continue each line that is typed, by itself, until Ctrl-D or ``exit``. Ctrl-C ends a text."""
+    typer.echo(f"Type the beginning of a text. {_KEYS}", err=True)
+    for words in _lines(on_terminal=True):
+        try:
+            ids = model.encode(words, "the text")
+        except SetupError as error:
+            typer.echo(f"error: {error}", err=True)
+            continue
+        show(words)
+        _answer(model, sampling, ids, in_chat=False, streams=True, interrupts=True)
+    typer.echo()
+
+
 def _lines(on_terminal: bool) -> Iterator[str]:
-    """What the user says; blank lines are nothing."""
+    """What the user says, without line breaks; blank lines are nothing."""
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - input() then edits lines and keeps a history
@@ -54,10 +73,10 @@ def _lines(on_terminal: bool) -> Iterator[str]:
             line = input(_ASK) if on_terminal else sys.stdin.readline()
         except EOFError:
             return
-        if not (on_terminal or line):  # the end of a pipe
+        if not (on_terminal or line) or (on_terminal and line.strip() == "exit"):  # "": the end of a pipe
             return
         if line.strip():
-            yield line.strip()
+            yield line.rstrip("\n")
 
 
 def _fitting(model: Generator, messages: list[Message], answer: int, *, keep: int) -> tuple[list[Message], list[int]]:
@@ -80,8 +99,10 @@ def _fitting(model: Generator, messages: list[Message], answer: int, *, keep: in
     return messages, model.encode(model.render(messages), "the conversation")
 
 
-def _answer(model: Generator, sampling: Sampling, ids: list[int], *, streams: bool, interrupts: bool) -> str:
-    """What the assistant says; what it had said by then where Ctrl-C ends it."""
+def _answer(
+    model: Generator, sampling: Sampling, ids: list[int], *, in_chat: bool, streams: bool, interrupts: bool
+) -> str:
+    """What the model says; what it had said by then where Ctrl-C ends it."""
     said: list[str] = []
 
     def heard(row: int, text: str) -> None:
@@ -91,7 +112,7 @@ def _answer(model: Generator, sampling: Sampling, ids: list[int], *, streams: bo
 
     try:
         with only_json(not streams):
-            texts: list[Text] = model.write([ids], sampling, in_chat=True, show=heard)
+            texts: list[Text] = model.write([ids], sampling, in_chat=in_chat, show=heard)
     except KeyboardInterrupt:
         if not interrupts:
             raise

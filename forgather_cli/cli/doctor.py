@@ -24,11 +24,6 @@ from forgather_cli.cli.output import AsJson, human_bytes, only_json, print_facts
 
 _FIRST = ("forgather", "torch", "python")
 _LITTLE, _NOTHING = 1 << 30, 64 << 20  # bytes free on a disk: soon too few, too few for the smallest run
-_INSTRUCTIONS = {
-    "avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "avx512_fp16": "AVX512-FP16",
-    "amx_bf16": "AMX-BF16", "amx_fp16": "AMX-FP16", "amx_int8": "AMX-INT8", "sve": "SVE", "bf16": "BF16",
-}  # fmt: skip
-"""Flags in /proc/cpuinfo that matrix products depend on, x86 and Arm, and their names."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +134,12 @@ def _packages(findings: list[Finding]) -> Facts:
 
 def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) -> Facts:
     """The processor, and what torch can compute on, first what ``device=auto`` takes, with what it can run."""
+    from forgather_cli.hardware import bf16_on, processor
     from forgather_cli.launch.layout import gpus
     from forgather_cli.launch.processes import available_cores
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    said = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines}  # of the last core
-    flags = (said.get("flags") or said.get("Features") or "").split()
-    known = [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
-    cpu = {"name": said.get("model name") or platform.machine(), "cores": available_cores(), "instructions": known}
+    name, instructions = processor()
+    cpu = {"name": name, "cores": available_cores(), "instructions": list(instructions)}
     try:
         import torch
 
@@ -156,13 +149,13 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
         findings.append(Finding("error", what, "install it again, its CPU build where there is no GPU"))
         return {"cpu": cpu, "devices": []}
 
-    def runs(device: torch.device, *, bf16: bool, fp16: bool) -> dict[str, str]:
+    def runs(device: torch.device, *, fp16: bool) -> dict[str, str]:
         """Precisions and kernels, and how they run."""
         fp8 = "fast" if has_float8(device) else "emulated"
         torchao = extras.get("quantize", {}).get("torchao") or find_spec("torchao")
         kernels = all(find_spec(package) for package in ("liger_kernel", "cut_cross_entropy"))
         return {
-            "bf16": "fast" if bf16 else "emulated",
+            "bf16": "fast" if bf16_on(str(device))[0] else "emulated",
             "fp16": "fast" if fp16 else "emulated",
             "fp8": fp8 if torchao else "needs forgather[quantize]",
             "flash attention": "yes" if _has_flash_attention(device) else "no",
@@ -176,12 +169,10 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
         try:
             about = torch.cuda.get_device_properties(device)
             torch.ones(1, device=device).add_(1).item()  # fails where this torch has no code for the device
-            capability = (about.major, about.minor)
-            bf16 = torch.version.hip is not None or capability >= (8, 0)
             devices.append({"name": str(device), "about": about.name, "memory_bytes": about.total_memory,
                             "free_bytes": torch.cuda.mem_get_info(device)[0],
                             "capability": f"{about.major}.{about.minor}",
-                            "runs": runs(device, bf16=bf16, fp16=True)})  # fmt: skip
+                            "runs": runs(device, fp16=True)})  # fmt: skip
         except RuntimeError as error:
             what = f"{device} cannot be used ({str(error).splitlines()[0]})"
             remedy = "see nvidia-smi, set device=cpu, or leave it out by CUDA_VISIBLE_DEVICES"
@@ -190,11 +181,10 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
         what = f"torch {torch.__version__} cannot use the {len(found)} GPUs of this machine"
         remedy = "install a build of it for CUDA that the driver (nvidia-smi) is new enough for"
         findings.append(Finding("warning", what, remedy))
-    bf16 = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-    fp16 = any(flag in flags for flag in ("avx512_fp16", "amx_fp16"))
+    fp16 = any(name in instructions for name in ("AVX512-FP16", "AMX-FP16"))
     threads = torch.get_num_threads()
     devices.append({"name": "cpu", "about": f"{threads} thread{'s' * (threads > 1)}",
-                    "runs": runs(torch.device("cpu"), bf16=bf16, fp16=fp16)})  # fmt: skip
+                    "runs": runs(torch.device("cpu"), fp16=fp16)})  # fmt: skip
     if torch.backends.mps.is_available():
         devices.append({"name": "mps", "about": "only with device=mps, on which nothing was tested", "runs": {}})
     return {"cpu": cpu, "devices": devices}

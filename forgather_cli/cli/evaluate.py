@@ -21,7 +21,7 @@ from forgather_cli.cli.output import (
     writable,
     write_json,
 )
-from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_overrides, check_source, quoted
+from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_overrides, local_source, quoted
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, run_of
@@ -48,7 +48,7 @@ def evaluate(
     Accuracy: the share of targets that are the likeliest token.
     """
     words = check_overrides(overrides)
-    check_source(source)
+    source = local_source(source)
     place = joined(words)
     loaded, own_tokenizer = config_to_evaluate(source, words, trust_config=trust_config)
     if output is not None:
@@ -154,7 +154,7 @@ def _whole(loaded: Loaded, typed: set[str]) -> list[str]:
 
 
 def _config_for(source: Path, overrides: list[str], reads: Collection[str] | None) -> Loaded:
-    """The run's config with overrides; for a model directory the default recipe with that model and its tokenizer.
+    """The run's config with overrides; for a model directory the default recipe in fp32 with that model and tokenizer.
 
     ``reads``: None trusts the run's config; else the groups that the command reads.
     """
@@ -167,7 +167,7 @@ def _config_for(source: Path, overrides: list[str], reads: Collection[str] | Non
     from forgather_cli.config.load import load_config
 
     where = quoted(source.resolve())
-    model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}"]
+    model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}", "precision=fp32"]
     return load_config("default", [*model, *overrides])
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from forgather_cli.cli.output import AsJson, console, human, human_bytes, only_json, print_facts, print_json
-from forgather_cli.cli.words import SourcePath, TrustConfig, check_source
+from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.finalize.options import DtypeName, FinalizeOptions
 
@@ -75,7 +75,7 @@ def finalize(
         text=text,
         trust_config=trust_config,
     )
-    check_source(source)
+    source = local_source(source)
     with only_json(as_json):
         from forgather_cli.finalize import run
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.chat import converse
+from forgather_cli.cli.chat import continue_texts, converse
 from forgather_cli.cli.output import (
     AsJson,
     interruptible,
@@ -22,7 +22,7 @@ from forgather_cli.cli.output import (
     write_json,
 )
 from forgather_cli.cli.prompts import Prompt, read_prompts, write_all
-from forgather_cli.cli.words import SourcePath, TrustConfig, check_source
+from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
 from forgather_cli.config.schema import wrong_device
 from forgather_cli.errors import ConfigError
 
@@ -36,7 +36,7 @@ def generate(
     ctx: typer.Context,
     source: SourcePath,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Text to continue; without it standard input is read.")
+        str | None, typer.Option(metavar="TEXT", help="Text to continue; without it a pipe is read, or what you type.")
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -88,13 +88,19 @@ def generate(
     trust_config: TrustConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write text with a run, a checkpoint or a model directory."""
+    """Write text with a run, a checkpoint or a model directory.
+
+    On a terminal without a prompt it asks for one after another, and the text appears as it is written. A model with a
+    chat template is talked to, as with [cyan]--chat[/].
+    """
     greedy = greedy or temperature == 0.0
     _check(ctx, greedy)
-    check_source(source)
+    source = local_source(source)
     if output is not None:
         writable(output, "--output")
-    given = _given(prompt, prompts, chat)
+    asks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json and output is None and num_samples == 1
+    asks = asks and not chat and prompt is None and prompts is None
+    given = [] if asks else _given(prompt, prompts, chat)
     with interruptible():
         from forgather_cli.generation import Sampling, load_generator
 
@@ -103,8 +109,10 @@ def generate(
         )
         with only_json(as_json):
             model = load_generator(source, device=device, trust_config=trust_config)
-        if chat:
+        if chat or (asks and model.chat is not None):
             converse(model, sampling, system=system, prompt=prompt, as_json=as_json)
+        elif asks:
+            continue_texts(model, sampling)
         elif prompts is not None:
             write_all(model, given, sampling, batch_size, num_samples, output, as_json)
         else:

@@ -97,8 +97,15 @@ def or_latest(ctx: typer.Context, value: Any) -> Any:
     return found
 
 
-def check_source(source: Path) -> None:
-    """Raise SetupError unless ``source`` can be a run, a checkpoint or a model directory."""
+def local_source(source: Path) -> Path:
+    """A run, a checkpoint or a model directory: ``source``, or the files of the hub's model of that name, downloaded.
+
+    Raises SetupError.
+    """
+    from forgather_cli.hub import is_hub_name, local_model
+
+    if is_hub_name(str(source)):
+        source = local_model(str(source), "SOURCE")
     if not source.is_dir():
         raise SetupError(f"{source}: no such directory; give a run, a checkpoint or a model directory")
     marks = ("config.yaml", "manifest.json", "config.json")
@@ -107,6 +114,7 @@ def check_source(source: Path) -> None:
             RunDir(source).note_set_aside()
             or f"{source}: is no run (config.yaml), no checkpoint (manifest.json) and no model directory (config.json)"
         )
+    return source
 
 
 # ---------------------------------------------------------------------------------------------- completion in the shell
@@ -194,7 +202,8 @@ SourcePath = Annotated[
     Path,
     typer.Argument(
         metavar="SOURCE",
-        help="A run (its newest checkpoint), a checkpoint, or a model directory; latest: the newest run here.",
+        help="A run (its newest checkpoint), a checkpoint, a model directory, or a model of the Hugging Face hub "
+        "(OWNER/NAME); latest: the newest run here.",
         callback=or_latest,
         show_default=False,
     ),

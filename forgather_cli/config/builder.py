@@ -204,8 +204,9 @@ class ConfigBuilder:
             by, is_group = self.given.get(path), path in self.options
             if path in self.chosen or (by and by.source is None):
                 continue
-            if is_group:  # fp32 is train.yaml's choice; a resumed run's settings have no recipe and give way
-                now, set_before = self.options[path], self.options[path] != "fp32" and bool(self.files)
+            if is_group:  # what no recipe insists on gives way, as do a resumed run's settings, which have no recipe
+                now = self.options[path]
+                set_before = now not in ("fp32", "auto") and bool(self.files)
             else:
                 now, set_before = OmegaConf.select(self.cfg, path), by is not None
             if set_before and now != value:

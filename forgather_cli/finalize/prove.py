@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forgather_cli.bars import Bar
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError, ProofError
 from forgather_cli.finalize.options import FinalizeOptions
@@ -90,14 +91,16 @@ def _measured(
 
 def _losses(model: nn.Module, sample: Sample, vocab: int, device: torch.device) -> Iterator[tuple[Tensor, float, int]]:
     """Of each sequence its logits (T, V), the sum of its loss and the number of its targets."""
-    for ids, labels in sample.sequences:
-        with torch.no_grad():
-            logits = model_logits(model, {"input_ids": ids.to(device)})[0, :, :vocab]
-        targets = shifted(labels).to(device)
-        loss = 0.0
-        for some, wanted in zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
-            loss += float(F.cross_entropy(some.float(), wanted, ignore_index=IGNORED, reduction="sum"))
-        yield logits, loss, int((targets != IGNORED).sum())
+    with Bar("sequences", total=len(sample.sequences)) as bar:
+        for ids, labels in sample.sequences:
+            with torch.no_grad():
+                logits = model_logits(model, {"input_ids": ids.to(device)})[0, :, :vocab]
+            targets = shifted(labels).to(device)
+            loss = 0.0
+            for some, wanted in zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
+                loss += float(F.cross_entropy(some.float(), wanted, ignore_index=IGNORED, reduction="sum"))
+            bar.add(1)
+            yield logits, loss, int((targets != IGNORED).sum())
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.format import read_header
 from forgather_cli.checkpoint.tensors import INDEX, SINGLE, Weights, dtype_of
 from forgather_cli.config.schema import QuantizeRecipe
@@ -144,7 +145,8 @@ def _write(directory: Path, weights: Weights, plan: _Plan, shard_bytes: int) -> 
             room = shard_bytes
         groups[-1].append(name)
         room -= size
-    files = [_write_file(directory, n, names, weights, plan, metadata) for n, names in enumerate(groups)]
+    with Bar("quantizing", "bytes", total=sum(weights.spec(name).num_bytes for name in weights.names)) as bar:
+        files = [_write_file(directory, n, names, weights, plan, metadata, bar) for n, names in enumerate(groups)]
     for path in old:
         path.unlink(missing_ok=True)
     if len(files) == 1:
@@ -164,12 +166,13 @@ def _part(number: int) -> str:
 
 
 def _write_file(
-    directory: Path, number: int, names: list[str], weights: Weights, plan: _Plan, metadata: dict[str, str]
+    directory: Path, number: int, names: list[str], weights: Weights, plan: _Plan, metadata: dict[str, str], bar: Bar
 ) -> tuple[list[str], int]:
     """(names of the tensors in the file, their bytes)."""
     tensors: dict[str, Tensor] = {}
     for name in names:
         tensors |= _flattened(name, _become(name, weights.read(name), plan))[0]
+        bar.add(weights.spec(name).num_bytes)
     # all files tell of all tensors: transformers 5.23 takes the last one's list for the whole
     save_file(tensors, directory / _part(number), {"format": "pt", **metadata})
     shutil.copymode(directory / _CONFIG, directory / _part(number))  # safetensors 0.8 lets the owner alone read it

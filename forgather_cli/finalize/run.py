@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import forgather_cli
+from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.files import check_absent, hash_range, new_directory, remove
 from forgather_cli.checkpoint.tensors import Weights, write_weights
 from forgather_cli.config.decode import load_saved
@@ -179,6 +180,8 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
     for name in ("transformers", "torchao"):
         if importlib.util.find_spec(name) is not None:
             versions[name] = importlib.metadata.version(name)
+    with Bar("hashing the files", "bytes", total=sum(sizes.values())) as bar:
+        hashes = {path: hash_range(path, 0, size, bar.add) for path, size in sizes.items()}
     return {
         "source": job.chosen.lineage(),
         "model": _model(job, tensors),
@@ -188,7 +191,7 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
         "quantization": options.quantize,
         "proof": proof,
         "files": {
-            path.relative_to(directory).as_posix(): {"bytes": size, "sha256": hash_range(path, 0, size)}
+            path.relative_to(directory).as_posix(): {"bytes": size, "sha256": hashes[path]}
             for path, size in sizes.items()
         },
         "versions": versions,

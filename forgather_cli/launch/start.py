@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.retention import list_checkpoints
-from forgather_cli.config.schema import TOKEN_VARIABLE, Config, FP8Settings, KernelLoss, QATSettings
+from forgather_cli.config.rules import rule_problems
+from forgather_cli.config.schema import TOKEN_VARIABLE, AutoSettings, Config, FP8Settings, KernelLoss, QATSettings
 from forgather_cli.errors import CheckpointError, ConfigError, ForgatherError, SetupError
+from forgather_cli.hardware import without_auto
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.error_report import report_failure
 from forgather_cli.launch.exit_status import (
@@ -60,6 +62,7 @@ def launch(loaded: Loaded, work: Work) -> int:
         return launch_ranks(layout, None, None).code
     check_port(layout)
     root = output_dir(loaded)
+    loaded = choose_precision(loaded, RunDir(root))
     if layout.nodes == 1 and (reason := _nothing_left(RunDir(root), loaded)) is not None:
         print(f"nothing left to train: {reason}; raise max_steps or num_train_epochs to train further")
         return DONE
@@ -115,7 +118,7 @@ def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
         rendezvous = rank.connect()
         again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
         with RunLock(Path(again) if again else output_dir(loaded)) as held:
-            config, _ = _begin(held, loaded, layout, again=again is not None)
+            config, _ = _begin(held, choose_precision(loaded, held.run), layout, again=again is not None)
             rank.conclude_run = partial(_conclude_run, held)
             status = run_rank(rank, lambda _: Start(held.run, config), work)
             _conclude_run(held, status)
@@ -207,6 +210,26 @@ def output_dir(loaded: Loaded) -> Path:
         return base
     candidates = [base, *(base.with_name(f"{base.name}_{n}") for n in range(2, 1000))]
     return next(path for path in candidates if not path.exists())
+
+
+def choose_precision(loaded: Loaded, run: RunDir) -> Loaded:
+    """``loaded`` with the precision that ``auto`` stands for, which is said: the one that ``run`` was begun with, else
+    what its device multiplies fast in. Raises ConfigError where that contradicts other settings.
+    """
+    from forgather_cli.config.decode import load_saved, to_tree
+
+    asked, option, why = loaded.config.precision, None, "as the run was begun"
+    if not isinstance(asked, AutoSettings):
+        return loaded
+    if run.config.exists() and not loaded.config.overwrite_output_dir:  # on whatever machine that was
+        option = load_saved(run.newest_config()).precision
+    if option is None or isinstance(option, AutoSettings):
+        option, why = without_auto(asked, loaded.config.device)
+    config = replace(loaded.config, precision=option)
+    if problems := rule_problems(config):
+        raise ConfigError([f"{problem} (precision=auto is {option.type} here)" for problem in problems])
+    print(f"precision=auto: {option.type} ({why})", flush=True)
+    return replace(loaded, config=config, tree={**loaded.tree, "precision": to_tree(option)})
 
 
 def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:

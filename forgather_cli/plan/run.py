@@ -11,6 +11,8 @@ from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import Config, FSDP2Settings, PipelineSettings, Target
 from forgather_cli.errors import ConfigError
+from forgather_cli.hardware import without_auto
+from forgather_cli.hub import with_local_model
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import activations_of
@@ -73,6 +75,7 @@ def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
     from forgather_cli.data.build import cached_token_counts
 
+    config = _known(config)
     world_size = plan_layout(config).world
     counts = cached_token_counts(config.data) or {}
     seq_len, vocab_size = _seq_len(config), _vocab_size(config, counts)
@@ -98,6 +101,12 @@ def make_plan(config: Config) -> RunPlan:
         checkpoint_bytes=None,
     )
     return made if vocab_size is None else _with_model(made, config, vocab_size)
+
+
+def _known(config: Config) -> Config:
+    """What training would make of ``precision=auto`` here, and of a model's name on the hub."""
+    config = with_local_model(config, weights=False)
+    return replace(config, precision=without_auto(config.precision, config.device)[0])
 
 
 def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
@@ -131,6 +140,7 @@ def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
     from forgather_cli.data.build import cached_token_counts
 
+    config = _known(config)
     seq_len, vocab_size = _seq_len(config), _vocab_size(config, cached_token_counts(config.data) or {})
     if seq_len is None or vocab_size is None:
         raise ConfigError(

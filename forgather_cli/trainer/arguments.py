@@ -46,6 +46,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.distributed import world_size
 from forgather_cli.errors import ConfigError
+from forgather_cli.hardware import without_auto
 from forgather_cli.optim import transformers_schedules
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.trainer.hugging_face import ARGUMENTS, read_arguments
@@ -300,7 +301,7 @@ class TrainingArguments(HFSettings, HuggingFaceNames):
     @property
     def precision(self) -> PrecisionOption:
         if self.groups.precision is not None:
-            return self.groups.precision
+            return without_auto(self.groups.precision, self.device)[0]
         if self.fp16:
             return FP16Settings()
         return BF16Settings() if self.bf16 else FP32Settings()
@@ -367,7 +368,10 @@ TrainingArguments.__annotations__ = {name: each.type for name, each in _FIELDS.i
 
 def as_arguments(args: Config | TrainingArguments | dict[str, Any] | None) -> Config | TrainingArguments:
     """What a Trainer takes as ``args``: a recipe's settings, TrainingArguments, a dict of their names, or nothing."""
-    if isinstance(args, (Config, TrainingArguments)):
+    if isinstance(args, Config):
+        known = without_auto(args.precision, args.device)[0]
+        return args if known is args.precision else dataclasses.replace(args, precision=known)
+    if isinstance(args, TrainingArguments):
         return args
     if args is None or isinstance(args, dict):
         return TrainingArguments(**(args or {}))

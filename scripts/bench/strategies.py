@@ -256,7 +256,7 @@ def run_forgather(strategy: str, steps: int, ranks: int) -> None:
         f"trainer={strategy}", f"nproc_per_node={ranks}", f"global_batch_size={SHAPE['batch']}", f"max_steps={steps}",
         f"output_dir={tempfile.mkdtemp()}", "eval_strategy=no", "save_strategy=no", "lr_scheduler=linear",
         f"logging_steps={LOG_EVERY}", "learning_rate=1e-3", "max_grad_norm=1.0", "callbacks=minimal", "data=synthetic",
-        "callbacks.progress=null", "optimizer=adamw",
+        "callbacks.progress=null", "optimizer=adamw", "precision=fp32",
     ]  # fmt: skip
     if strategy == "pipeline":
         overrides += [f"n_microbatches={MICRO_BATCHES}", f"model.num_hidden_layers={SHAPE['layers']}"]

@@ -16,8 +16,8 @@ BATCH = 24
 
 COMMON = (
     f"max_steps={MAX_STEPS}", f"global_batch_size={BATCH}", "deterministic=true", "model=nano",
-    "model.num_hidden_layers=4", "data=text", "data.seq_len=32", "data.eval_fraction=0.1", "eval_steps=12",
-    "max_eval_samples=8", "callbacks=minimal", "verify_checkpoint=full",
+    "precision=fp32", "model.num_hidden_layers=4", "data=text", "data.seq_len=32", "data.eval_fraction=0.1",
+    "eval_steps=12", "max_eval_samples=8", "callbacks=minimal", "verify_checkpoint=full",
 )  # fmt: skip
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -40,7 +40,8 @@ PAIRS = (("single", "fsdp2x2"), ("ddp2", "pipeline2"), ("fsdp2x2", "ddp2"), ("pi
 COMPRESSIONS = ("fp32", "bf16", "int8", "int4")
 STREAMING = ["diloco.num_fragments=2", f"diloco.sync_every={2 * SYNC_EVERY}", "diloco.overlap=2"]
 RECIPE = [
-    "model=nano", "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=2", "data=synthetic", "data.seq_len=16",
+    "model=nano", "precision=fp32", "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=2", "data=synthetic",
+    "data.seq_len=16",
     "data.num_samples=256", "data.num_eval_samples=8", "callbacks=minimal", "global_batch_size=8",
     f"max_steps={ROUNDS * SYNC_EVERY}", "deterministic=true", "device=cpu", "eval_strategy=no", "save_steps=2",
 ]  # fmt: skip

@@ -26,7 +26,8 @@ from forgather_cli.run_dir import RunDir
 pytestmark = pytest.mark.usefixtures("own_directory")
 
 RECIPES = sorted(path.stem for path in options.shipped("recipes").glob("*.yaml"))
-TINY = ["model=nano", "hidden_size=32", "seq_len=32", "global_batch_size=4", "logging_steps=1", "warmup_steps=1",
+TINY = ["model=nano", "precision=fp32",
+        "hidden_size=32", "seq_len=32", "global_batch_size=4", "logging_steps=1", "warmup_steps=1",
         "max_eval_samples=4", "device=cpu"]  # fmt: skip
 LONG = [*TINY, "max_steps=120", "save_steps=50", "eval_steps=40", "deterministic=true", "callbacks=minimal"]
 

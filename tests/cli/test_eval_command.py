@@ -25,7 +25,8 @@ from forgather_cli.loss import CrossEntropy, EvalMetrics, LinearCrossEntropy, Us
 pytestmark = pytest.mark.usefixtures("own_directory")
 
 SEQ_LEN = 32
-SMALL = ["model=nano", "hidden_size=32", f"seq_len={SEQ_LEN}", "global_batch_size=4", "warmup_steps=1", "device=cpu",
+SMALL = ["model=nano", "precision=fp32",
+         "hidden_size=32", f"seq_len={SEQ_LEN}", "global_batch_size=4", "warmup_steps=1", "device=cpu",
          "per_device_eval_batch_size=4", "callbacks=minimal", "max_eval_samples=null"]  # fmt: skip
 STRATEGIES = {
     "ddp": ["trainer=ddp", "nproc_per_node=2"],

@@ -283,7 +283,8 @@ def test_without_a_template_the_way_to_one_is_told(say: Callable[..., Any], mode
 
 
 def test_on_a_terminal_ctrl_c_ends_a_conversation(talker: Path) -> None:
-    terminal = Terminal("generate", str(talker), "--chat", "--greedy", "--max-new-tokens", "4", "--device", "cpu")
+    # it has a chat template, so --chat goes without saying
+    terminal = Terminal("generate", str(talker), "--greedy", "--max-new-tokens", "4", "--device", "cpu")
     terminal.read_until(r"> $")
     terminal.press("日本\n".encode())
     terminal.read_until(r"日本\r\n(.|\r|\n)*\n> $")
@@ -294,6 +295,23 @@ def test_on_a_terminal_ctrl_c_ends_a_conversation(talker: Path) -> None:
             break
     assert terminal.finish() == 130
     assert "Traceback" not in terminal.output
+
+
+def test_on_a_terminal_texts_to_continue_are_asked_for(model: Path, say: Callable[..., Any]) -> None:
+    words = ("--greedy", "--max-new-tokens", "4", "--device", "cpu")
+    expected = [say("--prompt", prompt, *words[:3])[1].strip() for prompt in ("abc ", "x")]
+    terminal = Terminal("generate", str(model), *words)
+    terminal.read_until(r"> $")
+    for prompt in (b"abc \n", b"b" * 70 + b"\n", b"\n", b"x\n"):
+        terminal.output = ""
+        terminal.press(prompt)
+        terminal.read_until(r"> $")
+        if prompt.startswith(b"bb"):
+            assert "error: the text: has 70 tokens, and the model takes 64" in terminal.output
+        elif prompt != b"\n":
+            assert expected.pop(0) in terminal.output
+    terminal.press(b"exit\n")
+    assert terminal.finish() == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes

@@ -11,7 +11,7 @@ import tiny
 from program import Process, forgather
 
 SETTINGS = (
-    "model=nano", "optimizer=adamw", "learning_rate=2e-3",
+    "model=nano", "precision=fp32", "optimizer=adamw", "learning_rate=2e-3",
     "data.seq_len=32", "max_steps=30", "save_steps=4", "logging_steps=1", "eval_steps=10",
     "max_eval_samples=8", "async_save=false", "~callbacks.textgen", "~callbacks.tensorboard",
 )  # fmt: skip

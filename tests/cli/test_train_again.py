@@ -10,7 +10,7 @@ import yaml
 from program import forgather
 
 SETTINGS = (
-    "model=nano", "seq_len=32", "max_steps=6", "global_batch_size=2", "per_device_train_batch_size=2",
+    "model=nano", "precision=fp32", "seq_len=32", "max_steps=6", "global_batch_size=2", "per_device_train_batch_size=2",
     "logging_steps=1", "eval_strategy=no", "callbacks=minimal", "deterministic=true",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import yaml
 from program import Process
 
 from forgather_cli.config.load import Loaded, load_config, load_resumed
-from forgather_cli.config.schema import BF16Settings, FP16Settings, FP32Settings, FSDP2Settings
+from forgather_cli.config.schema import AutoSettings, BF16Settings, FP16Settings, FP32Settings, FSDP2Settings
 from forgather_cli.errors import ConfigError
 
 
@@ -318,7 +318,8 @@ def test_accelerate_launch_says_what_its_file_says(
     config, by_file = load_config(None, []).config, loaded(path).config  # the default recipe has trainer=single
     assert isinstance(by_file.trainer, FSDP2Settings)
     assert config.trainer == replace(by_file.trainer, accelerate_config=None)
-    assert config.precision == by_file.precision
+    said = by_file.precision != FP32Settings()  # "no" is what accelerate launch says by default, so no word of its user
+    assert config.precision == (by_file.precision if said else AutoSettings())
     assert config.gradient_checkpointing == by_file.gradient_checkpointing
 
 
@@ -386,7 +387,7 @@ def test_variables_of_accelerate_without_its_ranks_count_for_nothing(
     launch({"fsdp_version": 1}, debug=True)
     monkeypatch.delenv("RANK")  # as transformers' TrainingArguments leaves some of them in a process
     config = load_config(None, []).config
-    assert (config.trainer.type, config.precision) == ("single", FP32Settings())
+    assert (config.trainer.type, config.precision) == ("single", AutoSettings())
 
 
 def test_accumulation_of_accelerate_counts(launch: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

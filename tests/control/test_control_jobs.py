@@ -20,7 +20,8 @@ from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 SMALL = [
-    "model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
+    "model=nano", "precision=fp32",
+    "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
     "logging_steps=1", "warmup_steps=1", "device=cpu", "output_dir=run", "max_steps=100000", "save_steps=50000",
     "eval_strategy=no", "~callbacks.textgen", "~callbacks.tensorboard",
     "~callbacks.progress",  # its lines would fill the pipe, which nobody reads while commands are given

@@ -21,7 +21,8 @@ from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
 
 SMALL = [
-    "model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=16", "global_batch_size=4",
+    "model=nano", "precision=fp32",
+    "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=16", "global_batch_size=4",
     "per_device_eval_batch_size=2", "logging_steps=1", "warmup_steps=1", "device=cpu", "max_steps=40",
     "callbacks=minimal", "callbacks.progress=null", "callbacks.json=null", "+callbacks.control={}",
     "+callbacks.orders._target_=control_orders.Orders",

@@ -345,7 +345,8 @@ def train_in_parts(folder: Path, out: Path, trainer: str) -> tuple[list[Any], li
 
     files = ",".join(str(folder / name) for name in ("a.jsonl", "b.jsonl"))
     overrides = [
-        "model=nano", "data=hf", f"data.data_files=[{files}]", "streaming=true", "shuffle_buffer=16", "seq_len=32",
+        "model=nano", "precision=fp32",
+        "data=hf", f"data.data_files=[{files}]", "streaming=true", "shuffle_buffer=16", "seq_len=32",
         "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "eval_strategy=no", "deterministic=true",
         "+callbacks.json={}", "save_steps=3", f"trainer={trainer}",
     ]  # fmt: skip

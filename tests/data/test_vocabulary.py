@@ -72,7 +72,8 @@ def own(vocab_size: int | None = None, streams: bool = False) -> dict[str, Any]:
 
 def run_own(tmp_path: Path, *words: str) -> Any:
     base = [
-        "model=nano", "callbacks=minimal", f"output_dir={tmp_path}/run", "global_batch_size=8", "max_steps=2",
+        "model=nano", "precision=fp32",
+        "callbacks=minimal", f"output_dir={tmp_path}/run", "global_batch_size=8", "max_steps=2",
         "data._target_=test_vocabulary.own", "eval_strategy=no", "save_strategy=no", "device=cpu",
     ]  # fmt: skip
     (tmp_path / "run").mkdir()

@@ -25,7 +25,7 @@ from forgather_cli.diloco.wire import model_hash
 from forgather_cli.run_dir import RunDir
 
 TINY = (
-    "model=nano", "data=synthetic", "num_hidden_layers=1", "hidden_size=16", "intermediate_size=32",
+    "model=nano", "precision=fp32", "data=synthetic", "num_hidden_layers=1", "hidden_size=16", "intermediate_size=32",
     "num_attention_heads=2", "num_key_value_heads=1", "seq_len=16", "num_samples=64",
 )  # fmt: skip
 

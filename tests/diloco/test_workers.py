@@ -23,7 +23,8 @@ from forgather_cli.run_dir import RunDir
 
 ROUNDS, STEPS, BATCH = 3, 3, 4
 RECIPE = (
-    "model=nano", "num_hidden_layers=2", "hidden_size=16", "intermediate_size=32", "num_attention_heads=2",
+    "model=nano", "precision=fp32",
+    "num_hidden_layers=2", "hidden_size=16", "intermediate_size=32", "num_attention_heads=2",
     "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=2", "data=synthetic", "seq_len=16", "data.num_samples=33",
     "data.num_eval_samples=4", "callbacks=minimal", f"global_batch_size={BATCH}", "per_device_train_batch_size=2",
     "deterministic=true", "device=cpu", "eval_strategy=no", "save_steps=2",

@@ -17,7 +17,7 @@ from forgather_cli.errors import ConfigError, OutOfMemoryError
 from forgather_cli.trainer.trainer import Trainer
 
 RUN = (
-    "model._target_=hungry.model", "data=synthetic", "data.seq_len=16", "data.num_samples=256",
+    "model._target_=hungry.model", "precision=fp32", "data=synthetic", "data.seq_len=16", "data.num_samples=256",
     "data.num_eval_samples=8", "callbacks=minimal", "eval_strategy=no", "save_strategy=no", "global_batch_size=8",
     "max_steps=3", "logging_steps=1", "warmup_steps=1", "optimizer=adamw",
 )  # fmt: skip

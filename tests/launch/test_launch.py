@@ -25,7 +25,8 @@ from forgather_cli.launch.start import launch
 from forgather_cli.run_dir import RunDir
 from forgather_cli.worker import work
 
-SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
+SMALL = ["model=nano", "precision=fp32",
+         "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
 
 

@@ -56,7 +56,8 @@ OPTION = """# Mine: one sequence after the other.
 _target_: mine_strategy.OneByOne
 rows: 2
 """
-RUN = ["model=nano", "hidden_size=32", "data=synthetic", "seq_len=16", "ragged=true", "global_batch_size=8",
+RUN = ["model=nano", "precision=fp32",
+       "hidden_size=32", "data=synthetic", "seq_len=16", "ragged=true", "global_batch_size=8",
        "max_steps=2", "logging_steps=1", "eval_steps=2", "num_eval_samples=8", "callbacks=minimal",
        "save_steps=1"]  # fmt: skip
 

@@ -32,6 +32,13 @@ _INT4_GROUPS = (32, 64, 128, 256)
 
 
 @settings
+class AutoSettings(Settings):
+    """bf16 where the device multiplies fast in it, else fp32: decided when the run starts, and kept by it."""
+
+    type: Literal["auto"] = "auto"
+
+
+@settings
 class FP32Settings(Settings):
     type: Literal["fp32"] = "fp32"
 
@@ -128,6 +135,6 @@ class QATSettings(_Converting):
 
 
 PrecisionOption = Annotated[
-    FP32Settings | BF16Settings | BF16TrueSettings | FP16Settings | FP8Settings | QATSettings,
+    AutoSettings | FP32Settings | BF16Settings | BF16TrueSettings | FP16Settings | FP8Settings | QATSettings,
     by_type,
 ]

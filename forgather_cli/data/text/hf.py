@@ -11,10 +11,6 @@ import hashlib
 import importlib
 import logging
 import os
-import socket
-import threading
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +22,7 @@ from forgather_cli.data.text import read as reading
 from forgather_cli.data.text.corpus import Piece, find_files, stamp_of
 from forgather_cli.data.text.read import Damage, Document, kind_of
 from forgather_cli.errors import DataError
+from forgather_cli.hub import can_reach
 
 _VERSION = 1  # of the rules below that decide what a document is
 _FORMATS = ("json", "parquet", "arrow", "csv", "text")
@@ -34,7 +31,6 @@ _FORMAT_OF = {
     ".txt": "text", ".md": "text",
 }  # fmt: skip
 _LOCAL = "data.dataset=json data.data_files=[...], or a directory written by save_to_disk"
-_PATIENCE = 5.0  # seconds until the hub counts as out of reach; the library itself would try for 25 and more
 _log = logging.getLogger(__name__)
 
 
@@ -179,7 +175,7 @@ def _offline_if_unreachable(library: Any) -> Iterator[None]:
     By itself it tries six times (datasets 5.2, huggingface_hub 2.4: 25 s for a name that does not resolve).
     """
     constants = importlib.import_module("huggingface_hub").constants
-    if constants.HF_HUB_OFFLINE or _can_reach(constants.ENDPOINT):
+    if constants.HF_HUB_OFFLINE or can_reach(constants.ENDPOINT):
         yield
         return
     _log.warning("%s cannot be reached: reading from the cache of the datasets library", constants.ENDPOINT)
@@ -189,24 +185,6 @@ def _offline_if_unreachable(library: Any) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE, library.config.HF_HUB_OFFLINE = False, before
-
-
-def _can_reach(endpoint: str) -> bool:
-    """True if a connection can be opened, or if a proxy stands in between, which would have to be asked."""
-    url = urllib.parse.urlsplit(endpoint)
-    if urllib.request.getproxies():
-        return True
-    reached: list[bool] = []
-
-    def connect() -> None:
-        with contextlib.suppress(OSError):
-            socket.create_connection((url.hostname or "", url.port or 443), timeout=_PATIENCE).close()
-            reached.append(True)
-
-    thread = threading.Thread(target=connect, daemon=True)  # resolving a name knows no timeout
-    thread.start()
-    thread.join(_PATIENCE)
-    return bool(reached)
 
 
 # ------------------------------------------------------------------------------------------------------------ documents

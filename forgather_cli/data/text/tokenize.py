@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from forgather_cli.bars import Bar
 from forgather_cli.data.cache import Cache, Meta, Meter, digest
 from forgather_cli.data.text.corpus import Documents, Piece, available_cores, cut_last, split_documents
 from forgather_cli.data.text.encode import Encoded, Encoder, TokenizerWorkers
@@ -37,16 +38,19 @@ def trained_bpe(corpus: Documents, vocab_size: int, cache: Cache) -> Tokenizer:
     """The BPE tokenizer of a corpus, trained on its training documents if it is not in the cache."""
 
     def write(temporary: Path) -> Meta:
-        meter = Meter(cache.progress, _num_bytes(corpus.pieces()))
+        shown = cache.progress is not None
 
         def texts() -> Iterator[str]:
-            for split, document in split_documents(corpus, Damage()):
-                if split == "train":
-                    yield document.text
-                meter.add(document.num_bytes)
-            meter.end()
+            with Bar("tokenizer: reading", "bytes", shown=shown) as bar:
+                meter = Meter(bar.update, _num_bytes(corpus.pieces()))
+                for split, document in split_documents(corpus, Damage()):
+                    if split == "train":
+                        yield document.text
+                    meter.add(document.num_bytes)
+            merging.update(0, None)
 
-        train_bpe(texts(), vocab_size, temporary)
+        with Bar(f"tokenizer: finding {vocab_size:,} tokens", None, after=0.0, shown=shown) as merging:
+            train_bpe(texts(), vocab_size, temporary)
         return {"corpus": corpus.origin}
 
     key = digest([_VERSION, corpus.fingerprint(cache), vocab_size])

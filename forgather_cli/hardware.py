@@ -1,0 +1,55 @@
+"""What this machine multiplies fast in, and with it what ``precision=auto`` stands for. torch is imported inside."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+from forgather_cli.config.schema import AutoSettings, BF16Settings, FP32Settings, PrecisionOption
+
+_INSTRUCTIONS = {
+    "avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "avx512_fp16": "AVX512-FP16",
+    "amx_bf16": "AMX-BF16", "amx_fp16": "AMX-FP16", "amx_int8": "AMX-INT8", "sve": "SVE", "bf16": "BF16",
+}  # fmt: skip
+"""Flags in /proc/cpuinfo that matrix products depend on, x86 and Arm, and their names."""
+_FAST_BF16 = ("AVX512-BF16", "AMX-BF16")
+_SM80 = (8, 0)  # Ampere, the first with bf16 in its tensor cores
+
+
+@cache
+def processor() -> tuple[str, tuple[str, ...]]:
+    """This machine's processor: its name, and its instructions that matrix products depend on (AVX512-BF16, ...)."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    said = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines}  # of the last core
+    flags = (said.get("flags") or said.get("Features") or "").split()
+    known = tuple(name for flag, name in _INSTRUCTIONS.items() if flag in flags)
+    return said.get("model name") or platform.machine(), known
+
+
+def bf16_on(device: str) -> tuple[bool, str]:
+    """Whether a device multiplies faster in bf16 than in fp32, and what says so, for people. ``device``: auto, cuda,
+    cuda:1, cpu, mps.
+    """
+    import torch
+
+    kind, _, number = device.partition(":")
+    if kind in ("auto", "cuda") and int(number or 0) < torch.cuda.device_count() and torch.cuda.is_available():
+        about = torch.cuda.get_device_properties(int(number or 0))
+        if torch.version.hip is not None:
+            return True, about.name
+        fast = (about.major, about.minor) >= _SM80
+        return fast, f"{about.name}, sm{about.major}{about.minor}{'' if fast else '; bf16 is fast from sm80'}"
+    if kind == "mps":
+        return False, "bf16 was not tested on mps"
+    found = [name for name in processor()[1] if name in _FAST_BF16]
+    return bool(found), f"this processor has {found[0] if found else 'neither AVX512-BF16 nor AMX'}"
+
+
+def without_auto(option: PrecisionOption, device: str) -> tuple[PrecisionOption, str]:
+    """``option``, or in the place of ``auto`` bf16 where ``device`` multiplies fast in it and else fp32; and why."""
+    if not isinstance(option, AutoSettings):
+        return option, ""
+    fast, why = bf16_on(device)
+    return BF16Settings() if fast else FP32Settings(), why

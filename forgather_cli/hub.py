@@ -1,0 +1,96 @@
+"""Models of the Hugging Face hub by name, OWNER/NAME: where their files are on this machine, downloaded once."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from forgather_cli.config.schema import Config
+from forgather_cli.errors import SetupError
+
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]
+"""Config and tokenizer; with ``*.safetensors`` all that is read of a model. Pickles and code stay where they are."""
+_PATIENCE = 5.0  # seconds until the hub counts as out of reach; its libraries would try for 25 and more
+
+
+def is_hub_name(text: str) -> bool:
+    """True for OWNER/NAME, unless there is a folder OWNER here: then it is a path."""
+    return _NAME.fullmatch(text) is not None and not Path(text.partition("/")[0]).exists()
+
+
+def with_local_model(config: Config, *, weights: bool = True) -> Config:
+    """``config`` with the directories of what ``model.path`` and ``data.tokenizer`` name on the hub.
+
+    ``weights``: download those too. Raises SetupError.
+    """
+    model, data = cast(Any, config.model), cast(Any, config.data)
+    path, tokenizer = getattr(model, "path", None), getattr(data, "tokenizer", None)
+    changes: dict[str, Any] = {}
+    if path is not None and is_hub_name(path):
+        changes["model"] = replace(model, path=str(local_model(path, "model.path", weights=weights)))
+    if isinstance(tokenizer, str) and is_hub_name(tokenizer):
+        name = "model.path" if tokenizer == path else "data.tokenizer"
+        changes["data"] = replace(data, tokenizer=str(local_model(tokenizer, name, weights=False)))
+    return replace(config, **changes) if changes else config
+
+
+def local_model(name: str, what: str, *, weights: bool = True) -> Path:
+    """The directory of a model of the hub in the hub's cache; what it lacks is downloaded, with bars on a terminal.
+
+    Without a network what is in the cache is taken. Raises SetupError, which begins with ``what``.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+
+    files = [*_SMALL, "*.safetensors"] if weights else _SMALL
+    online = not constants.HF_HUB_OFFLINE and can_reach(constants.ENDPOINT)
+    here = f"{what}: no directory {name!r} here"
+    try:
+        found = snapshot_download(
+            name, allow_patterns=files, ignore_patterns=["*/*"], local_files_only=not online, library_name="forgather"
+        )
+    except errors.GatedRepoError as error:
+        raise SetupError(
+            f"{here}, and the model of that name is given on request: ask on {constants.ENDPOINT}/{name}, then log in "
+            "with 'hf auth login'"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise SetupError(
+            f"{here}, and no model of that name that {constants.ENDPOINT} shows you; mend the name, or log in with "
+            "'hf auth login'"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        raise SetupError(
+            f"{here}, and no whole model of that name in {constants.HF_HUB_CACHE}, while {why}; mend the name, "
+            "download it once with a network, or set HF_HOME to a cache that has it"
+        ) from error
+    except Exception as error:  # of whatever the library connects with, which has changed between its versions
+        first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise SetupError(f"{what}: {name} cannot be downloaded ({first}); try again, which continues") from error
+    return Path(found)
+
+
+def can_reach(endpoint: str) -> bool:
+    """True if a connection can be opened, or if a proxy stands in between, which would have to be asked."""
+    url = urllib.parse.urlsplit(endpoint)
+    if urllib.request.getproxies():
+        return True
+    reached: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError):
+            socket.create_connection((url.hostname or "", url.port or 443), timeout=_PATIENCE).close()
+            reached.append(True)
+
+    thread = threading.Thread(target=connect, daemon=True)  # resolving a name knows no timeout
+    thread.start()
+    thread.join(_PATIENCE)
+    return bool(reached)
