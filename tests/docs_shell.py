@@ -78,10 +78,11 @@ class Shell:
 
     def run(self, script: str) -> tuple[int, str]:
         """Exit code and output of some lines of bash, the first of which that fails ends it."""
+        self._expected = len(self._trainings) + len(re.findall(r" &$", script, flags=re.M))
         with tempfile.TemporaryFile("w+", encoding="utf-8") as output:  # no pipe: what runs in the background holds it
             done = subprocess.run(
                 ["bash", "-e", "-o", "pipefail", "-c", script], cwd=self.directory, env=self._environment,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=120, check=False,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=300, check=False,
             )  # fmt: skip
             output.seek(0)
             return done.returncode, output.read()
@@ -117,8 +118,10 @@ class Shell:
     def _wait_for_jobs(self) -> None:
         """Until each job in the background takes commands: a user would type more slowly."""
         jobs = self.directory / ".config" / "forgather" / "jobs"
-        deadline = time.monotonic() + 60
-        while sum(each.poll() is None for each in self._trainings) > len([*jobs.glob("*/endpoint.json")]):
+        deadline = time.monotonic() + 200
+        while len(self._trainings) < self._expected or (
+            sum(each.poll() is None for each in self._trainings) > len([*jobs.glob("*/endpoint.json")])
+        ):
             assert time.monotonic() < deadline, "a job in the background takes no commands"
             time.sleep(0.05)
 
