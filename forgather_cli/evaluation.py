@@ -107,7 +107,7 @@ def _located(source: Path, group: Any, *, trust_config: bool) -> Located:
 def _materialize(strategy: Strategy, found: Located, config: Config, data: DataSplits, group: Any) -> None:
     """Collective. Give the strategy the model: any kind on one device; of several ranks each reads what it holds."""
     device, is_directory = strategy.device, (found.directory / "config.json").is_file()
-    if isinstance(config.trainer, SingleSettings):
+    if is_directory and isinstance(config.trainer, SingleSettings):
         dtype = torch.bfloat16 if isinstance(config.precision, BF16TrueSettings) else torch.float32
 
         def load() -> nn.Module:

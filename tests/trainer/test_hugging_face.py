@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +79,6 @@ def test_what_is_refused_is_named_with_a_remedy(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, argument in ARGUMENTS.items() if argument.how == "no meaning"])
 def test_what_has_no_meaning_is_kept_for_the_script(name: str) -> None:
     assert getattr(TrainingArguments(**{name: other(name)}), name) == other(name)
-
-
-def test_the_documentation_shows_the_table() -> None:
-    updated = runpy.run_path(str(ROOT / "scripts/python_api_table.py"))["updated"]
-    page = (ROOT / "docs/python_api.md").read_text(encoding="utf-8")
-    assert updated(page) == page, "run scripts/python_api_table.py"
 
 
 # ------------------------------------------------------------------------------------------------------ what is read

@@ -1,16 +1,12 @@
-"""``compose`` and ``Run``: the examples in docs/examples, run as a reader would; and what is refused."""
+"""``compose`` and ``Run``, and what they refuse. ``test_docs.py`` runs the examples in docs/."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import notebook
 import pandas
 import pytest
 import tiny
@@ -19,7 +15,6 @@ from forgather_cli import Run, compose
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch.run_lock import RunLock
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 SMALL = (
     "model=nano", "precision=fp32",
     "data=synthetic", "data.seq_len=16", "data.num_samples=64", "data.num_eval_samples=8", "max_steps=3",
@@ -31,11 +26,14 @@ SMALL = (
 def _here(own_directory: None) -> None: ...
 
 
-def test_the_scripts_train_a_recipe_and_read_its_run(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "compose.py"))
-    left = runpy.run_path(str(EXAMPLES / "read_run.py"))
-    assert "The " in capsys.readouterr().out
-    run, records = left["run"], tiny.metrics(Path("outputs/pages"))
+def test_what_a_run_has_left_is_read() -> None:
+    Path("page.md").write_text("A page of some words, again and again.\n" * 200)
+    compose(
+        "model=nano", "data=text", "data.files=[page.md]", "data.eval_files=[page.md]", "seq_len=64", "max_steps=20",
+        "warmup_steps=2", "logging_steps=5", "eval_steps=10", "save_steps=10", "max_eval_samples=16",
+        "callbacks=minimal", "output_dir=run",
+    ).train()  # fmt: skip
+    run, records = Run("run"), tiny.metrics(Path("run"))
     assert run.metrics == records
     table = run.table("loss", "eval_loss")
     assert [row["step"] for row in table] == [1, 5, 10, 15, 20]
@@ -51,23 +49,7 @@ def test_the_scripts_train_a_recipe_and_read_its_run(capsys: pytest.CaptureFixtu
     with pytest.raises(SetupError, match=r"step 15; it has \[10, 20\]"):
         run.model(15)
     with pytest.raises(SetupError, match="give a run's directory"):
-        Run("outputs/pages/checkpoints")
-
-
-def test_the_notebook_shows_one_output_and_no_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kernel = notebook.Kernel(monkeypatch)
-    Path("page.md").write_text("A page of some words, again and again.\n" * 200)
-    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
-    names: dict[str, Any] = {}
-    for cell in cells:
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
-    [texts] = kernel.outputs.values()
-    assert "training loss" in texts[-1]
-    assert " loss " not in capsys.readouterr().out
-    assert names["trainer"].state.global_step == 20
+        Run("run/checkpoints")
 
 
 def test_a_composed_trainer_holds_its_directory_while_it_trains_and_the_commands_take_what_it_leaves() -> None:
