@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import pkgutil
 
 import forgather_cli
+from forgather_cli.config.load import load_config
 from forgather_cli.launch.processes import collect_less
 
 collect_less()
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the command says so before it imports torch, which comes too late here
-for _name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "hydra", "rich.console"):
+for _name in (
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.utils.tensorboard", "hydra",
+    "rich.console",
+):  # fmt: skip
     importlib.import_module(_name)
 for _module in pkgutil.walk_packages(forgather_cli.__path__, "forgather_cli."):
     if not _module.name.endswith("__main__"):
         importlib.import_module(_module.name)
+with contextlib.chdir("/"):  # where no test has put options
+    load_config(None, [])  # pydantic's validators and Hydra's plugins are made at first use
 gc.freeze()  # forked processes need not look for garbage among 300,000 objects that stay

@@ -27,15 +27,15 @@ from forgather_cli.run_dir import RunDir
 
 BASE = (
     "model.num_hidden_layers=4", "global_batch_size=12", "per_device_train_batch_size=12", "max_grad_norm=0.2",
-    "model.tie_word_embeddings=true", "data.isolate_documents=true", "max_steps=15", "eval_steps=5",
+    "model.tie_word_embeddings=true", "data.isolate_documents=true", "max_steps=10", "eval_steps=5",
 )  # fmt: skip
 CROSS = ("single", "ddp 2", "fsdp2 2", "1F1B 2", "1F1B 2x2", "Interleaved1F1B 2", "ZBVZeroBubble 2")
 
 
 @functools.cache
 def whole(layout: str) -> Result:
-    """15 steps under ``layout``, with a checkpoint of step 10."""
-    return train(LAYOUTS[layout], (*corpus(), *BASE, "save_steps=10"), scratch() / f"whole-{layout}")
+    """10 steps under ``layout``, with a checkpoint of step 5."""
+    return train(LAYOUTS[layout], (*corpus(), *BASE, "save_steps=5"), scratch() / f"whole-{layout}")
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -49,12 +49,12 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def _pairs() -> list[object]:
-    """Every ordered pair; a circle in both directions is always run, so that each layout writes and reads."""
+    """Every ordered pair; a circle is always run, so that each layout writes and reads."""
     places = {name: place for place, name in enumerate(CROSS)}
     pairs = itertools.permutations(CROSS, 2)
     distance = {(a, b): (places[b] - places[a]) % len(CROSS) for a, b in pairs}
     return [
-        pytest.param(a, b, id=f"{a} to {b}", marks=() if step in (1, len(CROSS) - 1) else pytest.mark.full)
+        pytest.param(a, b, id=f"{a} to {b}", marks=() if step == 1 else pytest.mark.full)
         for (a, b), step in distance.items()
     ]
 
@@ -62,8 +62,8 @@ def _pairs() -> list[object]:
 @pytest.mark.parametrize(("writer", "reader"), _pairs())
 def test_any_layout_goes_on_from_any_other(tmp_path: Path, writer: str, reader: str) -> None:
     source = whole(writer)
-    found = go_on(LAYOUTS[reader], (*corpus(), *BASE), RunDir(source.path).checkpoint(10), tmp_path)
-    assert_equal(found.begin, source.tensors(10))
+    found = go_on(LAYOUTS[reader], (*corpus(), *BASE), RunDir(source.path).checkpoint(5), tmp_path)
+    assert_equal(found.begin, source.tensors(5))
     assert len(found.losses) == 5
     assert_parity(found, whole("single"))
 
@@ -80,11 +80,11 @@ def test_the_number_of_ranks_may_change_at_every_resume(tmp_path: Path, chain: s
     losses: list[float] = []
     for n, layout in enumerate(CHAINS[chain], 1):
         before = checkpoint_tensors(RunDir(tmp_path)) if n > 1 else {}
-        stop = f"+callbacks.probe.stop_after={3 * n}"
+        stop = f"+callbacks.probe.stop_after={2 * n}"
         found = train(LAYOUTS[layout], (*corpus(), *BASE, stop), tmp_path, resume=True)
         assert_equal(found.begin, before or found.begin)
         losses += found.losses
-    assert len(losses) == 15
+    assert len(losses) == 10
     assert_near(losses, whole("single").losses, "loss")
     assert_parity(found, whole("single"))
 
