@@ -45,8 +45,8 @@ ALLOWED = {
     },
     "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed"},
     "plan": {
-        "config.batch", "config.decode", "config.pipeline_layout", "data", "launch.exit_status", "launch.layout",
-        "launch.processes",
+        "config.batch", "config.decode", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments",
+        "launch.exit_status", "launch.layout", "launch.processes",
         "models", "optim.groups", "precision", "trainer.metrics",
     },
     "report": {"callbacks.columns", "launch.exit_status", "launch.processes"},

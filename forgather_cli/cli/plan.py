@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from forgather_cli.cli.output import (
     human,
     human_bytes,
     human_flops,
+    human_seconds,
     only_json,
     print_facts,
     print_json,
@@ -26,8 +27,9 @@ from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
-    from forgather_cli.config.schema import Config
+    from forgather_cli.config.schema import Config, DilocoServerSettings
     from forgather_cli.plan import RankMemory, RunPlan
+    from forgather_cli.plan.diloco import DilocoPlan
     from forgather_cli.plan.fit import Fit
 
 
@@ -45,6 +47,16 @@ def plan(
     confirms: Annotated[
         bool, typer.Option("--confirm", help="With --fit: try it, a few steps on random tokens in a process apart.")
     ] = False,
+    step_time: Annotated[
+        float | None,
+        typer.Option(
+            "--step-time",
+            metavar="SECONDS",
+            min=1e-6,
+            show_default=False,
+            help="With diloco: of a step, for bytes per hour and the share of time in exchanges.",
+        ),
+    ] = None,
     trust_config: TrustConfig = False,
     as_json: AsJson = False,
 ) -> None:
@@ -52,25 +64,55 @@ def plan(
 
     RECIPE may be a run too: its directory, or a config.yaml of it. Nothing is trained,
     tokenized or written. The number of tokens is known only where the corpus was
-    tokenized before.
+    tokenized before. With the callback [cyan]diloco[/], or settings of its server
+    ([cyan]diloco.NAME=VALUE[/]), it shows what a worker sends and receives too.
     """
+    from forgather_cli.config.diloco import split_server_overrides
+
+    words, of_server = split_server_overrides(words or [])
     compose = partial(load, config_dir=config_dir, trust_config=trust_config)
     if fit:
-        if params:
-            raise ConfigError("--params: says nothing to --fit; leave one of them out")
-        show_fit(compose, words or [], memory, confirms=confirms, as_json=as_json)
+        if params or of_server or step_time is not None:
+            named = "--params" if params else of_server[0] if of_server else "--step-time"
+            raise ConfigError(f"{named}: says nothing to --fit; leave one of them out")
+        show_fit(compose, words, memory, confirms=confirms, as_json=as_json)
         return
     if memory is not None or confirms:
         raise ConfigError(f"{'--confirm' if memory is None else '--memory'}: needs --fit")
-    loaded = compose(words)
+    config = compose(words).config
+    callback = config.callbacks.diloco
+    if step_time is not None and not of_server and callback is None:
+        raise ConfigError("--step-time: needs +callbacks.diloco={} or settings of its server (diloco.sync_every=500)")
+    server = _server_settings(of_server, {} if callback is None else callback.stated())
     from forgather_cli.plan import make_plan
+    from forgather_cli.plan.diloco import plan_diloco
 
     with only_json(as_json):
-        made = make_plan(loaded.config)
+        made = make_plan(config)
+    shared = None
+    if made.parameters and (of_server or callback is not None):
+        shared = plan_diloco(made, server, None if callback is None else callback.bandwidth, step_time)
     if as_json:
-        print_json(plan_document(made, params=params))
-    else:
-        print_plan(made, params=params)
+        of_diloco = {} if shared is None else {"diloco": asdict(shared)}
+        print_json({**plan_document(made, params=params), **of_diloco})
+        return
+    print_plan(made, params=params)
+    if shared is not None:
+        _print_diloco(shared, made)
+
+
+def _server_settings(of_server: Sequence[str], stated: Mapping[str, Any]) -> DilocoServerSettings:
+    """Of the server that a worker with ``stated`` settings trains with. Raises ConfigError where they contradict."""
+    from forgather_cli.config.diloco import load_server_settings
+
+    settings = load_server_settings([*(f"diloco.{name}={value}" for name, value in stated.items()), *of_server])
+    if wrong := [name for name, value in stated.items() if getattr(settings, name) != value]:
+        here, there = stated[wrong[0]], getattr(settings, wrong[0])
+        raise ConfigError(
+            f"callbacks.diloco.{wrong[0]}: is {here}, and diloco.{wrong[0]}={there} for the server, which would refuse "
+            "the worker; leave one of them out"
+        )
+    return settings
 
 
 def plan_document(made: RunPlan, *, params: bool = False) -> dict[str, Any]:
@@ -198,6 +240,57 @@ def _print_parameters(made: RunPlan) -> None:
         for r in made.parameters
     ]
     print_table(columns, rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- diloco
+
+
+def _print_diloco(shared: DilocoPlan, made: RunPlan) -> None:
+    """What a worker exchanges with its server, and what other settings change."""
+    settings, traffic = shared.settings, shared.traffic[0]
+    every = f"every {traffic.steps:,} steps"
+    every += f", of one of {settings.num_fragments} fragments" if settings.num_fragments > 1 else ""
+    every += f", beside {settings.overlap} steps of training" if settings.overlap else ""
+
+    def both_ways(times: float) -> str:
+        return f"sends {human_bytes(traffic.sent * times)}, receives {human_bytes(traffic.received * times)}"
+
+    facts = {
+        "diloco": f"{settings.workers} workers, mode {settings.mode}, {settings.compression} up, "
+        f"{settings.compression_down} down",
+        "exchange": f"{every}; a worker {both_ways(1)}",
+        "  in 1,000 steps": both_ways(1000 / traffic.steps),
+    }
+    if traffic.exchanges_per_hour is not None:
+        facts["  in an hour"] = both_ways(traffic.exchanges_per_hour)
+    if shared.exchanges is not None:
+        sent, received = human_bytes(shared.sent_in_all), human_bytes(shared.received_in_all)
+        facts["  in the whole run"] = f"{shared.exchanges:,} exchanges: sends {sent}, receives {received}"
+    facts["  time"] = "unknown; set callbacks.diloco.bandwidth=BYTES_PER_SECOND"
+    if traffic.seconds is not None:
+        share = "give --step-time SECONDS to know its share" if traffic.share is None else f"{traffic.share:.1%} of all"
+        facts["  time"] = f"{human_seconds(traffic.seconds)} at {human_bytes(shared.bandwidth)}/s both ways; {share}"
+    lost = f", {human_bytes(shared.worker_error)} of what compression has lost" if shared.worker_error else ""
+    where = "host memory" if made.world_size == 1 else "host memory of a worker's fullest rank"
+    facts["  memory"] = (
+        f"{human_bytes(shared.worker_snapshot)} of weights as published{lost}, {human_bytes(shared.worker_exchange)} "
+        f"more in an exchange, in {where}"
+    )
+    facts["  on disk"] = f"a checkpoint of {_known(made.checkpoint_bytes)} before each exchange"
+    facts["server's memory"] = f"about {human_bytes(shared.server_memory)}"
+    print_facts(facts)
+    columns = [
+        Col("up"), Col("down"), Col("fragments", right=True), Col("steps", right=True), Col("sent", right=True),
+        Col("received", right=True), Col("time", right=True), Col("of all", right=True),
+    ]  # fmt: skip
+    rows = [
+        (each.compression, each.compression_down, str(each.num_fragments), f"{each.steps:,}", human_bytes(each.sent),
+         human_bytes(each.received), human_seconds(each.seconds), "-" if each.share is None else f"{each.share:.1%}")
+        for each in shared.traffic
+    ]  # fmt: skip
+    known = 6 if shared.bandwidth is None else 7 if shared.step_time is None else 8
+    typer.echo("An exchange under these settings, and under others:")
+    print_table(columns[:known], [row[:known] for row in rows])
 
 
 # --------------------------------------------------------------------------------------------------------------- --fit

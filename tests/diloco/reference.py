@@ -5,7 +5,7 @@ Of Forgather only ``Trainer.step`` is used, to train; samples, averages and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,9 +30,14 @@ def final_weights(
     alpha: float = 0.5,
     lr: float = 0.7,
     momentum: float = 0.9,
+    sent: Callable[[int, str, Tensor], Tensor] = lambda slot, name, change: change,
+    published_by: Callable[[int, Weights], None] = lambda rounds, weights: None,
 ) -> Weights:
     """The global weights after ``rounds`` of so many steps; worker i trains by ``configs[i]``, from the weights of the
     first. Round n exchanges fragment n, the last one all; workers merge what it has made ``overlap`` steps later.
+
+    ``sent``: what the server understands of a worker's change. ``published_by``: is told of the weights after 0, 1, ...
+    rounds.
     """
     trainers = [build(config, RunDir(root / str(n)), {}) for n, config in enumerate(configs)]
     for slot, trainer in enumerate(trainers):
@@ -47,6 +52,7 @@ def final_weights(
     ahead: list[list[int]] = [[] for _ in trainers]  # samples that each was given
     targets: list[list[int]] = [[] for _ in trainers]  # of each of its rounds
     cursor, coming = 0, frozenset[str]()
+    published_by(0, published)
     for number in range(rounds):
         for slot, trainer in enumerate(trainers):
             wanted = (steps + overlap) * trainer.run.batch_plan.global_batch - len(ahead[slot])
@@ -66,12 +72,13 @@ def final_weights(
         for name in names:
             parameters[name].grad = torch.zeros_like(parameters[name])
             for slot, weight in enumerate(recent):
-                change = published[name] - local[slot][name]
+                change = sent(slot, name, published[name] - local[slot][name])
                 parameters[name].grad += torch.tensor(weight / sum(recent), dtype=torch.float32) * change
         outer.step()
         outer.zero_grad()
         published |= {name: parameters[name].detach().clone() for name in names}
         coming = names
+        published_by(number + 1, published)
     return published
 
 
