@@ -86,6 +86,14 @@ class Member:
         return f"{self.name} ({'itself' if pid == self.process.pid else 'a rank'})"
 
 
+def _free_port(seed: int) -> int:
+    """Below those that the kernel gives to outgoing connections: one of them may take it while the server is away."""
+    for port in range(20000 + 10 * seed % 10000, 30000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError("no port is free")
+
+
 def _children(pid: int) -> list[int]:
     """Of all its threads: a launcher starts its ranks in threads."""
     found: list[int] = []
@@ -154,8 +162,7 @@ class Campaign:
     def _run(self, trial: Trial, root: Path, seconds: float) -> None:
         """Start all, kill as the trial says, start again what was killed, and wait for the end."""
         root.mkdir(parents=True)
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-            port = free.getsockname()[1]
+        port = _free_port(trial.seed)
         token = "a-token-of-this-campaign"
         (root / "token").write_text(token)
         (root / "token").chmod(0o600)
