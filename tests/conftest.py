@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _LONGEST = (
-    "strategies/test_parity", "checkpoint/test_crash", "launch/test_faults", "strategies/test_fsdp2",
+    "strategies/test_parity", "checkpoint/test_crash", "test_docs", "launch/test_faults", "strategies/test_fsdp2",
     "launch/test_launch_ranks", "strategies/test_pipeline", "trainer/test_trainer_ranks", "launch/test_launch_signals",
     "cli/test_end_to_end", "cli/test_cli", "launch/test_hang", "callbacks/test_callbacks_strategies", "launch",
     "finalize", "cli", "strategies", "control", "trainer", "precision", "plan", "config", "checkpoint",

@@ -143,7 +143,7 @@ def _small(words: list[str], directory: str) -> list[str]:
     if words[:1] not in (["train"], ["resume"]):
         return words
     steps = re.compile(r"max_steps=(\d{1,5})$")  # a job of a hundred thousand is one that the page itself stops
-    words = [f"max_steps={min(int(found[1]), 40)}" if (found := steps.match(word)) else word for word in words]
+    words = [f"max_steps={min(int(found[1]), 30)}" if (found := steps.match(word)) else word for word in words]
     recipe = next((word for word in words[1:] if "=" not in word and word[0] not in "~-"), "default")
     if words[0] == "resume" or (Path(directory) / recipe).is_dir():  # a run that is small already
         return words
