@@ -70,6 +70,9 @@ class OuterStep:
         if name in self.momentum:
             sgd.state[weights]["momentum_buffer"] = self.momentum[name]
         sgd.step()
+        weights.grad = (
+            None  # the optimizer refers to itself (``unguard_step``), so it and what it refers to stay a while
+        )
         if outer.momentum:
             self.momentum[name] = sgd.state[weights]["momentum_buffer"]
 
