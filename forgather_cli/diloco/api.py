@@ -79,6 +79,7 @@ class Api:
 
     def __init__(self, service: Service, token: str) -> None:
         self._service, self._token = service, f"Bearer {token}".encode()
+        self._check = asyncio.Lock()  # one submission at a time is decoded to be looked at, so memory does not grow
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -220,7 +221,8 @@ class Api:
             if lacking := [part for part in parts if not submissions.has(part)]:
                 return {"status": wire.LACKING, "parts": lacking}
             names = self._service.model.outer.names(rounds.fragments_of(number, leaves=given["leaves"]))
-            problem = await asyncio.to_thread(submissions.problem, parts, names)
+            async with self._check:
+                problem = await asyncio.to_thread(submissions.problem, parts, names)
             submission = Submission(
                 rounds.slots[worker.name], worker.name, number, parts, given["targets"], used, given["leaves"], problem
             )

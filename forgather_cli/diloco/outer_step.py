@@ -70,6 +70,8 @@ class OuterStep:
         if name in self.momentum:
             sgd.state[weights]["momentum_buffer"] = self.momentum[name]
         sgd.step()
+        # the optimizer refers to itself (unguard_step), so that what it refers to stays until Python looks for cycles
+        weights.grad = None
         if outer.momentum:
             self.momentum[name] = sgd.state[weights]["momentum_buffer"]
 
