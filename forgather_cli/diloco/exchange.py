@@ -143,8 +143,10 @@ class Exchange:
         """
         world = self._run.world
         for name, digest in files[world.rank :: world.size]:  # as many as there were ranks when they were written
-            if not client.has(f"/parts/{digest}"):
-                client.put(f"/parts/{digest}", self._run.run_dir.diloco_worker / name)
+            file = self._run.run_dir.diloco_worker / name
+            # a newer change has taken the place of one whose round is over, which nobody needs any more
+            if not client.has(f"/parts/{digest}") and file.exists():
+                client.put(f"/parts/{digest}", file)
 
     def settle(self, *, counts: bool) -> None:
         """What was sent last counts, or does not: then what compression has lost is as it was before."""
