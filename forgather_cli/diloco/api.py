@@ -65,7 +65,7 @@ class Service:
         """The time, at which those who wait here were heard of."""
         now = time.monotonic()
         for worker in self.rounds.live():
-            if self.polling.get(worker.generation):
+            if self.polling.get(worker.generation or 0):
                 worker.heard = now
         return now
 
@@ -178,10 +178,10 @@ class Api:
         self._service.polling[generation] = self._service.polling.get(generation, 0) + 1
         try:
             while True:
+                worker = self._service.rounds.worker(generation, time.monotonic())
                 if self._service.over:
                     self._service.told.add(generation)
                     return {"state": wire.STOPPED, "reason": self._service.over}
-                worker = self._service.rounds.worker(generation, time.monotonic())
                 if (offer := self._service.rounds.offer(worker, given["after"])) is not None:
                     return offer
                 if self._service.leaving:
@@ -212,7 +212,7 @@ class Api:
         rounds, submissions = self._service.rounds, self._service.model.submissions
         worker = rounds.worker(given["generation"], time.monotonic())
         answer = rounds.answered(worker, number, parts)
-        if given["leaves"] and worker.last_round != number:
+        if given["leaves"]:
             worker.last_round = number
             self._service.write_registry()
             self._service.notify()
@@ -242,10 +242,10 @@ class Api:
         number, count = (int, float, type(None)), (int, type(None))
         kinds = {"generation": int, "step": count, "tokens_per_second": number, "sent": count, "received": count}
         given = checked(raw, kinds)
+        worker = self._service.rounds.worker(given["generation"], time.monotonic())
         if self._service.over:
             self._service.told.add(given["generation"])
             return {"state": wire.STOPPED, "reason": self._service.over}
-        worker = self._service.rounds.worker(given["generation"], time.monotonic())
         worker.step, worker.tokens_per_second = given["step"], given["tokens_per_second"]
         worker.sent, worker.received = given["sent"] or 0, given["received"] or 0
         return {"state": wire.OK}

@@ -18,6 +18,7 @@ from forgather_cli.input_files import open_file, parse_json
 
 _CHUNK = 1 << 16  # bytes
 _CONNECT = 30.0  # seconds that the server may be silent within one request
+_IDLE = 2.0  # seconds after which a connection is not used again: the server or what is between may have dropped it
 
 
 class Away(ControlError):
@@ -74,6 +75,8 @@ class Client:
         self._host, self._port = host.strip("[]"), int(port)
         self._tls = (tls or ssl.create_default_context()) if scheme == "https" else None
         self._connection: http.client.HTTPConnection | None = None
+        self._used = 0.0
+        """When it last brought an answer."""
 
     def copy(self) -> Client:
         """Another connection to the same server, which shares the limit on bytes per second."""
@@ -83,7 +86,9 @@ class Client:
         """POST a document, or GET without one; what is answered. Raises Away, Fenced, ConfigError."""
         content = b"" if body is None else json.dumps(body).encode()
         with self._request("GET" if body is None else "POST", path, content) as answer:
-            return _document(b"".join(self._chunks(answer)))
+            if not (document := _document(self._content(answer))):
+                raise http.client.HTTPException("what is there answers no JSON")
+            return document
 
     def put(self, path: str, file: Path) -> None:
         """PUT a file. Raises as ``call``."""
@@ -99,7 +104,7 @@ class Client:
     def get(self, path: str) -> bytes:
         """Raises as ``call``."""
         with self._request("GET", path, b"") as answer:
-            return b"".join(self._chunks(answer))
+            return self._content(answer)
 
     def read(self, path: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview]) -> None:
         """Fill the buffers ``into`` with these ranges of bytes of a file of the server's. Raises as ``call``."""
@@ -131,21 +136,28 @@ class Client:
         headers = {"Authorization": f"Bearer {self._token}", VERSION_HEADER: str(WIRE_VERSION)}
         headers |= {"Content-Length": str(size), "Content-Type": "application/octet-stream"} if size else {}
         try:
+            if time.monotonic() - self._used > _IDLE:
+                self.close()
             if self._connection is None:
                 self._connection = (
                     http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT)
                     if self._tls is None
                     else http.client.HTTPSConnection(self._host, self._port, timeout=_CONNECT, context=self._tls)
                 )
-            self._connection.request(method, path, body, headers)
+            try:
+                self._connection.request(method, path, body, headers)
+            except (BrokenPipeError, ConnectionResetError):
+                if self._connection.sock is None:
+                    raise  # else a server that does not want the body has said why
             answer = self._connection.getresponse()
             self.bucket.sent += (
                 sum(len(k) + len(v) + 4 for k, v in headers.items()) + len(method) + len(path) + 40 + (size or 0)
             )
             self.bucket.received += len(str(answer.headers))
             if answer.status >= 400 and not (missing and answer.status == 404):
-                raise self._failure(answer.status, _document(answer.read(1 << 16)))
+                raise self._failure(answer.status, _document(self._content(answer)))
             yield answer
+            self._used = time.monotonic()
         except ssl.SSLCertVerificationError as error:
             self.close()
             raise ConfigError(
@@ -173,11 +185,16 @@ class Client:
             self.bucket.take(len(chunk))
             yield chunk
 
-    def _chunks(self, answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    def _content(self, answer: http.client.HTTPResponse) -> bytes:
+        """The whole body. Raises ConnectionResetError for one that was cut, also within the headers."""
+        content = b""
         while chunk := answer.read(_CHUNK):
             self.bucket.take(len(chunk))
             self.bucket.received += len(chunk)
-            yield chunk
+            content += chunk
+        if answer.length != 0 and not answer.chunked:
+            raise ConnectionResetError("the answer was cut")
+        return content
 
 
 def _document(content: bytes) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from forgather_cli.config.schema import DilocoSettings
+from forgather_cli.diloco import wire
 from forgather_cli.diloco.client import Away, Client, TokenBucket
 from forgather_cli.distributed import gather
-from forgather_cli.errors import ForgatherError
+from forgather_cli.errors import ConfigError, ForgatherError
 from forgather_cli.input_files import read_json_object, write_whole
-from forgather_cli.launch.exit_status import STOPPED, ExitStatus, Kind
+from forgather_cli.launch.exit_status import STOPPED, ExitStatus, Kind, done
 from forgather_cli.trainer.run import Run
 
 log = logging.getLogger(__name__)
@@ -34,11 +35,19 @@ class Link:
     def __init__(self, run: Run, settings: DilocoSettings, address: str) -> None:
         self._run, self._settings = run, settings
         limit = None if settings.bandwidth is None else settings.bandwidth / run.world.size
-        tls = ssl.create_default_context(cafile=settings.ca_file)
+        try:
+            tls = ssl.create_default_context(cafile=settings.ca_file)
+        except OSError as error:
+            raise ConfigError(
+                f"callbacks.diloco.ca_file: {settings.ca_file} cannot be used ({error.strerror or error}); give a file "
+                "of certificates (PEM)"
+            ) from error
         self.client = Client(address, settings.read_token(), TokenBucket(limit), tls=tls)
         """Of this rank's main thread."""
         self.ended: ExitStatus | None = None
         """Why training with the server is over, if it is."""
+        self._bidden = ""
+        """What the server has told a heartbeat: why training is over."""
         self.retries = 0
         self._heart = threading.Event()
         """Set to end the heartbeats."""
@@ -71,9 +80,9 @@ class Link:
                     is_done = True
                 except ForgatherError as error:
                     failure = error
-            told = gather((failure, time.monotonic() - begun), run.cpu_group)
+            told = gather((failure, time.monotonic() - begun, self._bidden), run.cpu_group)
             stops = run.sync.poll()
-            failures = [each for each, _ in told if each is not None]
+            failures = [each for each, _, _ in told if each is not None]
             if fatal := next((each for each in failures if not isinstance(each, Away)), None):
                 raise fatal
             if not failures:
@@ -81,6 +90,9 @@ class Link:
                     log.info("the DiLoCo server answers again")
                 return not stops
             if stops:
+                return False
+            if bidden := told[0][2]:
+                self.end_by_server(bidden)
                 return False
             if tries == 0:
                 log.warning("%s; trying again for %.0f s", failures[0], allowed)
@@ -95,6 +107,10 @@ class Link:
             self.retries += 1
             time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
+
+    def end_by_server(self, reason: str) -> None:
+        """Training ends, since the server says that it is over."""
+        self.end(done(self._run.world.rank, f"stopped by the DiLoCo server: {reason}"))
 
     def end(self, status: ExitStatus) -> None:
         """Training ends by ``status``, with a checkpoint."""
@@ -124,7 +140,8 @@ class Link:
         def beat() -> None:
             while not self._heart.wait(interval):
                 try:
-                    client.call("/heartbeat", facts())
+                    if (answer := client.call("/heartbeat", facts()))["state"] == wire.STOPPED:
+                        self._bidden = answer["reason"]
                 except ForgatherError as error:  # the next exchange finds out what it means
                     log.debug("heartbeat: %s", error)
 

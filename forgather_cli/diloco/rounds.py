@@ -11,6 +11,7 @@ Times are seconds of a clock that only goes forward.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +34,13 @@ class Worker:
     name: str
     secret: str
     """SHA-256 of the secret that it made up."""
-    generation: int
     batch: int
     """Sequences per step."""
     host: str = ""
     pid: int = 0
     run: str = ""
+    generation: int | None = None
+    """Of its registration with this start of the server, which asks all anew where they stand; None before it."""
     evicted: bool = False
     last_round: int | None = None
     """After which it takes no part, once it has said so."""
@@ -58,22 +60,20 @@ class Worker:
 class Registry:
     """What outlives a restart of the server besides the ledger (``RUN/workers.json``)."""
 
-    generation: int = 0
-    """The newest one given."""
     data: str | None = None
     tokenizer: str | None = None
     """Fingerprints that all workers share; those of the first one that stated any."""
     workers: dict[str, Worker] = field(default_factory=dict)
 
     def to_document(self) -> dict[str, Any]:
-        kept = ("name", "secret", "generation", "batch", "host", "pid", "run", "evicted", "last_round", "dylu")
+        kept = ("name", "secret", "batch", "host", "pid", "run", "evicted", "last_round", "dylu")
         listed = [{key: getattr(worker, key) for key in kept} for worker in self.workers.values()]
-        return {"generation": self.generation, "data": self.data, "tokenizer": self.tokenizer, "workers": listed}
+        return {"data": self.data, "tokenizer": self.tokenizer, "workers": listed}
 
     @classmethod
     def from_document(cls, raw: Mapping[str, Any]) -> Registry:
         workers = {each["name"]: Worker(**each) for each in raw["workers"]}
-        return cls(raw["generation"], raw["data"], raw["tokenizer"], workers)
+        return cls(raw["data"], raw["tokenizer"], workers)
 
 
 class Rounds:
@@ -179,13 +179,13 @@ class Rounds:
                     f"{silent:.0f} s ago); choose another worker_id, or wait until it is silent for {needed:.0f} s",
                     wire.HELD,
                 )
-        registry.generation += 1
+        generation = 1 + secrets.randbelow(1 << 52)
         registry.data, registry.tokenizer = registry.data or data, registry.tokenizer or tokenizer
         registry.workers[name] = Worker(
-            name, secret, registry.generation, batch, host, pid, run,
+            name, secret, batch, host, pid, run, generation,
             last_round=round if leaves and stood == "known" else None, dylu=dylu, heard=now,
         )  # fmt: skip
-        return registry.generation, stood
+        return generation, stood
 
     def _refuse(self, message: str) -> NoReturn:
         raise WireError(409, message, wire.REFUSED)
@@ -197,9 +197,11 @@ class Rounds:
                 worker.heard = now
                 return worker
         raise WireError(
-            409, "this registration is no longer valid: a newer one took over, or the server gave it up; register anew",
+            409,
+            "this registration is no longer valid: a newer one took over, the server has started again, or it gave the "
+            "worker up; register anew",
             wire.FENCED,
-        )  # fmt: skip
+        )
 
     def offer(self, worker: Worker, after: int) -> dict[str, Any] | None:
         """What the worker is to train, as ``/next`` answers it, if that is of a round later than ``after``."""

@@ -118,7 +118,10 @@ class Server:
         rounds, ended_round = self._rounds, False
         while True:
             if rounds.evict(self._service.now()):
-                self._service.write_registry()
+                try:
+                    self._service.write_registry()
+                except OSError as error:  # after a restart they are given up once more
+                    log.warning("%s: cannot be written: %s", self._run.diloco_workers, error.strerror)
             if (signum := self._rank.stop.signum) is not None:
                 self._rank.stop.acknowledge(signum)
                 await self._save_last()
@@ -176,7 +179,10 @@ class Server:
             "round_time": seconds,
             "outer_step_time": time.monotonic() - begun,
         }
-        self._metrics.add(metrics, step=line.round, epoch=0.0)
+        try:
+            self._metrics.add(metrics, step=line.round, epoch=0.0)
+        except OSError as error:
+            log.warning("%s: lacks round %d: %s", self._run.metrics, line.round, error.strerror)
         absent = {
             "missing": closing.missing,
             "rejected": [name for name, _ in closing.rejected],

@@ -26,17 +26,17 @@ OPEN, WAITING, STOPPED, OK = "open", "waiting", "stopped", "ok"
 COUNTED, LATE, REJECTED = "counted", "late", "rejected"
 LACKING = "lacking"
 """Some parts are not at the server, which names them: PUT them, and submit again."""
-# codes of a 409
+# codes of an error
 REFUSED = "refused"
 """Settings, model or data differ: a mistake that no retry mends."""
 HELD = "held"
 """Another live process has this worker's id."""
 FENCED = "fenced"
-"""A newer registration has taken over, or the server has given the worker up: register anew."""
+"""The server knows this start of the worker no longer, or has gone on without it: register anew."""
 
 
 class WireError(Exception):
-    """A request that is answered with an error: HTTP status, a sentence with its remedy, and the code of a 409."""
+    """A request that is answered with an error: HTTP status, a sentence with its remedy, and a code if it has one."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         self.status, self.message, self.code = status, message, code

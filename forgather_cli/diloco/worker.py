@@ -32,7 +32,7 @@ from forgather_cli.diloco.link import Link
 from forgather_cli.diloco.samples import as_ranges, first, subtract, total
 from forgather_cli.distributed import gather
 from forgather_cli.errors import ControlError, ForgatherError, SetupError, TrainingError
-from forgather_cli.launch.exit_status import ExitStatus, done
+from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.trainer.run import Run
 from forgather_cli.trainer.step_sync import Counts
 
@@ -57,6 +57,8 @@ class DilocoWorker:
         self._link, self._exchange = Link(run, settings, address), Exchange(run)
         self._generation = 0
         self._joined = False
+        self._has_left = False
+        """The server has its last submission."""
         # of the server, the same for all workers
         self._is_async = False
         self._overlap, self._alpha = 0, 0.0
@@ -149,11 +151,18 @@ class DilocoWorker:
             if self.local_step and self.ended is None:  # trained while the one before was under way
                 self._make_submission()
                 self._meet()
-        elif self._joined and self.ended is None and self._run.world.rank == 0:  # a callback has ended training
-            with contextlib.suppress(ForgatherError):  # else the server finds out by its silence
-                self._link.client.call("/leave", {"generation": self._generation})
+        if self.ended is None and not self._has_left and not (self._is_last and self._pending):
+            self._leave()  # a callback has ended training, or there was no step to train
         self._over.set()
         self._link.stop_heartbeats()
+
+    def _leave(self) -> None:
+        """Send what is done, and tell the server that nobody need wait for this worker."""
+        try:
+            if self._pending is None or self._submit():
+                self._link.call("/leave", {"generation": self._generation})
+        except Fenced as error:
+            log.info("%s", error)
 
     @property
     def _is_last(self) -> bool:
@@ -188,6 +197,7 @@ class DilocoWorker:
                 log.warning("%s; registering again", error)
                 self.reconnections += 1
                 self._joined, self._flight, self._brought = False, None, None
+                time.sleep(_POLL)  # two that have one id, in copies of a run directory, fence each other for ever
         self.total_sync_time += time.monotonic() - start
 
     def _step_on(self) -> bool:
@@ -203,7 +213,7 @@ class DilocoWorker:
         if self._brought is None and not self._submit():
             return False
         if self._pending["leaves"]:
-            self._pending = None
+            self._pending, self._has_left = None, True
             return True
         assert self._round is not None
         return self._enter(after=self._round)
@@ -322,7 +332,7 @@ class DilocoWorker:
             if answer is None:
                 return None
             if answer["state"] == wire.STOPPED:
-                self._link.end(done(self._run.world.rank, f"stopped by the DiLoCo server: {answer['reason']}"))
+                self._link.end_by_server(answer["reason"])
                 return None
             if answer["state"] == wire.OPEN:
                 return answer
@@ -383,7 +393,8 @@ class DilocoWorker:
         why = answer.get("reason") or "it came too late"
         log.warning("round %s of this worker does not count: %s", self._round, why)
         self._rejected += answer["status"] == wire.REJECTED
-        if self._rejected == _MAX_REJECTED:
+        if self._rejected >= _MAX_REJECTED:
+            self._link.call("/leave", {"generation": self._generation})
             raise TrainingError(
                 f"the DiLoCo server has rejected {_MAX_REJECTED} rounds of this worker in a row ({why}); lower "
                 "learning_rate or sync_every, or look for samples that make the loss void"

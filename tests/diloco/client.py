@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from forks import Program
+from program import Process
 from torch import Tensor
 
 from forgather_cli.diloco.encoding import Compression, encode
@@ -151,7 +153,7 @@ class FakeWorker:
 
 @dataclass
 class Served:
-    process: subprocess.Popen[str]
+    process: Program | subprocess.Popen[str]
     run: RunDir
     client: Client
     output: Path
@@ -170,20 +172,23 @@ def serving(run: Path, *settings: str, resume: bool = False, source: str = "defa
     """``forgather diloco server`` (or ``resume``) of the tiny model in ``run``, on a free port."""
     output = run.with_name(f"{run.name}.out")
     words = ["resume", str(run)] if resume else ["diloco", "server", source, f"output_dir={run}", "diloco.port=0"]
-    with output.open("a") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "forgather_cli", *words, *settings],
-            stdout=stream, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
     place = RunDir(run)
-    try:
-        yield Served(process, place, _connected(process, place, output), output)
-    finally:
-        process.kill()
-        process.wait()
+    with Process(*words, *settings) as started:
+        process = started.process
+        threading.Thread(target=_copy, args=(process.stdout, output), daemon=True).start()
+        try:
+            yield Served(process, place, _connected(process, place, output), output)
+        finally:
+            process.kill()
+            process.wait()
 
 
-def _connected(process: subprocess.Popen[str], run: RunDir, output: Path) -> Client:
+def _copy(source: Any, target: Path) -> None:
+    with source, target.open("a", buffering=1) as stream:
+        stream.writelines(source)
+
+
+def _connected(process: Program | subprocess.Popen[str], run: RunDir, output: Path) -> Client:
     end = time.monotonic() + 300
     while time.monotonic() < end:
         with contextlib.suppress(OSError, ValueError, KeyError):

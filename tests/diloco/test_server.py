@@ -87,6 +87,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         served.end(signal.SIGKILL)
     with serving(root, "diloco.quorum=1", "diloco.grace=3", resume=True) as served:
         a.client = b.client = served.client
+        a.register(shapes), b.register(shapes)
         answers["weights 1 after the restart"] = equal(served.client.weights(1), told.fetched[1])
         answers["changes 1 after the restart"] = served.client.weights(1, "changes")
         answers["a sends 1 again"] = a.submit(a.sent[1])
@@ -118,6 +119,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         path.unlink()
     with serving(root, resume=True) as served:  # of the checkpoint alone
         a.client = served.client
+        a.register(shapes)
         answers["weights 4 after the resume"] = served.client.weights(4)
         waiting = [threading.Thread(target=a.next, args=(4,))]
         waiting[0].start()

@@ -4,47 +4,35 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from diloco.client import Served, serving
 from diloco.reference import final_weights
-from program import Process, forgather
+from diloco.workers import (
+    ALL,
+    BATCH,
+    RECIPE,
+    ROUNDS,
+    STEPS,
+    composed,
+    is_at,
+    largest_difference,
+    ledger_of,
+    served,
+    until,
+    used_samples,
+    worker,
+)
+from program import forgather
 from safetensors.torch import load_file
 from torch import Tensor
 
-from forgather_cli.config.load import load_config
-from forgather_cli.config.schema import Config
 from forgather_cli.diloco.fragments import fragments
 from forgather_cli.run_dir import RunDir
 
-ROUNDS, STEPS, BATCH = 3, 3, 4
-RECIPE = (
-    "model=nano", "precision=fp32",
-    "num_hidden_layers=2", "hidden_size=16", "intermediate_size=32", "num_attention_heads=2",
-    "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=2", "data=synthetic", "seq_len=16", "data.num_samples=33",
-    "data.num_eval_samples=4", "callbacks=minimal", f"global_batch_size={BATCH}", "per_device_train_batch_size=2",
-    "deterministic=true", "device=cpu", "eval_strategy=no", "save_steps=2",
-)  # fmt: skip
-ALL = f"max_steps={ROUNDS * STEPS}"
 SGD = ("optimizer=sgd", "learning_rate=0.1", "warmup_steps=0", "lr_scheduler=constant", "max_grad_norm=null")
-
-
-def served(root: Path, *settings: str, workers: int = 2) -> Served:
-    fixed = ("diloco.compression=fp32", f"diloco.sync_every={STEPS}", f"diloco.workers={workers}")
-    return serving(root / "server", *RECIPE, *fixed, *settings)
-
-
-def worker(server: Served, name: str, *settings: str) -> Process:
-    root = server.run.root.with_name(name)
-    words = ("diloco", "worker", "default", *RECIPE, f"output_dir={root}", f"callbacks.diloco.worker_id={name}",
-             "callbacks.diloco.heartbeat_interval=1", *settings)  # fmt: skip
-    resumes = ("resume_from_checkpoint=true",) if (root / "config.yaml").exists() else ()
-    address = ("--server", f"127.0.0.1:{server.client.port}")
-    return Process(*words, *resumes, *address, env={"DILOCO_TOKEN": server.client.token})
 
 
 def trained(server: Served, settings: Sequence[Sequence[str]]) -> list[RunDir]:
@@ -62,29 +50,8 @@ def global_weights(server: Served, after: int) -> dict[str, Tensor]:
     return server.client.weights(after)
 
 
-def is_at(server: Served, number: int) -> bool:
-    """Whether that round has opened."""
-    return (server.client.status()["round"] or 0) >= number
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def composed(*settings: str) -> Config:
-    return load_config("default", [*RECIPE, *settings]).config
-
-
 def weights_of(run: RunDir) -> dict[str, Tensor]:
     return load_file(run.checkpoint(run.checkpoint_steps()[-1]) / "model" / "model.safetensors")
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 STREAMING = ("diloco.num_fragments=2", f"diloco.sync_every={2 * STEPS}", "diloco.overlap=2", "diloco.alpha=0.25")
@@ -106,7 +73,7 @@ def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_play
                 assert process.finish() == 0, process.output
             until(lambda: is_at(again, ROUNDS))
             found = again.client.latest()
-            lines = [json.loads(line) for line in (again.run.root / "rounds.jsonl").read_text().splitlines()]
+            lines = ledger_of(again)
     expected = final_weights(
         [composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS,
         **({"fragments": fragments({n: tuple(t.shape) for n, t in found.items()}, 2), "overlap": 2, "alpha": 0.25}
@@ -116,12 +83,6 @@ def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_play
     used, count = used_samples(lines), 2 * ROUNDS * STEPS * BATCH
     assert len(set(used)) == len(used) == count, "each once, also after the end of an epoch"
     assert settings or used == list(range(count))
-
-
-def used_samples(lines: Sequence[dict[str, Any]]) -> list[int]:
-    """Of all counted submissions, sorted."""
-    sent = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
-    return sorted(sample for each in sent for first, last in each["ranges"] for sample in range(first, last))
 
 
 def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out(tmp_path: Path) -> None:
@@ -138,7 +99,7 @@ def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out
             assert process.finish() == 0, process.output
         assert forgather("diloco", "stop", "--now", str(server.run.root)) == 0
     assert forgather("diloco", "replay", str(server.run.root)) == 0
-    lines = [json.loads(line) for line in (server.run.root / "rounds.jsonl").read_text().splitlines()]
+    lines = ledger_of(server)
     samples = used_samples(lines)
     assert len(samples) == len(set(samples))
     counted = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
@@ -194,8 +155,7 @@ def test_a_worker_that_joins_later_begins_with_the_next_round(tmp_path: Path) ->
             assert process.finish() == 0, process.output
         weights = global_weights(server, 4)
     assert all(value.isfinite().all() for value in weights.values())
-    records = [json.loads(line) for line in (tmp_path / "server" / "rounds.jsonl").read_text().splitlines()]
-    counted = [[sent["worker"] for sent in line["closed"]["submissions"]] for line in records if line["closed"]]
+    counted = [[sent["worker"] for sent in line["closed"]["submissions"]] for line in ledger_of(server)[1:]]
     assert counted[0] == ["a"]
     assert counted[-1] == ["a", "b"]
 

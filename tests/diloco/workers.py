@@ -1,0 +1,72 @@
+"""Real workers of a small model under a real server, and what their ledger says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco.client import Served, serving
+from program import Process
+from torch import Tensor
+
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import Config
+
+ROUNDS, STEPS, BATCH = 3, 3, 4
+RECIPE = (
+    "model=nano", "precision=fp32", "num_hidden_layers=2", "hidden_size=16", "intermediate_size=32",
+    "num_attention_heads=2",
+    "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=2", "data=synthetic", "seq_len=16", "data.num_samples=33",
+    "data.num_eval_samples=4", "callbacks=minimal", f"global_batch_size={BATCH}", "per_device_train_batch_size=2",
+    "deterministic=true", "device=cpu", "eval_strategy=no", "save_steps=2",
+)  # fmt: skip
+ALL = f"max_steps={ROUNDS * STEPS}"
+
+
+def served(root: Path, *settings: str, workers: int = 2) -> Served:
+    fixed = ("diloco.compression=fp32", f"diloco.sync_every={STEPS}", f"diloco.workers={workers}")
+    return serving(root / "server", *RECIPE, *fixed, *settings)
+
+
+def worker(server: Served, name: str, *settings: str, address: str = "") -> Process:
+    """A start of this worker, which goes on where its run directory beside the server's is."""
+    root = server.run.root.with_name(name)
+    words = ("diloco", "worker", "default", *RECIPE, f"output_dir={root}", f"callbacks.diloco.worker_id={name}",
+             "callbacks.diloco.heartbeat_interval=1", *settings)  # fmt: skip
+    resumes = ("resume_from_checkpoint=true",) if (root / "config.yaml").exists() else ()
+    address = address or f"127.0.0.1:{server.client.port}"
+    return Process(*words, *resumes, "--server", address, cwd=root.parent, env={"DILOCO_TOKEN": server.client.token})
+
+
+def is_at(server: Served, number: int) -> bool:
+    """Whether that round has opened."""
+    return (server.client.status()["round"] or 0) >= number
+
+
+def until(condition: Callable[[], bool], pause: float = 0.05) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(pause)
+
+
+def composed(*settings: str) -> Config:
+    return load_config("default", [*RECIPE, *settings]).config
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def ledger_of(server: Served) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.run.rounds.read_text().splitlines()]
+
+
+def used_samples(lines: Sequence[dict[str, Any]]) -> list[int]:
+    """Of all counted submissions, sorted."""
+    sent = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
+    return sorted(sample for each in sent for first, last in each["ranges"] for sample in range(first, last))
