@@ -46,7 +46,7 @@ class Counts(NamedTuple):
     """What the batches of one optimizer step hold."""
 
     targets: int = 0
-    """Counted ones: labels[:, 1:] != -100."""
+    """Counted ones (``labels.targets_of``)."""
     tokens: int = 0
     square_lengths: int = 0
     """Sum over sequences of their length squared, for the attention's operations."""
