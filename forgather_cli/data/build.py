@@ -24,7 +24,7 @@ from forgather_cli.data.text.corpus import Documents, find_corpus
 from forgather_cli.data.text.read import damage_of
 from forgather_cli.data.text.token_files import open_token_files
 from forgather_cli.data.text.tokenize import tokenize_corpus, trained_bpe
-from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, end_of, load_tokenizer
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized
 from forgather_cli.errors import DataError
 
@@ -141,9 +141,9 @@ def _stream(option: HfSettings, cache: Cache, seed: int) -> DataSplits:
 
 def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) -> DataSplits:
     """The splits of text that is denoised while it is read."""
-    from forgather_cli.data.paired.denoise import Denoising, mean_lengths
+    from forgather_cli.data.paired.denoise import Denoising, row_lengths
     from forgather_cli.data.paired.rows import Shape
-    from forgather_cli.data.paired.sentinels import with_sentinels
+    from forgather_cli.data.paired.sentinels import sentinel, with_sentinels
     from forgather_cli.data.paired.ul2 import CorpusWindows, DenoisedRows, StreamWindows, Windows
     from forgather_cli.data.text.token_stream import TokenStream
 
@@ -166,12 +166,14 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
             description |= {f"{name}_{kind}": data.meta[name][kind] for kind in ("tokens", "documents")}
         description |= {**data.meta["origin"], **damage_of(data.meta), "content": data.meta["content"]}
     tokenizer = with_sentinels(base, option.tokenizer, num_sentinels, prefixes, cache)
-    denoising = Denoising(option, tokenizer, num_sentinels)
-    encoder, decoder = option.max_encoder_length, option.max_decoder_length
-    if option.packing == "best_fit":  # rows as long on both sides as the mixture fills them
-        sources, targets = mean_lengths(denoising, option.max_seq_length)
-        encoder = option.pack_encoder or 2 * encoder
-        decoder = option.pack_decoder or max(decoder, -(-round(encoder * targets / sources) // 64) * 64)
+    denoising = Denoising(
+        option,
+        prefixes=[tokenizer.encode(prefix) for prefix in prefixes],
+        first_sentinel=tokenizer.encode(sentinel(0))[0],
+        num_sentinels=num_sentinels,
+        end=end_of(tokenizer),
+    )
+    encoder, decoder = row_lengths(option, num_sentinels)
     shape = Shape(option.packing, encoder, decoder, tokenizer.pad_token_id, has_tasks=True)
     description |= {"packing": option.packing, "pack_encoder": encoder, "pack_decoder": decoder}
     description["denoisers"] = ", ".join(f"{each.name} x {each.weight:g}" for each in denoising.denoisers)
@@ -203,8 +205,8 @@ def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSpl
     made = {name: PairRows(split, option, shape) for name, split in data.splits().items()}
     if not len(made["train"]):
         raise DataError(
-            f"data.max_encoder_length: {option.max_encoder_length}, with max_decoder_length={option.max_decoder_length} "
-            "and too_long=drop, leaves no pair to train on; raise them, or set too_long=cut"
+            f"data.too_long: drop leaves no pair to train on with max_encoder_length={option.max_encoder_length} and "
+            f"max_decoder_length={option.max_decoder_length}; raise them, or set too_long=cut"
         )
     description: dict[str, Any] = {"type": "seq2seq", "tokenizer": option.tokenizer, "packing": option.packing}
     for name, rows in made.items():

@@ -112,9 +112,13 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) ->
 
 def _whole(settings: DecoderSettings | EncoderDecoderSettings, *, vocab_size: int, seq_len: int) -> nn.Module:
     if isinstance(settings, DecoderSettings):
-        return Decoder(resolve_decoder(settings, vocab_size=vocab_size, seq_len=seq_len))
-    stack = resolve_decoder(settings.stack, vocab_size=vocab_size, seq_len=seq_len)
-    return Qwen3ForSeq2SeqLM(settings.with_shape(stack))
+        return model_of(resolve_decoder(settings, vocab_size=vocab_size, seq_len=seq_len))
+    return model_of(settings.with_shape(resolve_decoder(settings.stack, vocab_size=vocab_size, seq_len=seq_len)))
+
+
+def model_of(settings: DecoderSettings | EncoderDecoderSettings) -> Decoder | Qwen3ForSeq2SeqLM:
+    """The model of resolved settings, on the device that is current."""
+    return Decoder(settings) if isinstance(settings, DecoderSettings) else Qwen3ForSeq2SeqLM(settings)
 
 
 def _qwen3_settings(directory: str) -> DecoderSettings:
@@ -252,7 +256,7 @@ def _names_in_files(
 ) -> dict[str, str]:
     """Parameter name -> the name it has in the files. Raises ModelError for missing and extra tensors."""
     with torch.device("meta"):
-        whole = Decoder(settings) if isinstance(settings, DecoderSettings) else Qwen3ForSeq2SeqLM(settings)
+        whole = model_of(settings)
     names = {name: name for name, _ in whole.named_parameters()}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     ignored: set[str] = set()

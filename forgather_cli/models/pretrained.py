@@ -19,6 +19,10 @@ from forgather_cli.input_files import read_json_object
 
 MODELING_FILE = Path(__file__).parent / "hf" / "modeling_qwen3_encdec.py"
 """What lies in the directory of an encoder-decoder, so that transformers can build it."""
+AUTO_MAP = {
+    "AutoConfig": f"{MODELING_FILE.stem}.Qwen3EncDecConfig",
+    "AutoModelForSeq2SeqLM": f"{MODELING_FILE.stem}.Qwen3ForSeq2SeqLM",
+}
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
@@ -86,12 +90,7 @@ def read_settings(directory: str | Path, setting: str = "model.path") -> Decoder
         raise ModelError(f"{setting}: no such directory: {path}")
     config = read_config(path, setting)
     try:
-        if config.get("model_type") != ENCODER_DECODER:
-            return decoder_settings_from_hf(config)
-        stack = decoder_settings_from_hf({**config, "model_type": "qwen3", "architectures": None})
-        dropouts = {"attention_dropout": stack.attention_dropout, "residual_dropout": stack.residual_dropout}
-        sentinels = int(config.get("num_sentinel_tokens", 0))
-        return EncoderDecoderSettings(num_sentinel_tokens=sentinels, **dropouts).with_shape(stack)
+        return settings_from_hf(config)
     except ModelError as error:
         raise ModelError(f"{setting}: {path / 'config.json'}: {error}") from error
     except (TypeError, ValueError, AttributeError, LookupError) as error:  # a text where a number should be, and so on
@@ -110,6 +109,16 @@ def read_config(path: Path, setting: str) -> dict[str, Any]:
             if isinstance(value, int | float) and not 1 <= value <= most:
                 raise ModelError(f"{setting}: {file}: {key} must be from 1 to {most:,}, got {value!r:.80}")
     return config
+
+
+def settings_from_hf(config: dict[str, Any]) -> DecoderSettings | EncoderDecoderSettings:
+    """Resolved settings from a parsed config.json. Raises ModelError for what our models do not have."""
+    if config.get("model_type") != ENCODER_DECODER:
+        return decoder_settings_from_hf(config)
+    stack = decoder_settings_from_hf({**config, "model_type": "qwen3", "architectures": None})
+    dropouts = {"attention_dropout": stack.attention_dropout, "residual_dropout": stack.residual_dropout}
+    sentinels = int(config.get("num_sentinel_tokens", 0))
+    return EncoderDecoderSettings(num_sentinel_tokens=sentinels, **dropouts).with_shape(stack)
 
 
 def decoder_settings_from_hf(config: dict[str, Any]) -> DecoderSettings:
@@ -293,7 +302,6 @@ def write_config(
 def _encoder_decoder_config(s: EncoderDecoderSettings, ids: dict[str, Any], dtype: str) -> dict[str, Any]:
     """config.json, flat: transformers 5.23 rewrites keys that begin with ``decoder_`` and a part named ``decoder``."""
     shape = hf_config(s.stack, **ids, dtype=dtype)
-    module, name = MODELING_FILE.stem, "Qwen3ForSeq2SeqLM"
     for key in (
         "use_sliding_window",
         "sliding_window",
@@ -305,9 +313,9 @@ def _encoder_decoder_config(s: EncoderDecoderSettings, ids: dict[str, Any], dtyp
         del shape[key]
     return {
         **shape,
-        "architectures": [name],
+        "architectures": ["Qwen3ForSeq2SeqLM"],
         "model_type": ENCODER_DECODER,
-        "auto_map": {"AutoConfig": f"{module}.Qwen3EncDecConfig", "AutoModelForSeq2SeqLM": f"{module}.{name}"},
+        "auto_map": AUTO_MAP,
         "is_encoder_decoder": True,
         "num_sentinel_tokens": s.num_sentinel_tokens,
     }

@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgather_cli.config.schema import DenoiserSettings, Ul2Settings
-from forgather_cli.data.paired.sentinels import sentinel
-from forgather_cli.data.text.tokenizer import Tokenizer, end_of
 from forgather_cli.errors import DataError
 
 Ints = NDArray[np.int64]
 CUTS = (0.2, 0.8)
 """Shares of a piece between which a prefix ends."""
+_MEASURED = 512  # windows that tell how long the sides of an example are
 _LEAST = 32  # tokens that the longest piece of each denoiser has to hold
 
 
@@ -37,19 +36,27 @@ class Example:
 
 
 class Denoising:
-    """The mixture of an option, for one tokenizer. Raises DataError for lengths and sentinels that hold no example."""
+    """The mixture of an option. ``prefixes``: tokens of each denoiser's. ``first_sentinel`` and ``end``: ids.
 
-    def __init__(self, option: Ul2Settings, tokenizer: Tokenizer, num_sentinels: int) -> None:
+    Raises DataError for lengths and sentinels that hold no example.
+    """
+
+    def __init__(
+        self,
+        option: Ul2Settings,
+        *,
+        prefixes: Sequence[Sequence[int]],
+        first_sentinel: int,
+        num_sentinels: int,
+        end: int,
+    ) -> None:
         self.denoisers = option.mixture_of()
         self.names = [each.name for each in self.denoisers]
         weights = np.array([each.weight for each in self.denoisers])
         self._borders = np.cumsum(weights / weights.sum())[:-1]
         self._max_source, self._max_target = option.max_encoder_length, option.max_decoder_length
-        self._end = end_of(tokenizer)
-        self._prefixes = [tokenizer.encode(each.prefix) for each in self.denoisers]
-        self._num_sentinels = num_sentinels
-        first = tokenizer.encode(sentinel(0))[0] if num_sentinels else 0
-        self._sentinels = np.arange(first, first + num_sentinels)
+        self._end, self._prefixes, self._num_sentinels = end, prefixes, num_sentinels
+        self._sentinels = np.arange(first_sentinel, first_sentinel + num_sentinels)
         self._pieces: dict[tuple[int, int], int] = {}
         for task, denoiser in enumerate(self.denoisers):
             least = min(_LEAST, option.max_seq_length)
@@ -84,7 +91,7 @@ class Denoising:
         return self._pieces[task, length]
 
     def _fits(self, task: int, length: int) -> bool:
-        """Whether each example of a piece with ``length`` tokens or less has room, with its prefix, sentinels and end."""
+        """Whether an example of a piece of ``length`` tokens has room, with its prefix, sentinels and end."""
         denoiser, prefix = self.denoisers[task], len(self._prefixes[task])
         masked, spans = _noise(denoiser, length)
         sources = targets = masked
@@ -136,11 +143,18 @@ def _spans(total: int, count: int, draws: np.random.Generator) -> Ints:
     return np.diff(cuts, prepend=0, append=total)
 
 
-def mean_lengths(denoising: Denoising, window: int, *, windows: int = 512) -> tuple[float, float]:
-    """Tokens of source and target that a window of ``window`` tokens becomes on average."""
-    empty, sources, targets = np.zeros(window, np.int64), 0, 0
-    for number in range(windows):
-        examples: Sequence[Example] = denoising.examples(empty, np.random.default_rng([number]))
-        sources += sum(len(each.source) for each in examples)
-        targets += sum(len(each.target) for each in examples)
-    return sources / windows, targets / windows
+def row_lengths(option: Ul2Settings, num_sentinels: int) -> tuple[int, int]:
+    """Tokens of a row's two sides at most; of packed ones as the option says, or as the mixture fills them."""
+    if option.packing == "pad":
+        return option.max_encoder_length, option.max_decoder_length
+    encoder = option.pack_encoder or 2 * option.max_encoder_length
+    if option.pack_decoder is not None:
+        return encoder, option.pack_decoder
+    prefixes = [[0]] * len(option.mixture_of())
+    denoising = Denoising(option, prefixes=prefixes, first_sentinel=0, num_sentinels=num_sentinels, end=0)
+    window, sources, targets = np.zeros(option.max_seq_length, np.int64), 0, 0
+    for number in range(_MEASURED):
+        for example in denoising.examples(window, np.random.default_rng([number])):
+            sources += len(example.source)
+            targets += len(example.target)
+    return encoder, max(option.max_decoder_length, -(-round(encoder * targets / sources) // 64) * 64)

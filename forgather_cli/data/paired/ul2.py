@@ -100,8 +100,8 @@ class StreamWindows:
 class DenoisedRows(IterableDataset[dict[str, Tensor]]):
     """Rows of denoised windows.
 
-    What becomes of a window follows from (seed, epoch, its number), in evaluation from (seed, its number). The rows of a
-    block come in an order drawn from (seed, epoch, block).
+    What becomes of a window follows from (seed, epoch, its number), in evaluation from (seed, its number). The rows of
+    a block come in an order drawn from (seed, epoch, block).
     """
 
     def __init__(

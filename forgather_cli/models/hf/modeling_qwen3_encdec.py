@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# ruff: noqa: RUF012
 """Qwen3 with an encoder, for transformers 5: two stacks of Qwen3's blocks, cross-attention, one embedding.
 
 This file stands alone: it lies in a model's directory, and needs torch and transformers only.
