@@ -88,8 +88,8 @@ def evaluate(
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
     float range), tokens (counted targets), runtime (seconds), samples_per_second. Without a target there is no loss.
-    With ``tasks`` also the loss and the bits per byte of each task (denoiser). ``predictions`` keeps the logits of each batch, which takes a second forward; batches may then lack labels, and do
-    not count in the metrics.
+    With ``tasks`` also the loss and the bits per byte of each task (denoiser). ``predictions`` keeps the logits of each
+    batch, which takes a second forward; batches may then lack labels, and do not count in the metrics.
     """
     start = time.perf_counter()
     loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
