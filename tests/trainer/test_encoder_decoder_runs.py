@@ -91,7 +91,8 @@ def test_a_run_goes_on_in_another_layout_and_ends_in_a_model_for_transformers(
         "import sys; sys.modules['forgather_cli'] = None\n"
         "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n"
         "model = AutoModelForSeq2SeqLM.from_pretrained('out', trust_remote_code=True)\n"
-        "tokens = AutoTokenizer.from_pretrained('out', trust_remote_code=True)('[S]Line<extra_id_0>', return_tensors='pt')\n"
+        "tokenizer = AutoTokenizer.from_pretrained('out', trust_remote_code=True)\n"
+        "tokens = tokenizer('[S]Line<extra_id_0>', return_tensors='pt')\n"
         "print(model.generate(**tokens, max_new_tokens=3).shape)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -187,6 +187,8 @@ class Seq2SeqSettings(_PairedData):
     eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the pairs
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the pairs
     on_bad_row: OnBadRow = "error"  # a record that is no pair; skip: it is left out and counted
+    max_encoder_length: Annotated[int, Ge(2)] = 512  # tokens of a source
+    max_decoder_length: Annotated[int, Ge(2)] = 512  # tokens of a target
     input_key: str = "input"
     target_key: str = "target"
     too_long: Literal["cut", "drop"] = "cut"
