@@ -28,6 +28,7 @@ from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
+from forgather_cli.input_files import read_json_object
 from forgather_cli.loss import EvalMetrics, build_loss
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import named_tensors
@@ -37,7 +38,7 @@ from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer.build import eval_loader, model_spec
 from forgather_cli.trainer.checkpoints import load_model
-from forgather_cli.trainer.evaluate import evaluate
+from forgather_cli.trainer.evaluate import Tasks, evaluate
 
 
 def evaluate_source(
@@ -66,7 +67,8 @@ def evaluate_source(
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
     with Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
-        data = load_data(config.data, seed=max(config.seed, 0), progress=progress)
+        num_sentinels = config.num_sentinels or _num_sentinels(found)
+        data = load_data(config.data, seed=max(config.seed, 0), progress=progress, num_sentinels=num_sentinels)
     if data.eval is None:
         raise DataError(
             "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
@@ -74,7 +76,9 @@ def evaluate_source(
     loss = build_loss(config.loss, device=device)
     count = getattr(data.tokenizer, "bytes_of_tokens", None)  # a user's tokenizer has none
     num_bytes = count() if count is not None and loss.is_likelihood else None  # (V,) int64
-    loss.eval_metrics = seen = EvalMetrics(device, None if num_bytes is None else torch.from_numpy(num_bytes))
+    loss.eval_metrics = seen = EvalMetrics(
+        device, None if num_bytes is None else torch.from_numpy(num_bytes), len(getattr(data.eval, "task_names", ()))
+    )
     strategy = build_strategy(config, loss=loss)
     _materialize(strategy, found, config, data, group)
     _check_vocabulary(strategy, data, group)
@@ -127,6 +131,13 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
         load_model(found.reader, named_tensors(strategy.parts), group)
 
 
+def _num_sentinels(found: Located) -> int:
+    """Those of an encoder-decoder in a directory, whatever model the config names."""
+    path = found.directory / "config.json"
+    config = read_json_object(path, ModelError) if path.is_file() else {}
+    return int(config.get("num_sentinel_tokens", 0))
+
+
 def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:
     """Collective. Raise DataError for tokens that the model does not know."""
     modules = (module for part in strategy.parts for module in part.modules())
@@ -157,8 +168,16 @@ def _measure(strategy: Strategy, seen: EvalMetrics, config: Config, data: DataSp
                 bar.update(next(done), total)
 
         on_batch()
+        names = getattr(data.eval, "task_names", None)
         metrics: dict[str, Any] = evaluate(
-            strategy, loader, config, what="the evaluation", prefix="eval", on_batch=on_batch, group=group
+            strategy,
+            loader,
+            config,
+            what="the evaluation",
+            prefix="eval",
+            on_batch=on_batch,
+            group=group,
+            tasks=Tasks(names, seen) if names else None,
         )
     loader.close()
     correct, num_bytes = all_sum(torch.stack([seen.correct, seen.num_bytes]), here.group).tolist()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from forgather_cli.data.chat.template import ChatTemplate, Message
 from forgather_cli.data.text.detokenize import Detokenizer
@@ -20,7 +21,7 @@ from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.errors import DataError, ForgatherError, ModelError, SetupError
 from forgather_cli.input_files import read_json_object
 from forgather_cli.loss import model_logits
-from forgather_cli.models.generate import generate, left_padded
+from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
 from forgather_cli.source import Source, load_located, locate
 
 Finish = Literal["stop", "length", "limit"]
@@ -60,17 +61,26 @@ class Generator:
     chat: ChatTemplate | None
     limit: int | None
     directory: Path
+    mode: str | None = None
+    """Of an encoder-decoder trained with UL2, which denoiser's examples prompts look like."""
     _draws: torch.Generator | None = field(default=None, init=False, repr=False)
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.source.tokenizer
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether an encoder reads prompts, so that they take none of the positions that are written."""
+        return bool(getattr(self.source.model, "is_encoder_decoder", False))
+
     def encode(self, text: str, what: str) -> list[int]:
         """Tokens of a prompt; an empty one begins with the token that separates documents.
 
         Raises SetupError for one that leaves the model no position to write at; ``what`` names it.
         """
+        if self.reads_prompts:
+            text = masked_prompt(self.tokenizer, text, self.mode)
         start = self.tokenizer.bos_token_id
         start = self.tokenizer.eos_token_id if start is None else start
         ids = self.tokenizer.encode(text) or ([] if start is None else [start])
@@ -105,8 +115,9 @@ class Generator:
         ends, stops = {*self.end_tokens, *ids}, [*sampling.stop, *texts]
         rows = [_Row(self, prompt, sampling.max_new_tokens, ends, stops) for prompt in prompts]
         pad = self.tokenizer.pad_token_id
-        input_ids, mask = left_padded([list(prompt) for prompt in prompts], pad)
         device = self.source.device
+        inputs = prompt_inputs(self.source.model, [list(prompt) for prompt in prompts], pad)
+        input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
         if self._draws is None:  # one for all that a command draws
             self._draws = torch.Generator(device).manual_seed(sampling.seed)
 
@@ -118,8 +129,9 @@ class Generator:
 
         generate(
             self._logits,
-            input_ids.to(device),
-            mask.to(device),
+            input_ids,
+            mask,
+            encoder_inputs=encoder_inputs,
             max_new_tokens=max(row.room for row in rows),
             do_sample=sampling.do_sample,
             temperature=sampling.temperature,
@@ -168,11 +180,12 @@ class _Row:
         self, generator: Generator, prompt: Sequence[int], max_new_tokens: int, ends: set[int], stops: Sequence[str]
     ) -> None:
         self._ends = ends
-        self._text = Detokenizer(generator.tokenizer, prompt, stops)
+        begun = [] if generator.reads_prompts else prompt
+        self._text = Detokenizer(generator.tokenizer, begun, stops)
         self._shown: list[str] = []
         self.num_tokens = 0
         self.finish: Finish | None = None
-        positions = max_new_tokens if generator.limit is None else generator.limit - len(prompt)
+        positions = max_new_tokens if generator.limit is None else generator.limit - (len(begun) or 1)
         self.room = min(max_new_tokens, positions)
         self._last: Finish = "length" if self.room == max_new_tokens else "limit"
 
@@ -193,16 +206,23 @@ class _Row:
         return Text("".join(self._shown), self.num_tokens, self.finish or self._last)
 
 
-def load_generator(source: Path, *, device: str, trust_config: bool = False) -> Generator:
-    """The model that ``source`` stands for. Raises SetupError."""
+def load_generator(source: Path, *, device: str, trust_config: bool = False, mode: str | None = None) -> Generator:
+    """The model that ``source`` stands for; ``mode``: see ``Generator``. Raises SetupError."""
     found = locate(source, trust_config=trust_config)
     loaded = load_located(found, device=device)
+    if mode is not None and not getattr(loaded.model, "is_encoder_decoder", False):
+        raise SetupError(f"--mode: {source} is no encoder-decoder, got {mode}; leave it out")
+    if mode is not None and len(loaded.tokenizer.encode(f"[{mode}]")) != 1:
+        raise SetupError(
+            f"--mode: the tokenizer has no token [{mode}], got {mode}; give a denoiser that it was trained with"
+        )
     return Generator(
         loaded,
         _end_tokens(found.directory, loaded.tokenizer),
         ChatTemplate.of(found.directory),
         _limit(loaded.model),
         found.directory,
+        mode,
     )
 
 

@@ -110,7 +110,13 @@ def build(
     with Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         model_path = getattr(config.model, "path", None)
-        data = load_data(config.data, seed=max(config.seed, 0), progress=progress, model_path=model_path)
+        data = load_data(
+            config.data,
+            seed=max(config.seed, 0),
+            progress=progress,
+            model_path=model_path,
+            num_sentinels=config.num_sentinels,
+        )
     built = build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
     return Trainer(

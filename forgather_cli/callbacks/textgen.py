@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
@@ -77,15 +78,20 @@ class TextgenCallback(TrainerCallback):
             self._write([printable(text) for text in completions], state.global_step)
 
     def _generate(self, trainer: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
-        from forgather_cli.models.generate import generate, left_padded
+        from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
 
         settings, eos, strategy = self.settings, tokenizer.eos_token_id, trainer.strategy
         pad = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
-        input_ids, mask = left_padded(_encoded(self.prompts, tokenizer), pad)
+        prompts, model = self.prompts, strategy.parts[0]
+        if getattr(model, "is_encoder_decoder", False):
+            prompts = [masked_prompt(tokenizer, prompt) for prompt in prompts]
+        inputs = prompt_inputs(model, _encoded(prompts, tokenizer), pad)
+        input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(strategy.device), inputs)
         output = generate(
             strategy.logits,
-            input_ids.to(strategy.device),
-            mask.to(strategy.device),
+            input_ids,
+            mask,
+            encoder_inputs=encoder_inputs,
             max_new_tokens=settings.max_new_tokens,
             do_sample=settings.do_sample,
             temperature=settings.temperature,
@@ -99,7 +105,8 @@ class TextgenCallback(TrainerCallback):
             on_token=lambda _: trainer.run.sync.poll(),  # all ranks end it together
         )
         new = output[:, input_ids.shape[1] :].tolist()
-        return [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]
+        texts = [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]
+        return texts if encoder_inputs is None else [text.removeprefix("<extra_id_0>") for text in texts]
 
     def _write(self, completions: list[str], step: int) -> None:
         self._samples.parent.mkdir(parents=True, exist_ok=True)

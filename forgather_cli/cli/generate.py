@@ -84,6 +84,14 @@ def generate(
         bool, typer.Option("--greedy", help="Always take the likeliest token.", rich_help_panel=_DRAW)
     ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.", rich_help_panel=_DRAW)] = 42,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of a UL2 model: the denoiser whose token prompts get (S, R, X).",
+            rich_help_panel=_INPUT,
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
     trust_config: TrustConfig = False,
     as_json: AsJson = False,
@@ -108,7 +116,7 @@ def generate(
             max_new_tokens, not greedy, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ())
         )
         with only_json(as_json):
-            model = load_generator(source, device=device, trust_config=trust_config)
+            model = load_generator(source, device=device, trust_config=trust_config, mode=mode)
         if chat or (asks and model.chat is not None):
             converse(model, sampling, system=system, prompt=prompt, as_json=as_json)
         elif asks:

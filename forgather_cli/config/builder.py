@@ -142,7 +142,7 @@ class ConfigBuilder:
         # data.tokenizer=null: that of the model's directory, whose weights know no other tokens; without one, bytes
         data, model = tree.get("data"), _mapping(tree.get("model"))
         if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
-            path = None if "_target_" in model else model.get("path")
+            path = None if "_target_" in model else model.get("path") or model.get("init_from")
             data["tokenizer"] = path if isinstance(path, str) and path != "???" else "bytes"
         # the first parameter group that matches wins, so the user's come before the shipped ones. A saved config is in
         # that order already: there only groups that the command line adds are moved

@@ -10,10 +10,12 @@ from forgather_cli.config.schema import (
     HfSettings,
     InstructSettings,
     PythonStdlibSettings,
+    Seq2SeqSettings,
     SyntheticSettings,
     Target,
     TextSettings,
     TokensSettings,
+    Ul2Settings,
 )
 from forgather_cli.data.cache import Cache, NotCached, Progress, digest
 from forgather_cli.data.packing import PackingTable, packed_tables
@@ -22,7 +24,7 @@ from forgather_cli.data.text.corpus import Documents, find_corpus
 from forgather_cli.data.text.read import damage_of
 from forgather_cli.data.text.token_files import open_token_files
 from forgather_cli.data.text.tokenize import tokenize_corpus, trained_bpe
-from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, end_of, load_tokenizer
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized
 from forgather_cli.errors import DataError
 
@@ -34,19 +36,29 @@ Stored = PythonStdlibSettings | TextSettings | HfSettings | TokensSettings | Ins
 
 
 def load_data(
-    option: DataOption, *, seed: int, progress: Progress | None = None, model_path: str | None = None
+    option: DataOption,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+    model_path: str | None = None,
+    num_sentinels: int = 0,
 ) -> DataSplits:
     """Datasets and tokenizer of a data option; builds the token cache when it is missing.
 
     ``seed``: of synthetic data. ``model_path``: the directory of a pretrained model, whose tokenizer is used for custom
-    data that name none. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data
-    or a tokenizer that cannot be used.
+    data that name none. ``num_sentinels``: tokens that stand for spans, which an encoder-decoder's data add to the
+    tokenizer. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data or a
+    tokenizer that cannot be used.
     """
     if isinstance(option, Target):
         return custom_data(option, model_path)
     if isinstance(option, SyntheticSettings):
         return _synthetic(option, seed)
     cache = Cache(option.cache_dir, progress)
+    if isinstance(option, Ul2Settings):
+        return _denoised(option, cache, seed, num_sentinels)
+    if isinstance(option, Seq2SeqSettings):
+        return _pairs(option, cache, num_sentinels)
     if isinstance(option, HfSettings) and option.streaming:
         return _stream(option, cache, seed)
     data, tokenizer = _tokenized(option, cache)
@@ -59,7 +71,9 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     None if the tokens are not cached: nothing is built, no text read, no torch imported. Samples are None where the
     packing has not been computed. Raises DataError when files do not exist.
     """
-    if isinstance(option, Target | HfSettings):  # only the datasets library, or the user's code, knows which data it is
+    if isinstance(
+        option, Target | HfSettings | Ul2Settings | Seq2SeqSettings
+    ):  # only the datasets library, or the user's code, knows which data it is
         return None
     samples: Mapping[str, int | None]
     if isinstance(option, SyntheticSettings):
@@ -123,6 +137,91 @@ def _stream(option: HfSettings, cache: Cache, seed: int) -> DataSplits:
     fingerprint = digest(["stream", stream_identity(option), tokenizer.fingerprint, *parts])
     description = {"type": "hf", "tokenizer": option.tokenizer, "packing": option.packing}
     return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description | origin_of(option))
+
+
+def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) -> DataSplits:
+    """The splits of text that is denoised while it is read."""
+    from forgather_cli.data.paired.denoise import Denoising, row_lengths
+    from forgather_cli.data.paired.rows import Shape
+    from forgather_cli.data.paired.sentinels import sentinel, with_sentinels
+    from forgather_cli.data.paired.ul2 import CorpusWindows, DenoisedRows, StreamWindows, Windows
+    from forgather_cli.data.text.token_stream import TokenStream
+
+    inner, prefixes = option.text(), [each.prefix for each in option.mixture_of()]
+    description: dict[str, Any] = {"type": "ul2", "source": option.source, "tokenizer": option.tokenizer}
+    windows: dict[str, Windows] = {}
+    if isinstance(inner, HfSettings) and inner.streaming:
+        from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
+
+        base = load_tokenizer(option.tokenizer)
+        identity, description = stream_identity(inner), description | origin_of(inner)
+        for name, source in zip(SPLITS, open_datasets(inner, cache), strict=True):
+            if source is not None:
+                windows[name] = StreamWindows(TokenStream(source, inner, base, seed=seed, is_eval=name == "eval"))
+    else:
+        data, base = _tokenized(inner, cache)
+        identity = data.fingerprint
+        for name, split in data.splits().items():
+            windows[name] = CorpusWindows(split.tokens, option.max_seq_length, seed=seed, is_eval=name == "eval")
+            description |= {f"{name}_{kind}": data.meta[name][kind] for kind in ("tokens", "documents")}
+        description |= {**data.meta["origin"], **damage_of(data.meta), "content": data.meta["content"]}
+    tokenizer = with_sentinels(base, option.tokenizer, num_sentinels, prefixes, cache)
+    denoising = Denoising(
+        option,
+        prefixes=[tokenizer.encode(prefix) for prefix in prefixes],
+        first_sentinel=tokenizer.encode(sentinel(0))[0],
+        num_sentinels=num_sentinels,
+        end=end_of(tokenizer),
+    )
+    encoder, decoder = row_lengths(option, num_sentinels)
+    shape = Shape(option.packing, encoder, decoder, tokenizer.pad_token_id, has_tasks=True)
+    description |= {"packing": option.packing, "pack_encoder": encoder, "pack_decoder": decoder}
+    description["denoisers"] = ", ".join(f"{each.name} x {each.weight:g}" for each in denoising.denoisers)
+    made = {
+        name: DenoisedRows(each, denoising, shape, block=option.block_windows, seed=seed, is_eval=name == "eval")
+        for name, each in windows.items()
+    }
+    rules = [option.max_seq_length, option.max_encoder_length, option.max_decoder_length, encoder, decoder]
+    rules += [option.packing, option.block_windows, option.shuffle_buffer, str(denoising.denoisers)]
+    fingerprint = digest(["ul2", identity, tokenizer.fingerprint, rules])
+    return DataSplits(made["train"], made.get("eval"), tokenizer, fingerprint, option.seq_len, description)
+
+
+def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSplits:
+    """The splits of pairs of texts."""
+    from forgather_cli.data.paired.rows import Shape
+    from forgather_cli.data.paired.sentinels import with_sentinels
+    from forgather_cli.data.paired.seq2seq import PairRows, tokenize_pairs
+
+    tokenizer = with_sentinels(load_tokenizer(option.tokenizer), option.tokenizer, num_sentinels, [], cache)
+    data = tokenize_pairs(option, tokenizer, cache)
+    encoder, decoder = option.max_encoder_length, option.max_decoder_length
+    if option.packing == "best_fit":
+        train = data.meta["train"]  # as long on both sides as the pairs fill them
+        encoder = option.pack_encoder or encoder
+        wanted = -(-encoder * train["targets"] // max(train["tokens"] - train["targets"], 1) // 8) * 8
+        decoder = option.pack_decoder or max(decoder, wanted)
+    shape = Shape(option.packing, encoder, decoder, tokenizer.pad_token_id)
+    made = {name: PairRows(split, option, shape) for name, split in data.splits().items()}
+    if not len(made["train"]):
+        raise DataError(
+            f"data.too_long: drop leaves no pair to train on with max_encoder_length={option.max_encoder_length} and "
+            f"max_decoder_length={option.max_decoder_length}; raise them, or set too_long=cut"
+        )
+    description: dict[str, Any] = {"type": "seq2seq", "tokenizer": option.tokenizer, "packing": option.packing}
+    for name, rows in made.items():
+        counts = data.meta[name]
+        description |= {f"{name}_tokens": counts["tokens"], f"{name}_pairs": counts["documents"]}
+        description[f"{name}_samples"] = len(rows)
+        if rows.num_long:
+            description[f"{name}_too_long"] = f"{rows.num_long} ({option.too_long})"
+    description |= {**data.meta["origin"], **damage_of(data.meta), "content": data.meta["content"]}
+    rules = [option.max_encoder_length, option.max_decoder_length, encoder, decoder, option.packing, option.too_long]
+    evaluation = made.get("eval")
+    fingerprint = digest(["seq2seq", data.fingerprint, rules])
+    return DataSplits(
+        made["train"], evaluation if evaluation else None, tokenizer, fingerprint, option.seq_len, description
+    )
 
 
 def _tables(option: Stored, data: Tokenized, cache: Cache) -> dict[Split, PackingTable]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from forgather_cli.data.order import mix
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.tokens import ArrayFile, Tokens
+from forgather_cli.labels import IGNORED
 
-IGNORED = -100
 Ints = NDArray[np.int64]
 
 

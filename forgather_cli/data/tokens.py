@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,3 +119,30 @@ def cached_tokens(directory: Path, meta: dict[str, Any], *, has_targets: bool = 
         return TokenSplit(tokens, documents, targets, first_targets)
 
     return Tokenized(opened("train"), opened("eval") if meta["eval"]["tokens"] else None, directory.name, meta)
+
+
+class TargetsWriter:
+    """Appends documents to the token and target files of one split, which ``cached_tokens`` opens."""
+
+    def __init__(self, stem: Path, dtype: str, files: contextlib.ExitStack) -> None:
+        self._stem, self._dtype = stem, dtype
+        self._tokens: BinaryIO = files.enter_context(stem.with_suffix(".bin").open("wb"))
+        self._targets: BinaryIO = files.enter_context(stem.with_suffix(".targets.bin").open("wb"))
+        self.lengths: list[int] = []  # tokens of each conversation
+        self._firsts: list[int] = []
+        self._num_targets = 0
+
+    def add(self, ids: NDArray[Any], inside: NDArray[np.bool_]) -> None:
+        inside[:1] = False  # nothing predicts the first token
+        self._tokens.write(ids.astype(self._dtype).data)
+        self._targets.write(inside.astype(np.uint8).data)
+        num_targets = int(inside.sum())
+        self.lengths.append(len(ids))
+        self._firsts.append(int(inside.argmax()) if num_targets else len(ids))
+        self._num_targets += num_targets
+
+    def finish(self) -> dict[str, Any]:
+        borders = np.cumsum(np.array([0, *self.lengths], np.int64))
+        borders.tofile(self._stem.with_suffix(".documents.bin"))
+        np.array(self._firsts, np.int64).tofile(self._stem.with_suffix(".first_targets.bin"))
+        return {"tokens": int(borders[-1]), "documents": len(self.lengths), "targets": self._num_targets}

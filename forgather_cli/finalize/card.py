@@ -39,10 +39,13 @@ def _summary(report: Mapping[str, Any]) -> str:
 def _use(report: Mapping[str, Any]) -> str:
     extra = "\nThe weights are quantized: loading needs `torchao`.\n" if report["quantization"] else ""
     stop = ", ".join(f"`{token['token']}` ({token['id']})" for token in report["stop_tokens"]) or "none"
+    # the file of its class lies beside the weights
+    paired = report["model"]["architecture"] == "Qwen3ForSeq2SeqLM"
+    kind, trust = ("Seq2SeqLM", ", trust_remote_code=True") if paired else ("CausalLM", "")
     return (
-        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n{extra}\nA text ends at: {stop}.'
+        f"## Use\n\n```python\nfrom transformers import AutoModelFor{kind}, AutoTokenizer\n\n"
+        f'model = AutoModelFor{kind}.from_pretrained(".", dtype="auto"{trust})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("."{trust})\n```\n{extra}\nA text ends at: {stop}.'
     )
 
 

@@ -1,5 +1,7 @@
 """The proof: the result, loaded from disk as others will load it, computes what the source computes.
 
+An encoder-decoder, which brings its own class, is loaded in a process that has the transformers library alone.
+
 Both models compute in fp32 with the weights as they are stored, so that what is compared is the weights and not the
 rounding of two implementations. One model is in memory at a time; of the source the logits of a bounded sample stay.
 
@@ -10,8 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import importlib.util
 import math
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +33,9 @@ from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError, ProofError
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.sample import Sample
-from forgather_cli.loss import IGNORED, model_logits, shifted
+from forgather_cli.labels import IGNORED, label_shift, shifted
+from forgather_cli.loss import model_logits
+from forgather_cli.models.generate import generate
 from forgather_cli.precision.package import quiet
 from forgather_cli.source import Located, load_located
 
@@ -82,20 +91,33 @@ def _measured(
     kept: list[Tensor] = []
     room, total, count = _MAX_KEPT // vocab, 0.0, 0
     with in_fp32(model, rounding):
-        for logits, loss, targets in _losses(model, sample, vocab, device):
+        for logits, loss, targets in _losses(_of_model(model, sample, device), sample, vocab):
             kept.append(logits[:room].float().cpu().clone())
             room -= len(kept[-1])
             total, count = total + loss, count + targets
     return Measured(total / max(count, 1), count, tuple(kept))
 
 
-def _losses(model: nn.Module, sample: Sample, vocab: int, device: torch.device) -> Iterator[tuple[Tensor, float, int]]:
+LogitsOf = Callable[[int], Tensor]
+"""The logits (T, V) of a sample's sequence, by its number."""
+
+
+def _of_model(model: nn.Module, sample: Sample, device: torch.device) -> LogitsOf:
+    inputs = sample.inputs()
+
+    @torch.no_grad()
+    def logits(number: int) -> Tensor:
+        return model_logits(model, {key: value.to(device) for key, value in inputs[number].items()})[0]
+
+    return logits
+
+
+def _losses(logits_of: LogitsOf, sample: Sample, vocab: int) -> Iterator[tuple[Tensor, float, int]]:
     """Of each sequence its logits (T, V), the sum of its loss and the number of its targets."""
     with Bar("sequences", total=len(sample.sequences)) as bar:
-        for ids, labels in sample.sequences:
-            with torch.no_grad():
-                logits = model_logits(model, {"input_ids": ids.to(device)})[0, :, :vocab]
-            targets = shifted(labels).to(device)
+        for number, (inputs, (_, labels)) in enumerate(zip(sample.inputs(), sample.sequences, strict=True)):
+            logits = logits_of(number)[:, :vocab]
+            targets = shifted(labels, label_shift(inputs)).to(logits.device)
             loss = 0.0
             for some, wanted in zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
                 loss += float(F.cross_entropy(some.float(), wanted, ignore_index=IGNORED, reduction="sum"))
@@ -142,12 +164,20 @@ def _swapping(own: dict[str, nn.Parameter], rounding: torch.dtype | None) -> tup
 
 def compare_result(directory: Path, reference: Reference, sample: Sample, options: FinalizeOptions) -> dict[str, Any]:
     """Load the result and compare it; the proof for the report. Raises ProofError beyond the bound."""
-    model, device, through = load_result(directory)
+    greedy: Tensor | None = None
+    with_fp32: Any = contextlib.nullcontext()
+    if sample.sources:
+        logits_of, greedy, through = _in_own_process(directory, sample, exact=options.quantize is None)
+    else:
+        model, device, through = load_result(directory)
+        logits_of = _of_model(model, sample, device)
+        with_fp32 = in_fp32(model) if options.quantize is None else with_fp32
+        del model
     largest = 0.0  # NaN where a result is not finite and the source's was
     total, count, tokens, same, compared = 0.0, 0, 0, 0, 0
     kept = iter((reference.rounded or reference.exact).logits)
-    with in_fp32(model) if options.quantize is None else contextlib.nullcontext():
-        for logits, loss, targets in _losses(model, sample, reference.vocab, device):
+    with with_fp32:
+        for logits, loss, targets in _losses(logits_of, sample, reference.vocab):
             total, count, expected = total + loss, count + targets, next(kept)
             for some, wanted in zip(logits[: len(expected)].split(_CHUNK), expected.split(_CHUNK), strict=True):  # type: ignore[no-untyped-call]
                 if not len(wanted):
@@ -158,7 +188,7 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
                 same += int((actual.argmax(-1) == wanted.argmax(-1)).sum())
             tokens += len(expected)
             compared += expected.numel()
-    del model
+    del logits_of, with_fp32
     gc.collect()
     result = Measured(total / max(count, 1), count, ())
     rounded = f"the source with its weights rounded to {options.dtype}"
@@ -179,7 +209,60 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
         "bound_on": "max_logit_difference" if options.quantize is None else "perplexity_ratio",
     }
     _judge(proof)
+    if greedy is not None and options.quantize is None:
+        ours = _greedy(directory, sample)
+        proof["greedy_tokens"] = greedy.shape[1]
+        if not torch.equal(ours, greedy):
+            raise ProofError(
+                "the result is not the source's model: transformers' generate and ours write other tokens, "
+                f"{greedy[0].tolist()} and {ours[0].tolist()}; nothing was written"
+            )
     return proof
+
+
+def _in_own_process(directory: Path, sample: Sample, *, exact: bool) -> tuple[LogitsOf, Tensor | None, str]:
+    """What the transformers library alone makes of an encoder-decoder, in a process that cannot import forgather: the
+    logits, and the tokens that it writes greedily to the first source. Raises ModelError."""
+    if importlib.util.find_spec("transformers") is None:
+        source = load_located(Located(directory, None, None), dtype=None)
+        through = "Forgather's own reader, as transformers is not installed"
+        return _of_model(source.model.float(), sample, source.device), None, through
+    from safetensors.torch import load_file, save_file
+
+    script = Path(__file__).with_name("plain_transformers.py")
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder, "inputs.safetensors"), Path(folder, "outputs.safetensors")
+        inputs = [(number, key, ids) for number, sides in enumerate(sample.inputs()) for key, ids in sides.items()]
+        save_file({f"{number}.{key}": ids.contiguous() for number, key, ids in inputs}, given)
+        words = [
+            sys.executable,
+            "-I",
+            str(script),
+            str(directory),
+            str(given),
+            str(made),
+            "float32" if exact else "auto",
+        ]
+        environment = {**os.environ, "HF_MODULES_CACHE": folder, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise ModelError(f"transformers cannot load the result ({last})")
+        found = load_file(made)
+    version = importlib.metadata.version("transformers")
+    return (lambda number: found[f"{number}.logits"][0]), found["greedy"], f"transformers {version}, in its own process"
+
+
+def _greedy(directory: Path, sample: Sample) -> Tensor:
+    """As many tokens by our own generation."""
+    source = load_located(Located(directory, None, None), dtype=torch.float32)
+    ids = sample.sources[0].to(source.device)
+    begin = torch.full_like(ids[:, :1], source.tokenizer.pad_token_id)
+
+    def logits_of(batch: dict[str, Any], *, last_only: bool, cache: Any) -> Tensor:
+        return model_logits(source.model, batch, last_only=last_only, cache=cache)
+
+    return generate(logits_of, begin, encoder_inputs={"input_ids": ids}, max_new_tokens=16, do_sample=False).cpu()
 
 
 def _judge(proof: dict[str, Any]) -> None:

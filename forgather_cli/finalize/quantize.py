@@ -29,10 +29,9 @@ from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.finalize.export import read_config, write_json
 from forgather_cli.input_files import read_json_object
-from forgather_cli.models.build import build_model, directory_option
-from forgather_cli.models.decoder import Decoder
+from forgather_cli.models.build import build_model, directory_option, model_of
 from forgather_cli.models.init import reset_buffers
-from forgather_cli.models.pretrained import decoder_settings_from_hf
+from forgather_cli.models.pretrained import settings_from_hf
 from forgather_cli.precision.convert import Conversion, indivisible, misaligned, sorted_out
 from forgather_cli.precision.package import need_torchao
 from forgather_cli.precision.recipes import group_size_of, needs_cuda, stored_as, why_not_here
@@ -244,7 +243,7 @@ def is_quantized(directory: Path) -> bool:
 def load_quantized(directory: Path, device: torch.device) -> nn.Module:
     """The model of a directory that ``quantize_directory`` made, in eval mode on ``device``.
 
-    The own decoder for the families it covers, else transformers' class. Raises SetupError.
+    The own models for the families they cover, else transformers' class. Raises SetupError.
     """
     need_torchao(f"{directory}", _SUPPORT)
     config = read_json_object(directory / _CONFIG, ModelError)
@@ -253,11 +252,11 @@ def load_quantized(directory: Path, device: torch.device) -> nn.Module:
     if method != "torchao":
         raise ModelError(f"{directory}: is quantized by {method}, which is not read here; give the model before that")
     try:
-        settings = decoder_settings_from_hf({**config, "quantization_config": None})
+        settings = settings_from_hf({**config, "quantization_config": None})
     except ModelError:
         return _through_transformers(directory, device)
     with torch.device("meta"):
-        model = Decoder(settings)
+        model = model_of(settings)
     state = _read_tensors(directory, device)
     if settings.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

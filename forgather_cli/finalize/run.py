@@ -52,6 +52,7 @@ from forgather_cli.finalize.tokens import (
     stop_tokens,
     write_chat_template,
 )
+from forgather_cli.models.pretrained import AUTO_MAP, ENCODER_DECODER, MODELING_FILE
 from forgather_cli.source import Located
 
 Say = Callable[[str], None]
@@ -75,6 +76,11 @@ class Job:
     new_tokens: Sequence[NewToken]
     chat_template: str | None
     vocab: Vocabulary
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it is ours, whose modeling file lies beside."""
+        return self.model_config.get("model_type") == ENCODER_DECODER
 
     def conversion(self, directory: Path) -> Conversion:
         """The tensors of the model in ``directory`` as they will be written."""
@@ -152,7 +158,14 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
     found = job.chosen.model(directory / _AVERAGE)
     tensors = job.conversion(found.directory)
     stored = Weights(found.directory).dtype
-    sample = choose_sample(options.text, job.config, job.tokenizer, num_positions(job.model_config), job.untrusted)
+    sample = choose_sample(
+        options.text,
+        job.config,
+        job.tokenizer,
+        num_positions(job.model_config),
+        job.untrusted,
+        is_paired=job.is_encoder_decoder,
+    )
     say(f"measuring the source on {sample.num_tokens:,} tokens ({sample.origin})")
     rounding = tensors.dtype if options.dtype is not None and tensors.dtype != stored else None
     shared = job.vocab.before if job.vocab.added else int(job.model_config.get("vocab_size") or job.vocab.before)
@@ -204,8 +217,13 @@ def _write(
 ) -> tuple[dict[str, int], list[int]]:
     """The plain model. Returns the ids of the new tokens, and those that end a text."""
     for path in sorted(found.directory.iterdir()):  # its own model code, its license
-        if path.is_file() and (path.name in _COPIED or path.suffix == ".py"):
+        is_code = path.suffix == ".py" and not job.is_encoder_decoder
+        if path.is_file() and (path.name in _COPIED or is_code):
             shutil.copyfile(path, directory / path.name)
+    model_config = job.model_config
+    if job.is_encoder_decoder:  # the proof runs code of ours, whatever the source brings
+        model_config = {**model_config, "auto_map": AUTO_MAP}
+        shutil.copyfile(MODELING_FILE, directory / MODELING_FILE.name)
     job.tokenizer.save(directory)
     ids = add_to_tokenizer(directory, job.new_tokens) if job.new_tokens else {}
     if job.chat_template is not None:
@@ -223,7 +241,7 @@ def _write(
         say("add it with --add-tokens")
     stop = stop_tokens(directory, job.tokenizer, ending)
     write_weights(directory, tensors.specs.values(), tensors)  # one tensor in memory at a time
-    write_configs(directory, job.model_config, dtype=tensors.dtype, vocab=job.vocab, tokenizer=job.tokenizer, stop=stop)
+    write_configs(directory, model_config, dtype=tensors.dtype, vocab=job.vocab, tokenizer=job.tokenizer, stop=stop)
     return ids, stop
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from forgather_cli.config.schema import Config
+from forgather_cli.config.schema import Config, Seq2SeqSettings, Ul2Settings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.errors import DataError, ForgatherError
 from forgather_cli.finalize.options import read_given
-from forgather_cli.loss import num_targets
+from forgather_cli.labels import label_shift, num_targets
 
 MAX_TOKENS = 2048
 """Of a sample; a model of a billion parameters takes a minute for as many on a few cores."""
@@ -47,63 +47,95 @@ about 93 degrees in Denver. Der Zug nach Berlin fährt um 7:45 Uhr von Gleis 3 a
 
 @dataclass(frozen=True)
 class Sample:
-    """Sequences of token ids (1, T) with labels, -100 where nothing is to be predicted."""
+    """Sequences of token ids (1, T) with labels, -100 where nothing is to be predicted.
+
+    Of an encoder-decoder they are what the decoder reads, and ``sources`` (1, S) what the encoder reads for each.
+    """
 
     sequences: tuple[tuple[Tensor, Tensor], ...]
     origin: str
     """What it is taken from, for people."""
+    sources: tuple[Tensor, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(ids.shape[1] for ids, _ in self.sequences)
 
+    def inputs(self) -> list[dict[str, Tensor]]:
+        """What the model gets for each sequence."""
+        if not self.sources:
+            return [{"input_ids": ids} for ids, _ in self.sequences]
+        pairs = zip(self.sources, self.sequences, strict=True)
+        return [{"input_ids": source, "decoder_input_ids": ids} for source, (ids, _) in pairs]
+
 
 def choose_sample(
-    text: Path | None, config: Config | None, tokenizer: Tokenizer, longest: int | None, untrusted: str | None = None
+    text: Path | None,
+    config: Config | None,
+    tokenizer: Tokenizer,
+    longest: int | None,
+    untrusted: str | None = None,
+    *,
+    is_paired: bool = False,
 ) -> Sample:
     """Of ``text`` where it is given, else of the evaluation split of a run's ``config``, else built in.
 
+    ``is_paired``: for an encoder-decoder, which is to continue the first half of each piece of a text.
     ``longest``: positions the model knows. ``untrusted``: why the run's data is not loaded.
     Raises DataError for a text that cannot be read or is too short.
     """
     limit = min(_MAX_LENGTH, longest or _MAX_LENGTH)
     if text is not None:
-        return _of_text(read_given("--text", text, "plain text"), tokenizer, limit, str(text))
+        return _of_text(read_given("--text", text, "plain text"), tokenizer, limit, str(text), is_paired)
     if config is None:
-        return _of_text(BUILT_IN, tokenizer, limit, "a built-in text, as the source belongs to no run")
+        return _of_text(BUILT_IN, tokenizer, limit, "a built-in text, as the source belongs to no run", is_paired)
     if untrusted is not None:
         why = f"as the run's config {untrusted}, which --trust-config allows"
-        return _of_text(BUILT_IN, tokenizer, limit, f"a built-in text, {why}")
+        return _of_text(BUILT_IN, tokenizer, limit, f"a built-in text, {why}", is_paired)
     try:
         return _of_run(config, limit, tokenizer)
     except ForgatherError as error:
         why = str(error).splitlines()[0]
-        return _of_text(BUILT_IN, tokenizer, limit, f"a built-in text, as the run's data cannot be read ({why})")
+        return _of_text(
+            BUILT_IN, tokenizer, limit, f"a built-in text, as the run's data cannot be read ({why})", is_paired
+        )
 
 
-def _of_text(text: str, tokenizer: Tokenizer, limit: int, origin: str) -> Sample:
+def _of_text(text: str, tokenizer: Tokenizer, limit: int, origin: str, is_paired: bool) -> Sample:
     ids = tokenizer.encode(text[: 32 * MAX_TOKENS])[:MAX_TOKENS]
     if len(ids) < _MIN_TOKENS:
         raise DataError(f"--text: {origin} has {len(ids)} tokens, which prove nothing; give a longer text")
     whole = torch.tensor(ids)[None]
+    if is_paired:
+        halves = [part.chunk(2, 1) for part in whole.split(limit, 1) if part.shape[1] > 1]  # type: ignore[no-untyped-call]
+        begins = torch.full((1, 1), tokenizer.pad_token_id)
+        decoded = tuple((torch.cat((begins, second[:, :-1]), 1), second) for _, second in halves)
+        return Sample(decoded, origin, tuple(first for first, _ in halves))
     return Sample(tuple((part, part) for part in whole.split(limit, 1) if part.shape[1] > 1), origin)  # type: ignore[no-untyped-call]
 
 
 def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
-    data = load_data(config.data, seed=max(config.seed, 0))
+    option = config.data
+    if isinstance(option, Ul2Settings | Seq2SeqSettings):  # one example at a time
+        option = replace(option, packing="pad", pack_encoder=None, pack_decoder=None)
+    data = load_data(option, seed=max(config.seed, 0), num_sentinels=config.num_sentinels)
     if data.eval is None:
         raise DataError("it has no evaluation split")
     if data.tokenizer is not None and data.tokenizer.encode(BUILT_IN) != tokenizer.encode(BUILT_IN):
         raise DataError("its tokenizer is another one than the source's")
     sequences: list[tuple[Tensor, Tensor]] = []
+    sources: list[Tensor] = []
     left = MAX_TOKENS
     for batch in EvalLoader(data.eval, batch_size=1, device=torch.device("cpu")):
-        ids, labels = (batch[key][:, : min(limit, left)] for key in ("input_ids", "labels"))
-        if num_targets(labels):
+        read = "decoder_input_ids" if option.is_paired else "input_ids"
+        ids, labels = (batch[key][:, : min(limit, left)] for key in (read, "labels"))
+        if num_targets(labels, label_shift(batch)):
             sequences.append((ids, labels))
             left -= ids.shape[1]
+            if option.is_paired:
+                sources.append(batch["input_ids"][:, :limit])
         if left < 2:
             break
     if not sequences:
         raise DataError("its evaluation split has no targets")
-    return Sample(tuple(sequences), "the run's evaluation split")
+    return Sample(tuple(sequences), "the run's evaluation split", tuple(sources))

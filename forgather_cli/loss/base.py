@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
+from forgather_cli.labels import TASKS, label_shift
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.loss.model_io import model_kwargs
 
@@ -56,7 +57,7 @@ def head_and_hidden(
     fusable: Any = model
     head, hidden = fusable.head, fusable.hidden_states(**inputs)
     if eval_metrics is not None:
-        eval_metrics.add_hidden(head, hidden, labels, chunk_size=chunk_size)
+        eval_metrics.add_hidden(head, hidden, labels, label_shift(inputs), chunk_size=chunk_size)
     return head, hidden
 
 
@@ -74,4 +75,6 @@ class ModelWithLoss(nn.Module):
         labels = batch.get("labels")
         if labels is None:
             raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
+        if self.loss.eval_metrics is not None:
+            self.loss.eval_metrics.task_ids = batch.get(TASKS)
         return self.loss.total(self.model, model_kwargs(batch), labels, step_targets)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError, SetupError
+from forgather_cli.labels import IGNORED, label_shift, shifted
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
-from forgather_cli.loss.model_io import IGNORED, shifted
 from forgather_cli.loss.sums import product_dtype
 
 
@@ -49,7 +49,7 @@ class Liger(Loss):
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # below a trained head all may be frozen: liger-kernel 0.8.5 makes no gradient without the hidden states'
             hidden = hidden.detach().requires_grad_()
-        total: Tensor = self._sum(head.weight, hidden.flatten(0, 1), shifted(labels), head.bias)
+        total: Tensor = self._sum(head.weight, hidden.flatten(0, 1), shifted(labels, label_shift(inputs)), head.bias)
         return total
 
 
@@ -85,7 +85,7 @@ class CutCrossEntropy(Loss):
                 "loss=cut_cross_entropy: its backward takes hidden states in bf16 or fp16, got fp32; set "
                 "precision=bf16 or loss=linear_cross_entropy"
             )
-        flat, targets = hidden.flatten(0, 1), shifted(labels)
+        flat, targets = hidden.flatten(0, 1), shifted(labels, label_shift(inputs))
         if not (targets != IGNORED).any():  # nobody says what kernels make of no rows; they wait for the count anyway
             nothing: Tensor = flat[:0].float().sum() + head.weight[:0].float().sum()
             return nothing

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forgather_cli.labels import label_shift, num_targets
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
-from forgather_cli.loss.model_io import model_logits, num_targets
+from forgather_cli.loss.model_io import model_logits
 from forgather_cli.loss.sums import cross_entropy_sum, linear_cross_entropy_sum
 
 LossFn = Callable[..., Tensor]
@@ -33,8 +34,9 @@ class CrossEntropy(Loss):
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         logits = model_logits(model, inputs)
         if self.eval_metrics is not None:
-            self.eval_metrics.add(logits, labels)
-        return cross_entropy_sum(logits, labels, z_loss=self._z_loss, label_smoothing=self._label_smoothing)
+            self.eval_metrics.add(logits, labels, label_shift(inputs))
+        options = {"z_loss": self._z_loss, "label_smoothing": self._label_smoothing}
+        return cross_entropy_sum(logits, labels, shift=label_shift(inputs), **options)
 
 
 class LinearCrossEntropy(Loss):
@@ -53,11 +55,14 @@ class LinearCrossEntropy(Loss):
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics, chunk_size=self._options["chunk_size"])
-        return linear_cross_entropy_sum(hidden, head.weight, labels, bias=head.bias, **self._options)
+        options = {"shift": label_shift(inputs), **self._options}
+        return linear_cross_entropy_sum(hidden, head.weight, labels, bias=head.bias, **options)
 
 
 class UserLoss(Loss):
-    """A user's ``loss_fn(logits, labels)``; it shifts the labels itself, as Hugging Face's loss functions do."""
+    """A user's ``loss_fn(logits, labels)``; it shifts the labels itself where the model is causal, as Hugging
+    Face's loss functions do.
+    """
 
     def __init__(self, loss_fn: LossFn) -> None:
         self._loss_fn = loss_fn
@@ -69,8 +74,9 @@ class UserLoss(Loss):
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         logits = model_logits(model, inputs)
         if self.eval_metrics is not None:
-            self.eval_metrics.add(logits, labels)
-        return _weighted(self._loss_fn, self._counted, logits, labels, step_targets)
+            self.eval_metrics.add(logits, labels, label_shift(inputs))
+        count = num_targets(labels, label_shift(inputs))
+        return _weighted(self._loss_fn, self._counted, logits, labels, count, step_targets)
 
 
 class UserFusedLoss(Loss):
@@ -86,12 +92,14 @@ class UserFusedLoss(Loss):
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics)
         loss_fn = self._factory(head)
         counted = "num_items_in_batch" in inspect.signature(loss_fn).parameters
-        return _weighted(loss_fn, counted, hidden, labels, step_targets)
+        count = num_targets(labels, label_shift(inputs))
+        return _weighted(loss_fn, counted, hidden, labels, count, step_targets)
 
 
-def _weighted(loss_fn: LossFn, counted: bool, output: Tensor, labels: Tensor, step_targets: Tensor | None) -> Tensor:
-    """A user's loss as a sum over targets."""
-    count = num_targets(labels)
+def _weighted(
+    loss_fn: LossFn, counted: bool, output: Tensor, labels: Tensor, count: Tensor, step_targets: Tensor | None
+) -> Tensor:
+    """A user's loss as a sum over ``count`` targets."""
     if counted:
         items = count.clamp(min=1) if step_targets is None else step_targets
         return loss_fn(output, labels, num_items_in_batch=items).float() * items

@@ -1,6 +1,6 @@
-"""What of a batch a model gets, what it returns, and the labels that this is compared with.
+"""What of a batch a model gets, and what it returns.
 
-Legend: B sequences, T tokens, N = B * T, V vocabulary.
+Legend: B sequences, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,30 +10,16 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
+from forgather_cli.labels import TASKS
 from forgather_cli.targets import accepts
-
-IGNORED = -100
-"""The label of a position without a target."""
-
-
-def num_targets(labels: Tensor) -> Tensor:
-    """Counted targets of ``labels`` (B, T), 0-dim int64 on the same device."""
-    return (labels[:, 1:] != IGNORED).sum()
 
 
 def model_kwargs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What of a batch goes to the model: everything but the labels."""
-    return {key: value for key, value in batch.items() if key != "labels"}
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """The target of each position (N,): the next label; the last position of a sequence has none."""
-    # shifting labels instead of logits saves a copy of N x V numbers
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    """What of a batch goes to the model: everything but the labels and what they belong to."""
+    return {key: value for key, value in batch.items() if key not in ("labels", TASKS)}
 
 
 def model_logits(model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool = False, cache: Any = None) -> Tensor:

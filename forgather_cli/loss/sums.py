@@ -11,16 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgather_cli.loss.model_io import IGNORED, shifted
+from forgather_cli.labels import IGNORED, shifted
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
-    """Sum over targets, 0-dim fp32, of cross entropy of ``logits`` (B, T, V) with ``labels`` (B, T).
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, *, shift: int = 1, z_loss: float = 0.0, label_smoothing: float = 0.0
+) -> Tensor:
+    """Sum over targets, 0-dim fp32, of cross entropy of ``logits`` (B, T, V) with ``labels`` (B, T), which stand
+    ``shift`` positions behind those that predict them.
 
     ``label_smoothing`` as in ``F.cross_entropy``; ``z_loss`` times log(Z)^2 is added per target (PaLM, Chowdhery et al.
     2022, arXiv:2204.02311, section 5).
     """
-    flat, targets = logits.flatten(0, 1).float(), shifted(labels)
+    flat, targets = logits.flatten(0, 1).float(), shifted(labels, shift)
     total = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
     if z_loss:
         total = total + z_loss * (flat.logsumexp(-1).square() * (targets != IGNORED)).sum()
@@ -33,6 +36,7 @@ def linear_cross_entropy_sum(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    shift: int = 1,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     chunk_size: int = 256,
@@ -44,7 +48,7 @@ def linear_cross_entropy_sum(
     without gradient mode only the loss is. Memory beside inputs and gradients: C x V numbers.
     """
     kind, dtype = hidden.device.type, product_dtype(hidden)
-    flat, targets = hidden.flatten(0, 1), shifted(labels)
+    flat, targets = hidden.flatten(0, 1), shifted(labels, shift)
     options = (z_loss, label_smoothing, chunk_size, dtype)
     inputs = [t for t in (hidden, weight, bias) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):

@@ -13,13 +13,16 @@ from torch import nn
 from forgather_cli.config.schema import (
     Config,
     DecoderSettings,
+    EncoderDecoderSettings,
     ModelOption,
     PretrainedSettings,
     Target,
     TransformersSettings,
 )
 from forgather_cli.errors import ModelError
+from forgather_cli.input_files import read_json_object
 from forgather_cli.models.decoder import Decoder, resolve_decoder
+from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
 from forgather_cli.models.files import read_rows, tensor_files
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import read_config, read_settings
@@ -37,7 +40,20 @@ def construct(config: Config, device: torch.device, *, vocab_size: int | None, s
     if isinstance(config.model, Target) and where.type == "meta":
         where = torch.device("cpu")
     with where:
-        return build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
+        model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
+    if isinstance(config.model, Target) or config.data.is_paired is None:
+        return model
+    if config.data.is_paired and not getattr(model, "is_encoder_decoder", False):
+        raise ModelError(
+            f"model: data={config.data.type} has examples of two sides, got a {type(model).__name__}, which reads one; "
+            "choose model=qwen3_encdec"
+        )
+    if not config.data.is_paired and getattr(model, "is_encoder_decoder", False):
+        raise ModelError(
+            f"data: a {type(model).__name__} reads examples of two sides, got data={config.data.type}; choose data=ul2 "
+            "or data=seq2seq"
+        )
+    return model
 
 
 def fill(config: Config, device: torch.device, module: nn.Module, seed: int) -> None:
@@ -66,12 +82,18 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) ->
                 "'tokenizer' or 'vocab_size', or set model.vocab_size"
             )
     if isinstance(option, DecoderSettings):
-        return Decoder(resolve_decoder(option, vocab_size=vocab_size, seq_len=seq_len))
+        return _whole(option, vocab_size=vocab_size, seq_len=seq_len)
+    if isinstance(option, EncoderDecoderSettings):
+        if option.init_from is not None:
+            source = _qwen3_settings(option.init_from)
+            rows = max(source.vocab_size or 0, vocab_size)
+            option = option.with_shape(dataclasses.replace(source, vocab_size=rows))
+        return _whole(option, vocab_size=vocab_size, seq_len=seq_len)
     if isinstance(option, PretrainedSettings):
         settings = read_settings(option.path)
         grown = grown_vocabulary(option, settings.vocab_size or 0, tokens=vocab_size)
         settings = dataclasses.replace(settings, vocab_size=grown)
-        return Decoder(resolve_decoder(settings, vocab_size=vocab_size, seq_len=seq_len))
+        return _whole(settings, vocab_size=vocab_size, seq_len=seq_len)
     if isinstance(option, TransformersSettings):
         from forgather_cli.models.hf.build import build_causal_lm
 
@@ -88,12 +110,38 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) ->
     return model
 
 
+def _whole(settings: DecoderSettings | EncoderDecoderSettings, *, vocab_size: int, seq_len: int) -> nn.Module:
+    if isinstance(settings, DecoderSettings):
+        return model_of(resolve_decoder(settings, vocab_size=vocab_size, seq_len=seq_len))
+    return model_of(settings.with_shape(resolve_decoder(settings.stack, vocab_size=vocab_size, seq_len=seq_len)))
+
+
+def model_of(settings: DecoderSettings | EncoderDecoderSettings) -> Decoder | Qwen3ForSeq2SeqLM:
+    """The model of resolved settings, on the device that is current."""
+    return Decoder(settings) if isinstance(settings, DecoderSettings) else Qwen3ForSeq2SeqLM(settings)
+
+
+def _qwen3_settings(directory: str) -> DecoderSettings:
+    """The shape of the Qwen3 directory that both stacks of an encoder-decoder begin from. Raises ModelError."""
+    path = Path(directory).expanduser()
+    if path.is_dir() and (kind := read_config(path, "model.init_from").get("model_type")) != "qwen3":
+        raise ModelError(f"model.init_from: {directory} is no Qwen3 model but {kind}; give the directory of a Qwen3")
+    source = read_settings(path, "model.init_from")
+    assert isinstance(source, DecoderSettings)
+    if source.sliding_window is not None:
+        raise ModelError(
+            f"model.init_from: {directory} has a sliding window of {source.sliding_window} tokens, which an encoder "
+            "has not; give a Qwen3 directory without one"
+        )
+    return source
+
+
 def own_vocab_size(option: ModelOption) -> int | None:
     """Tokens that a model knows by its settings or its directory alone; None where it takes the tokenizer's.
 
     0 for a ``_target_`` that asks for none.
     """
-    if isinstance(option, DecoderSettings):
+    if isinstance(option, DecoderSettings | EncoderDecoderSettings):
         return option.vocab_size
     if isinstance(option, PretrainedSettings):
         return read_settings(option.path).vocab_size
@@ -122,6 +170,10 @@ def initialize(option: ModelOption, module: nn.Module, seed: int, *, device_gene
 
         assert isinstance(module, CausalLM)
         module.draw_all(seed) if option.path is None else load_causal_lm(module, option, seed=seed)
+    elif isinstance(option, EncoderDecoderSettings) and option.init_from is not None:
+        if option.cross_attention == "fresh":
+            init_parameters(module, seed, device_generator=device_generator)
+        load_both_stacks(module, Path(option.init_from).expanduser(), option.cross_attention, seed=seed)
     else:
         init_parameters(module, seed, device_generator=device_generator)
 
@@ -153,7 +205,7 @@ def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0) -> No
     the rows this rank holds. Rows beyond the directory's vocabulary (``resize_vocabulary``) follow from (seed, name).
     Raises ModelError with the missing, extra or wrong-shaped tensors.
     """
-    directory = Path(path)
+    directory = Path(path).expanduser()
     files = tensor_files(directory)
     settings = read_settings(directory)
     names = _names_in_files(directory, settings, files)
@@ -161,10 +213,50 @@ def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0) -> No
     read_rows(targets, names, files, vocab_size=settings.vocab_size, seed=seed, remedy=_REMEDY)
 
 
-def _names_in_files(directory: Path, settings: DecoderSettings, files: dict[str, Path]) -> dict[str, str]:
+@torch.no_grad()
+def load_both_stacks(module: nn.Module, directory: Path, cross_attention: str, *, seed: int = 0) -> None:
+    """Copy the weights of a Qwen3 directory into both stacks of an encoder-decoder, and into its embedding and head.
+
+    ``cross_attention``: ``self`` copies it from the self-attention, ``zero`` too but for its output, which is 0, and
+    ``fresh`` leaves it as it is. Rows for tokens that the directory's tokenizer does not have follow from (seed, name).
+    Raises ModelError.
+    """
+    files, settings = tensor_files(directory), _qwen3_settings(str(directory))
+    known = _names_in_files(directory, settings, files)
+    targets: dict[str, torch.Tensor] = {}
+    stored: dict[str, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        source = name.replace("model.encoder.", "model.").replace("model.decoder.", "model.")
+        if ".cross_att" in name:
+            if cross_attention == "fresh":
+                continue
+            if cross_attention == "zero" and ".o_proj." in name:
+                tensor.zero_()
+                continue
+            source = source.replace("cross_attn", "self_attn").replace("cross_attention_layernorm", "input_layernorm")
+        if source in known:  # a tied head is not
+            targets[name], stored[name] = tensor, known[source]
+    rows, tokens = settings.vocab_size, _num_tokens(directory)
+    read_rows(targets, stored, files, vocab_size=rows, num_tokens=tokens, seed=seed, remedy=_REMEDY)
+
+
+def _num_tokens(directory: Path) -> int | None:
+    """The largest id of a directory's tokenizer + 1; None where it has no tokenizer.json."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    content = read_json_object(path, lambda why: ModelError(f"model.init_from: {why}"))
+    vocab = content.get("model", {}).get("vocab", {})
+    ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
+    return 1 + max([*ids, *(added["id"] for added in content.get("added_tokens", []))])
+
+
+def _names_in_files(
+    directory: Path, settings: DecoderSettings | EncoderDecoderSettings, files: dict[str, Path]
+) -> dict[str, str]:
     """Parameter name -> the name it has in the files. Raises ModelError for missing and extra tensors."""
     with torch.device("meta"):
-        whole = Decoder(settings)
+        whole = model_of(settings)
     names = {name: name for name, _ in whole.named_parameters()}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     ignored: set[str] = set()

@@ -28,7 +28,11 @@ class LayerCache:
         self._keys[:, :, self.length : end] = keys
         self._values[:, :, self.length : end] = values
         self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return self.held()
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """All keys and values (B, H, S, D), as views."""
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
     def _grown(self, old: Tensor, new: Tensor, end: int) -> Tensor:
         """Room for ``end`` positions and, from the second time on, for as many again: copies stay linear in S."""

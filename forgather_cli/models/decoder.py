@@ -34,8 +34,8 @@ class Context(NamedTuple):
     is_causal: bool  # the mask is the plain causal one, and not made
 
 
-class Attention(nn.Module):
-    """Grouped-query self-attention with optional norms of queries and keys."""
+class Projections(nn.Module):
+    """What grouped-query attention multiplies with, and optional norms of queries and keys."""
 
     def __init__(self, s: DecoderSettings) -> None:
         super().__init__()
@@ -53,6 +53,27 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+        """(B, H, T, D) of queries (B, H, T, D), keys and values (B, K, S, D)."""
+        grouped = self.grouped
+        if grouped and mask is not None and q.is_cuda:
+            # with a mask, CUDA's fused kernels do not take grouped heads and SDPA would fall back to the slow path
+            groups = q.shape[1] // k.shape[1]
+            k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=is_causal,
+            enable_gqa=grouped,
+        )
+
+
+class Attention(Projections):
+    """Self-attention."""
+
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim))  # (B, T, H, D)
@@ -63,25 +84,9 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, K, S, D)
-        y = self._attend(q, k, v, context)
+        y = self.attend(q, k, v, context.mask, is_causal=context.is_causal)
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
         return out
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        grouped = self.grouped
-        if grouped and context.mask is not None and q.is_cuda:
-            # with a mask, CUDA's fused kernels do not take grouped heads and SDPA would fall back to the slow path
-            groups = q.shape[1] // k.shape[1]
-            k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=context.mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=context.is_causal,
-            enable_gqa=grouped,
-        )
 
 
 class MLP(nn.Module):
@@ -245,22 +250,30 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
     ) -> Context:
         """Angles and mask for input ``x`` (B, T, ...); only its shape and device are read."""
-        T, past = x.shape[1], 0 if cache is None else cache.length
+        past = 0 if cache is None else cache.length
         if cache is not None and document_ids is not None:
             raise ValueError("document_ids and cache exclude each other")
-        positions = position_ids
-        if positions is None and attention_mask is None:
-            positions = torch.arange(past, past + T, device=x.device)
-        elif positions is None:  # (B, T), padding left out
-            assert attention_mask is not None
-            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + T]
-        known = past + T if position_ids is None and attention_mask is None else None
-        cos, sin = self.model.rotary_emb(positions, known)
-        mask, is_causal = _mask(x, past, self.settings.sliding_window, document_ids, attention_mask)
+        cos, sin = angles(self.model.rotary_emb, x, past, position_ids, attention_mask)
+        mask, is_causal = causal_mask(x, past, self.settings.sliding_window, document_ids, attention_mask)
         return Context(cos, sin, mask, is_causal)
 
 
-def _mask(
+def angles(
+    rotary_emb: RotaryEmbedding, x: Tensor, past: int, position_ids: Tensor | None, attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of the tokens ``x`` (B, T, ...), which follow on ``past`` others; see ``Decoder.forward``."""
+    T = x.shape[1]
+    known = past + T if position_ids is None and attention_mask is None else None
+    if position_ids is None and attention_mask is None:
+        position_ids = torch.arange(past, past + T, device=x.device)
+    elif position_ids is None:  # (B, T), padding left out
+        assert attention_mask is not None
+        position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + T]
+    found: tuple[Tensor, Tensor] = rotary_emb(position_ids, known)
+    return found
+
+
+def causal_mask(
     x: Tensor, past: int, window: int | None, document_ids: Tensor | None, attention_mask: Tensor | None
 ) -> tuple[Tensor | None, bool]:
     """The mask (1 or B, 1, T, S), True = attend; or None and whether SDPA is to be plainly causal, which is faster."""

@@ -71,13 +71,15 @@ def read_rows(
     files: Mapping[str, Path],
     *,
     vocab_size: int | None = None,
+    num_tokens: int | None = None,
     seed: int = 0,
     remedy: str,
 ) -> None:
     """Copy into each target the rows of it that this rank holds, one tensor at a time, in the target's dtype.
 
     ``stored``: parameter name -> its name in ``files``. A target may have more rows than the ``vocab_size`` that the
-    file has of it: they become rows for new tokens, by (seed, name). Raises ModelError for other shapes.
+    file has of it: they become rows for new tokens, by (seed, name); so do those behind the first ``num_tokens`` where
+    it is given, whatever the file has there. Raises ModelError for other shapes.
     """
     for file, wanted in _portions(targets, {name: files[stored[name]] for name in targets}):
         with opened(file) as tensors:
@@ -86,7 +88,8 @@ def read_rows(
                 shape = tuple(source.get_shape())
                 grown = False  # a vocabulary tensor with more rows than its file
                 if shape and shape[0] == vocab_size and shape[1:] == target.shape[1:]:
-                    grown = target.shape[0] > shape[0]
+                    old = min(shape[0], num_tokens or shape[0])
+                    grown = target.shape[0] > old
                 if shape != target.shape and not grown:
                     raise ModelError(
                         f"model.path: {name} in {file.parent} has shape {shape}, expected {tuple(target.shape)} "
@@ -98,7 +101,7 @@ def read_rows(
                         "model again"
                     )
                 if grown:
-                    _read_grown(target, source, name=name, seed=seed)
+                    _read_grown(target, source, old, name=name, seed=seed)
                 else:
                     local(target).copy_(source[box_of(target).slices])
 
@@ -125,20 +128,19 @@ def _portions(targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> Itera
             yield file, portion
 
 
-def _read_grown(target: Tensor, source: Any, *, name: str, seed: int) -> None:
-    """Fill this rank's rows of a grown tensor: old ones from the file, then new ones.
+def _read_grown(target: Tensor, source: Any, old: int, *, name: str, seed: int) -> None:
+    """Fill this rank's rows of a grown tensor: the first ``old`` from the file, then new ones.
 
     A rank that holds new rows reads through the whole file's tensor, some thousand rows at a time, for their mean.
     """
     held, box = local(target), box_of(target)
     (start, stop), columns = box.rows, box.slices[1:]
-    old = source.get_shape()[0]
     if start < old:
         held[: min(stop, old) - start].copy_(source[(slice(start, min(stop, old)), *columns)])
     if stop > old:
-        blocks = (source[first : first + _BLOCK_ROWS] for first in range(0, old, _BLOCK_ROWS))
+        blocks = (source[first : min(first + _BLOCK_ROWS, old)] for first in range(0, old, _BLOCK_ROWS))
         # all of them, of which this rank takes its own: draws depend on how many there are
         new = rows_like(blocks, target.shape[0] - old, name=name, seed=seed)
         first = max(start, old)
         held[first - start :].copy_(new[(slice(first - old, stop - old), *columns)])
-        _log.info("resize_vocabulary: %s has %d new rows after %d", name, len(new), old)
+        _log.info("%s has %d new rows after %d", name, len(new), old)

@@ -1,11 +1,12 @@
-"""Sampling from a causal language model.
+"""Sampling from a language model: what follows on a prompt, or what a decoder says to one.
 
 Legend: B sequences, T prompt tokens, n new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -23,6 +24,7 @@ def generate(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
+    encoder_inputs: Mapping[str, Tensor] | None = None,
     max_new_tokens: int,
     do_sample: bool = True,
     temperature: float = 1.0,
@@ -42,7 +44,8 @@ def generate(
     (else its end token). Random numbers come from ``generator`` alone (None: a fresh one, seed 0), so training's are
     not touched. ``agree`` makes a column of tokens (B, 1) that of all ranks, where they generate together. ``on_token``
     sees each column; it ends the generation by returning True, and rows by returning which, (B, 1) bool. A model that
-    does not fill the cache is given the whole sequence each time. The model's mode (eval) is the caller's business.
+    does not fill the cache is given the whole sequence each time. With ``encoder_inputs``, the batch for the encoder,
+    ``input_ids`` are what the decoder begins with. The model's mode (eval) is the caller's business.
     """
     ids, given = input_ids, [] if eos_token_id is None else eos_token_id
     ends = torch.tensor([given] if isinstance(given, int) else list(given), dtype=torch.int64, device=ids.device)
@@ -51,11 +54,12 @@ def generate(
     padded = not bool(real.all())
     cache = KVCache() if use_cache else None
     done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
+    side = "" if encoder_inputs is None else "decoder_"
     filler = pad_token_id if pad_token_id is not None else (int(ends[0]) if len(ends) else 0)
     for _ in range(max_new_tokens):
-        batch = {"input_ids": ids[:, cache.length :] if cache is not None else ids}
+        batch = {**(encoder_inputs or {}), f"{side}input_ids": ids[:, cache.length :] if cache is not None else ids}
         if padded:
-            batch["attention_mask"] = real
+            batch[f"{side}attention_mask"] = real
         logits = logits_fn(batch, last_only=True, cache=cache)
         if logits is None:
             raise ModelError("generation needs the logits on every rank, but this rank got none")
@@ -92,6 +96,31 @@ def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tenso
     ids = [[pad_token_id] * (length - len(row)) + row for row in rows]
     mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
     return torch.tensor(ids), torch.tensor(mask)
+
+
+def prompt_inputs(
+    model: Any, rows: list[list[int]], pad_token_id: int
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
+    """``input_ids``, ``attention_mask`` and ``encoder_inputs`` of ``generate`` for prompts of tokens, on the CPU.
+
+    The decoder of an encoder-decoder begins with the padding token.
+    """
+    ids, mask = left_padded(rows, pad_token_id)
+    if not getattr(model, "is_encoder_decoder", False):
+        return ids, mask, None
+    return torch.full((len(rows), 1), pad_token_id), None, {"input_ids": ids, "attention_mask": mask}
+
+
+def masked_prompt(tokenizer: Any, text: str, mode: str | None = None) -> str:
+    """A prompt as a UL2 model has seen text: the token of a denoiser, the text, and a sentinel for what follows on it.
+
+    ``mode``: the token without its brackets; None: the prefix language model's, and the text as it is where the
+    tokenizer has none.
+    """
+    modes = ("S", "S2S") if mode is None else (mode,)
+    known = (each for each in modes if len(tokenizer.encode(f"[{each}]")) == 1)
+    found = next(known, None)
+    return text if found is None else f"[{found}]{text}<extra_id_0>"
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -7,14 +7,22 @@ Both forms of the rotary settings are read and written: ``rope_parameters`` (tra
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from forgather_cli.config.schema import FAMILIES, DecoderSettings, RopeScaling, family_of
+from forgather_cli.config.schema import FAMILIES, DecoderSettings, EncoderDecoderSettings, RopeScaling, family_of
 from forgather_cli.errors import ModelError
 from forgather_cli.input_files import read_json_object
+
+MODELING_FILE = Path(__file__).parent / "hf" / "modeling_qwen3_encdec.py"
+"""What lies in the directory of an encoder-decoder, so that transformers can build it."""
+AUTO_MAP = {
+    "AutoConfig": f"{MODELING_FILE.stem}.Qwen3EncDecConfig",
+    "AutoModelForSeq2SeqLM": f"{MODELING_FILE.stem}.Qwen3ForSeq2SeqLM",
+}
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
@@ -71,18 +79,22 @@ _BOUNDS = {
 """The most that a model may have, by the keys of config.json: each layer is a module, and sizes are multiplied."""
 
 
-def read_settings(directory: str | Path) -> DecoderSettings:
-    """Resolved settings of the model in a Hugging Face directory. Raises ModelError."""
-    path = Path(directory)
+ENCODER_DECODER = "qwen3_encdec"
+"""The model_type of our encoder-decoder in its config.json."""
+
+
+def read_settings(directory: str | Path, setting: str = "model.path") -> DecoderSettings | EncoderDecoderSettings:
+    """Resolved settings of the model in a Hugging Face directory. Raises ModelError, which begins with ``setting``."""
+    path = Path(directory).expanduser()
     if not path.is_dir():
-        raise ModelError(f"model.path: no such directory: {path}")
-    config = read_config(path, "model.path")
+        raise ModelError(f"{setting}: no such directory: {path}")
+    config = read_config(path, setting)
     try:
-        return decoder_settings_from_hf(config)
+        return settings_from_hf(config)
     except ModelError as error:
-        raise ModelError(f"model.path: {path / 'config.json'}: {error}") from error
+        raise ModelError(f"{setting}: {path / 'config.json'}: {error}") from error
     except (TypeError, ValueError, AttributeError, LookupError) as error:  # a text where a number should be, and so on
-        raise ModelError(f"model.path: {path / 'config.json'}: cannot be read as a model's config: {error}") from error
+        raise ModelError(f"{setting}: {path / 'config.json'}: cannot be read as a model's config: {error}") from error
 
 
 def read_config(path: Path, setting: str) -> dict[str, Any]:
@@ -97,6 +109,16 @@ def read_config(path: Path, setting: str) -> dict[str, Any]:
             if isinstance(value, int | float) and not 1 <= value <= most:
                 raise ModelError(f"{setting}: {file}: {key} must be from 1 to {most:,}, got {value!r:.80}")
     return config
+
+
+def settings_from_hf(config: dict[str, Any]) -> DecoderSettings | EncoderDecoderSettings:
+    """Resolved settings from a parsed config.json. Raises ModelError for what our models do not have."""
+    if config.get("model_type") != ENCODER_DECODER:
+        return decoder_settings_from_hf(config)
+    stack = decoder_settings_from_hf({**config, "model_type": "qwen3", "architectures": None})
+    dropouts = {"attention_dropout": stack.attention_dropout, "residual_dropout": stack.residual_dropout}
+    sentinels = int(config.get("num_sentinel_tokens", 0))
+    return EncoderDecoderSettings(num_sentinel_tokens=sentinels, **dropouts).with_shape(stack)
 
 
 def decoder_settings_from_hf(config: dict[str, Any]) -> DecoderSettings:
@@ -257,7 +279,7 @@ def _family_keys(model_type: str, s: DecoderSettings) -> dict[str, Any]:
 
 def write_config(
     directory: str | Path,
-    settings: DecoderSettings,
+    settings: DecoderSettings | EncoderDecoderSettings,
     *,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
@@ -266,9 +288,37 @@ def write_config(
 ) -> None:
     """Write config.json and generation_config.json into an existing directory."""
     ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-    _write_json(Path(directory) / "config.json", hf_config(settings, **ids, dtype=dtype))
     generation = {key: value for key, value in ids.items() if value is not None}
+    if isinstance(settings, EncoderDecoderSettings):
+        config = _encoder_decoder_config(settings, ids, dtype)
+        generation["decoder_start_token_id"] = pad_token_id
+        shutil.copyfile(MODELING_FILE, Path(directory) / MODELING_FILE.name)
+    else:
+        config = hf_config(settings, **ids, dtype=dtype)
+    _write_json(Path(directory) / "config.json", config)
     _write_json(Path(directory) / "generation_config.json", {"_from_model_config": True, **generation})
+
+
+def _encoder_decoder_config(s: EncoderDecoderSettings, ids: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """config.json, flat: transformers 5.23 rewrites keys that begin with ``decoder_`` and a part named ``decoder``."""
+    shape = hf_config(s.stack, **ids, dtype=dtype)
+    for key in (
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "rope_theta",
+        "rope_scaling",
+    ):
+        del shape[key]
+    return {
+        **shape,
+        "architectures": ["Qwen3ForSeq2SeqLM"],
+        "model_type": ENCODER_DECODER,
+        "auto_map": AUTO_MAP,
+        "is_encoder_decoder": True,
+        "num_sentinel_tokens": s.num_sentinel_tokens,
+    }
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -283,13 +333,15 @@ def architecture(model: nn.Module) -> str:
 def write_model_files(model: nn.Module, processing_class: Any, directory: Path) -> None:
     """Everything of a Hugging Face directory but the weights: configs where the model has one, tokenizer files.
 
-    ``model`` is a Decoder, or any module with a transformers ``config``; others get no config.json. The tokenizer is
-    saved through its ``save`` or ``save_pretrained``.
+    ``model`` is ours, or any module with a transformers ``config``; others get no config.json. Of an encoder-decoder,
+    which transformers does not have, the modeling file lies beside. The tokenizer is saved through its ``save`` or
+    ``save_pretrained``.
     """
     from forgather_cli.models.decoder import Decoder
+    from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
     from forgather_cli.models.hf.model import CausalLM
 
-    if isinstance(model, Decoder):
+    if isinstance(model, Decoder | Qwen3ForSeq2SeqLM):
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         write_config(directory, model.settings, **{n: getattr(processing_class, n, None) for n in names}, dtype=dtype)

@@ -12,6 +12,7 @@ from forgather_cli.config.schema import (
     Config,
     CutCrossEntropySettings,
     DecoderSettings,
+    EncoderDecoderSettings,
     FSDP2Settings,
     LigerSettings,
     LinearCrossEntropySettings,
@@ -97,3 +98,26 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
         loss=loss,
         loss_tokens=loss_tokens,
     )
+
+
+def paired_activations(config: Config, shape: EncoderDecoderSettings, tokens: int, decoder_tokens: int) -> int:
+    """Bytes of a micro-batch of ``tokens`` on the encoder's side and ``decoder_tokens`` on the decoder's.
+
+    Both stacks as ``Activations``; a decoder's layer has besides, of its own tokens, the inputs of a norm and of what
+    is behind it, queries before and behind their norm and the attention's output, and of the encoder's tokens keys and
+    values, and what goes into the keys' norm.
+    """
+    stack = shape.stack
+    costs = activations_of(config, stack)
+    assert costs is not None
+    width = stream = FP32
+    if config.precision.type in HALF_PRODUCTS:
+        policy = isinstance(config.trainer, FSDP2Settings)
+        width, stream = HALF, HALF if policy or config.precision.type == "bf16_true" else FP32
+    head, kv = stack.head_dim or 0, stack.num_key_value_heads or 0
+    own = stack.hidden_size * (width + stream) + stack.num_attention_heads * head * (2 * width + stream)
+    read = kv * head * (2 * width + stream)
+    layers = stack.num_hidden_layers
+    cross = decoder_tokens * own + tokens * read
+    at_once = 1 if config.gradient_checkpointing else layers  # it is made again, a layer at a time
+    return costs.of(layers, tokens, loss=False) + costs.of(layers, decoder_tokens) + at_once * cross

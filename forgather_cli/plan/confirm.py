@@ -75,6 +75,10 @@ def confirm(
 def _trial_config(config: Config, made: RunPlan, micro_batch: int) -> Config:
     """The run's, on random tokens, without evaluations and checkpoints."""
     model = config.model
+    if config.data.is_paired:
+        raise SetupError(
+            f"--confirm: trains on random text, and data={config.data.type} has examples of two sides; leave it out"
+        )
     assert made.seq_len is not None, "memory_by_micro_batch has refused that"
     if isinstance(model, DecoderSettings):
         model = replace(model, vocab_size=made.vocab_size)

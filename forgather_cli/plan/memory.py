@@ -179,7 +179,7 @@ def gathered_width(config: Config, param_dtype: str | None = None) -> int:
 
 def units(rows: Sequence[PlannedParameter]) -> list[list[PlannedParameter]]:
     """What is gathered together: first the parameters outside of layers, then each layer's."""
-    found: dict[int | None, list[PlannedParameter]] = {None: []}
+    found: dict[tuple[str, int] | None, list[PlannedParameter]] = {None: []}
     for row in rows:
-        found.setdefault(row.layer, []).append(row)
+        found.setdefault(None if row.layer is None else (row.stack, row.layer), []).append(row)
     return list(found.values())

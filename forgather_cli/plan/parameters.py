@@ -29,6 +29,11 @@ class PlannedParameter(ParameterRow):
     """embedding, attention, mlp, norm, head or other."""
 
     @property
+    def stack(self) -> str:
+        """What its layer is one of: an encoder-decoder has two stacks."""
+        return re.split(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.", self.name)[0]
+
+    @property
     def layer(self) -> int | None:
         """Index of its layer; None for what stands before or behind the layers."""
         found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", self.name)

@@ -9,19 +9,29 @@ from typing import TYPE_CHECKING
 
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.pipeline_layout import Stage, bubble
-from forgather_cli.config.schema import Config, FSDP2Settings, PipelineSettings, Target
+from forgather_cli.config.schema import (
+    Config,
+    EncoderDecoderSettings,
+    FSDP2Settings,
+    PipelineSettings,
+    Seq2SeqSettings,
+    Target,
+    Ul2Settings,
+)
 from forgather_cli.errors import ConfigError
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
-from forgather_cli.plan.activations import activations_of
+from forgather_cli.plan.activations import activations_of, paired_activations
 from forgather_cli.plan.memory import RankMemory
 from forgather_cli.plan.parameters import PlannedParameter, optimizer_bytes, parameter_rows, weight_bytes
 from forgather_cli.plan.pipeline import PlannedStage
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from forgather_cli.trainer.metrics import Flops
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ def make_plan(config: Config) -> RunPlan:
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         global_batch=batch.global_batch,
-        tokens_per_step=None if seq_len is None else batch.global_batch * seq_len,
+        tokens_per_step=None if seq_len is None else batch.global_batch * (seq_len + _decoder_len(config)),
         train_tokens=counts.get("train_tokens"),
         steps=_steps(config, counts.get("train_samples"), batch.global_batch),
         flops_per_token=None,
@@ -127,7 +137,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
         made,
         model=architecture(model),
         parameters=rows,
-        flops_per_token=Flops.of([model]).of_sequence(seq_len) / seq_len if seq_len else None,
+        flops_per_token=_flops_per_token(Flops.of([model]), seq_len, _decoder_len(config)) if seq_len else None,
         ranks=memory_of(made.micro_batch),
         checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
         stages=planned,
@@ -173,13 +183,16 @@ def _on_meta(
 
     model, trainer = build(), config.trainer
     rows = parameter_rows(model, config)
-    costs = activations_of(config, getattr(model, "settings", None)) if seq_len else None
+    shape, decoder_len = getattr(model, "settings", None), _decoder_len(config)
+    costs = activations_of(config, shape) if seq_len else None
     stages = pipeline.stages_of(trainer, build, rows, world) if isinstance(trainer, PipelineSettings) else []
-    layers = len({row.layer for row in rows} - {None})
+    layers = len({(row.stack, row.layer) for row in rows if row.layer is not None})
 
     def memory_of(micro_batch: int) -> list[RankMemory]:
         tokens = micro_batch * (seq_len or 1)
         activations = None if costs is None else costs.of(layers, tokens)
+        if isinstance(shape, EncoderDecoderSettings) and seq_len:
+            activations = paired_activations(config, shape, tokens, micro_batch * decoder_len)
         if isinstance(trainer, PipelineSettings):
             ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
         elif isinstance(trainer, FSDP2Settings):
@@ -192,11 +205,36 @@ def _on_meta(
 
 
 def _seq_len(config: Config) -> int | None:
-    """None where only data of the user's will tell."""
+    """Of a pair's the encoder's side. None where only data of the user's will tell."""
     if isinstance(config.data, Target):
         length = config.data.kwargs.get("seq_len")
         return length if isinstance(length, int) else None
+    if isinstance(config.data, Ul2Settings | Seq2SeqSettings):
+        return _sides(config)[0]
     return config.data.seq_len
+
+
+def _decoder_len(config: Config) -> int:
+    """Tokens of a row's decoder side; 0 where it has one side."""
+    return _sides(config)[1] if config.data.is_paired else 0
+
+
+def _sides(config: Config) -> tuple[int, int]:
+    """Tokens of a row's two sides; of pairs that are to be packed as long as the encoder's, since nobody has read them
+    yet."""
+    option = config.data
+    if isinstance(option, Ul2Settings):
+        from forgather_cli.data.paired.denoise import row_lengths
+
+        return row_lengths(option, config.num_sentinels)
+    assert isinstance(option, Seq2SeqSettings)
+    encoder = option.pack_encoder or option.max_encoder_length
+    return encoder, option.pack_decoder or max(option.max_decoder_length, encoder)
+
+
+def _flops_per_token(flops: Flops, encoder: int, decoder: int) -> float:
+    squares = encoder * encoder + decoder * decoder + encoder * decoder
+    return flops.total(encoder + decoder, squares, decoder) / (encoder + decoder)
 
 
 def _vocab_size(config: Config, counts: dict[str, int | None]) -> int | None:
@@ -211,7 +249,10 @@ def _vocab_size(config: Config, counts: dict[str, int | None]) -> int | None:
         return known
     if config.data.tokenizer == "bpe":
         return config.data.bpe_vocab_size
-    return load_tokenizer(config.data.tokenizer).vocab_size
+    known = load_tokenizer(config.data.tokenizer).vocab_size
+    if isinstance(config.data, Ul2Settings):
+        known += len({each.prefix for each in config.data.mixture_of()})
+    return known + (config.num_sentinels if config.data.is_paired else 0)
 
 
 def _steps(config: Config, samples: int | None, global_batch: int) -> int | None:

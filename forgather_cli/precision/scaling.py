@@ -86,4 +86,5 @@ class ScaledLoss(Loss):
         self._loss.check(model)
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
+        self._loss.eval_metrics = self.eval_metrics
         return self._scaler.scaled(self._loss.total(model, inputs, labels, step_targets))

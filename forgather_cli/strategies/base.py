@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.errors import ConfigError
-from forgather_cli.loss import IGNORED
+from forgather_cli.labels import IGNORED
 from forgather_cli.models.init import allocate
 
 Batch = dict[str, Tensor]

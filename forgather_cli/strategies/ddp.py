@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from forgather_cli.config.schema import DDPSettings, PrecisionOption
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
+from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
 from forgather_cli.precision import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, GradientSharing, ModelSpec, Strategy, empty_batch, without_targets
 from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, SharedAmong, compressed
@@ -133,7 +133,7 @@ class DataParallel(Strategy):
             with self._gradient_sync(synced):
                 loss = self._forward(batch, step_targets) / step_targets
                 if self._local_sgd is not None:
-                    self._local_sgd.add_targets(num_targets(batch["labels"]))
+                    self._local_sgd.add_targets(targets_of(batch))
                 (loss * self.data_size).backward()  # DDP divides by the number of ranks
             share += loss.detach()
             if self._reads_graph:
@@ -165,7 +165,7 @@ class DataParallel(Strategy):
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            return self._with_loss(batch), num_targets(batch["labels"])
+            return self._with_loss(batch), targets_of(batch)
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

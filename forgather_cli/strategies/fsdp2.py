@@ -15,7 +15,7 @@ from forgather_cli.config.accelerate_file import ALWAYS_SO, LAUNCHED, is_launche
 from forgather_cli.config.schema import FSDP2Settings, PrecisionOption
 from forgather_cli.distributed import cpu_group, world
 from forgather_cli.errors import SetupError
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
+from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, have_a_group, mesh_of
 from forgather_cli.strategies.parallelize import EvenMicrobatches, Sharding, parallelize, precision_policy
@@ -93,7 +93,7 @@ class FullyShard(Strategy):
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self._evaluate(lambda: self._with_loss(batch)), num_targets(batch["labels"])
+        return self._evaluate(lambda: self._with_loss(batch)), targets_of(batch)
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.config.schema import PrecisionOption, SingleSettings
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, num_targets
+from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
 from forgather_cli.precision import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 
@@ -56,7 +56,7 @@ class SingleDevice(Strategy):
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            return self._with_loss(batch), num_targets(batch["labels"])
+            return self._with_loss(batch), targets_of(batch)
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

@@ -6,7 +6,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.distributed import all_sum, gather, world
 from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.loss import EvalMetrics, Loss
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy, without_targets
 from forgather_cli.trainer.arguments import ScriptSettings
@@ -78,6 +80,7 @@ def evaluate(
     sync: StepSync | None = None,
     predictions: Predictions | None = None,
     optimizer: Any = None,
+    tasks: Tasks | None = None,
 ) -> dict[str, float]:
     """Collective. The mean loss over the targets of a split; ``batches`` are this rank's, ``group`` is a CPU group of
     all ranks, and ``sync``: see ``in_rounds``. When memory runs out, the message names ``what`` and counts the memory
@@ -85,8 +88,8 @@ def evaluate(
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
     float range), tokens (counted targets), runtime (seconds), samples_per_second. Without a target there is no loss.
-    ``predictions`` keeps the logits of each batch, which takes a second forward; batches may then lack labels, and do
-    not count in the metrics.
+    With ``tasks`` also the loss and the bits per byte of each task (denoiser). ``predictions`` keeps the logits of each
+    batch, which takes a second forward; batches may then lack labels, and do not count in the metrics.
     """
     start = time.perf_counter()
     loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
@@ -124,7 +127,50 @@ def evaluate(
         metrics = {"loss": mean_loss, "perplexity": perplexity, **metrics}
     else:
         log.warning("the %s split has no targets (every label is -100), and so no loss: check its labels", prefix)
+    if tasks is not None:
+        metrics |= tasks.read(here.group)
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+class Tasks:
+    """The tasks of a split (a mixture's denoisers), by their names, as ``seen`` has counted them."""
+
+    def __init__(self, names: Sequence[str], seen: EvalMetrics) -> None:
+        self._names, self._seen = names, seen
+
+    def read(self, group: Any) -> dict[str, float]:
+        """Collective. ``loss_NAME`` and ``bits_per_byte_NAME`` of the tasks that had targets, and of all."""
+        losses, targets, sizes = all_sum(self._seen.by_task.clone(), group).tolist()
+        found: dict[str, float] = {}
+        for name, loss, count, size in zip(self._names, losses, targets, sizes, strict=True):
+            if count:
+                found[f"loss_{name}"] = loss / count
+            if size:
+                found[f"bits_per_byte_{name}"] = loss / math.log(2) / size
+        if sum(sizes):
+            found["bits_per_byte"] = sum(losses) / math.log(2) / sum(sizes)
+        return found
+
+
+@contextmanager
+def tasks_of(loss: Loss | None, dataset: Any, tokenizer: Any, device: torch.device) -> Iterator[Tasks | None]:
+    """What counts the tasks of a split while ``loss`` is asked inside; None where the split names no tasks.
+
+    ``tokenizer``: tells the bytes of tokens, where it can.
+    """
+    names = getattr(dataset, "task_names", None)
+    if loss is None or not names:
+        yield None
+        return
+    count = getattr(tokenizer, "bytes_of_tokens", None)
+    sizes = count() if count is not None and loss.is_likelihood else None  # (V,) int64
+    before = loss.eval_metrics
+    seen = before or EvalMetrics(device, None if sizes is None else torch.from_numpy(sizes), len(names))
+    loss.eval_metrics = seen
+    try:
+        yield Tasks(names, seen)
+    finally:
+        loss.eval_metrics = before
 
 
 @dataclass

@@ -6,6 +6,7 @@ Legend: N parameters, L layers, H hidden size, T sequence length in tokens.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -65,7 +66,7 @@ class TrainMetrics:
         self._norm_max = torch.zeros((), device=device)
         self._losses: list[tuple[Tensor, int]] = []  # not in the sums yet, with their targets
         self._norms: list[Tensor] = []
-        self._steps = self._targets = self._tokens = 0
+        self._steps = self._targets = self._tokens = self._decoder_tokens = 0
         self._skipped = 0  # of the interval's steps
         self._total_skipped = 0 if may_overflow else None
         self.total_tokens = self.total_samples = 0
@@ -114,9 +115,10 @@ class TrainMetrics:
             self._targets += counts.targets
             if len(self._losses) == _TOGETHER:
                 self._add_up()
-        flops = counts.tokens * self._flops.weights + counts.square_lengths * self._flops.attention
+        flops = self._flops.total(counts.tokens, counts.square_lengths, counts.decoder_tokens)
         self._steps += 1
         self._tokens += counts.tokens
+        self._decoder_tokens += counts.decoder_tokens
         self.total_tokens += counts.tokens
         self.total_samples += counts.samples
         self.total_flops += flops
@@ -172,13 +174,16 @@ class TrainMetrics:
         if self._total_skipped is not None:
             logs["skipped_steps"] = self._total_skipped
         logs |= {"tokens": self._tokens, "total_tokens": self.total_tokens, "total_flos": self.total_flops}
+        if self._decoder_tokens:
+            logs["encoder_tokens"] = self._tokens - self._decoder_tokens
+            logs["decoder_tokens"] = self._decoder_tokens
         if interval.steps:
             logs["tok_per_sec"] = interval.tokens / interval.active_seconds
             logs["step_time"] = interval.active_seconds / interval.steps
             logs["data_time"] = interval.data_seconds / interval.steps
         for tensor in (self._loss_sum, self._norm_square_sum, self._norm_max):
             tensor.zero_()
-        self._steps = self._targets = self._tokens = self._skipped = 0
+        self._steps = self._targets = self._tokens = self._decoder_tokens = self._skipped = 0
         self.restart_clock()
         return logs, interval
 
@@ -220,6 +225,7 @@ class TrainMetrics:
             "norm_square_sum": self._norm_square_sum.cpu(),
             "norm_max": self._norm_max.cpu(),
             "counts": [self._steps, self._targets, self._tokens],
+            "decoder_tokens": self._decoder_tokens,
             "totals": [self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets],
             "skipped": [self._skipped, self._total_skipped],
         }
@@ -236,6 +242,7 @@ class TrainMetrics:
         self._norm_square_sum.copy_(state["norm_square_sum"])
         self._norm_max.copy_(state["norm_max"])
         self._steps, self._targets, self._tokens = state["counts"]
+        self._decoder_tokens = state.get("decoder_tokens", 0)
         self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets = state["totals"]
         self._skipped, total = state.get("skipped", (0, None))
         self._total_skipped = self._total_skipped if total is None else total
@@ -273,19 +280,26 @@ class LateReader:
         return float(value)
 
 
+_ENCODERS = re.compile(r"\.encoder\.|\.cross_attn\.[kv]_")
+"""Parameters of an encoder-decoder that the encoder's tokens are multiplied with."""
+
+
 @dataclass(frozen=True)
 class Flops:
     """Floating-point operations of forward and backward per token: 6 (N - input embedding) + 12 L H T.
 
     Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311), appendix B, with H = heads x head size. The look-up in the
     input embedding costs nothing; a tied one is counted, since it is the head's matrix too. A model whose settings
-    tell no layers or width counts 6 N alone.
+    tell no layers or width counts 6 N alone. Of an encoder-decoder each stack's weights count for its own tokens, the
+    keys and values of the cross-attention for the encoder's, and T is the other side's length there.
     """
 
     weights: float
-    """6 (N - input embedding)."""
+    """6 (N - input embedding); of an encoder-decoder of what the encoder's tokens are multiplied with."""
     attention: float
-    """12 L H, to be multiplied by T."""
+    """12 L H of one stack, to be multiplied by T."""
+    decoder_weights: float = 0.0
+    """As ``weights``, for the decoder's tokens of an encoder-decoder."""
 
     @classmethod
     def of(cls, parts: Iterable[nn.Module], group: Any = None) -> Flops:
@@ -295,11 +309,15 @@ class Flops:
         used: dict[str, float] = {}
         for sizes, _ in found:
             used |= sizes
-        return cls(6.0 * sum(used.values()), max(attention for _, attention in found))
+        decoder = 0.0
+        if any(getattr(part, "is_encoder_decoder", False) for part in parts):
+            decoder = 6.0 * sum(size for name, size in used.items() if not _ENCODERS.search(name))
+        return cls(6.0 * sum(used.values()) - decoder, max(attention for _, attention in found), decoder)
 
-    def of_sequence(self, seq_len: int) -> float:
-        """Of one sequence of ``seq_len`` tokens."""
-        return seq_len * self.weights + seq_len * seq_len * self.attention
+    def total(self, tokens: int, square_lengths: int, decoder_tokens: int = 0) -> float:
+        """Of ``tokens``, ``decoder_tokens`` among them; see ``Counts``."""
+        weights = (tokens - decoder_tokens) * self.weights + decoder_tokens * self.decoder_weights
+        return weights + square_lengths * self.attention
 
 
 def _attention(model: nn.Module) -> float:

@@ -46,21 +46,26 @@ class Counts(NamedTuple):
     """What the batches of one optimizer step hold."""
 
     targets: int = 0
-    """Counted ones: labels[:, 1:] != -100."""
+    """Counted ones (``labels.targets_of``)."""
     tokens: int = 0
     square_lengths: int = 0
-    """Sum over sequences of their length squared, for the attention's operations."""
+    """Sum over sequences of queries x keys, for the attention's operations: of one stack the length squared."""
     samples: int = 0
+    decoder_tokens: int = 0
+    """Of an encoder-decoder; ``tokens`` are those of both sides."""
 
     @classmethod
     def of(cls, step: Step) -> Counts:
         """Of one rank's share."""
-        tokens, squares = 0, 0
+        tokens, squares, decoder_tokens = 0, 0, 0
         for batch in step.microbatches:
             rows, length = batch["input_ids"].shape
-            tokens += rows * length
-            squares += rows * length * length
-        return cls(step.num_targets, tokens, squares, step.num_samples)
+            decoded = batch["decoder_input_ids"].shape[1] if "decoder_input_ids" in batch else 0
+            tokens += rows * (length + decoded)
+            # of the encoder, of the decoder, and of the decoder's with the encoder's
+            squares += rows * (length * length + decoded * decoded + length * decoded)
+            decoder_tokens += rows * decoded
+        return cls(step.num_targets, tokens, squares, step.num_samples, decoder_tokens)
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,10 @@ class StepSync:
     def read(self) -> Agreed | None:
         """The agreement on the next step, None if it is not fetched yet. Waits until all ranks have started the sum."""
         if self._agreed is None and self._under_way is not None:
-            *counts, ready, saves_done = (sums := self._under_way.read())[:6]
+            size = len(Counts._fields) + 2
+            *counts, ready, saves_done = (sums := self._under_way.read())[:size]
             whole = Counts(*(count // self._copies for count in counts))
-            self._agreed = Agreed(whole, ready == self._world_size, saves_done == self._world_size, sums[6:])
+            self._agreed = Agreed(whole, ready == self._world_size, saves_done == self._world_size, sums[size:])
         return self._agreed
 
     def clear(self) -> None:

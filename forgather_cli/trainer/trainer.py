@@ -44,7 +44,7 @@ from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num
 from forgather_cli.trainer.checkpoints import Checkpoints, save_model
 from forgather_cli.trainer.device_errors import explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
-from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, track_best, users_metrics
+from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, tasks_of, track_best, users_metrics
 from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.from_python import Objects, RunFiles, described_data, script_files
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
@@ -138,7 +138,7 @@ class Trainer:
             callbacks = [*self._files.callbacks, *callbacks]
 
         # The strategy joins the ranks: from here on they can agree on something.
-        strategy, scaler = strategy_of(self.args, made_strategy, loss_fn, fused_loss_factory)
+        strategy, self._loss, scaler = strategy_of(self.args, made_strategy, loss_fn, fused_loss_factory)
         here, group = world(), cpu_group()
         drawn = int.from_bytes(os.urandom(4), "little") >> 1
         seed = self.args.seed if self.args.seed >= 0 else gather(drawn, group)[0]
@@ -258,18 +258,21 @@ class Trainer:
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Collective. The arrays that ``predictions`` keeps of a split, by name, if it is given; and the metrics."""
         run = self.run
-        metrics = evaluate(
-            run.strategy,
-            self.get_eval_dataloader(dataset),
-            self.args,
-            what=what,
-            prefix=prefix,
-            on_batch=partial(self.emit, "on_prediction_step"),
-            group=run.cpu_group,
-            sync=sync,
-            predictions=predictions,
-            optimizer=run.optimizer,
-        )
+        loader = self.get_eval_dataloader(dataset)
+        with tasks_of(self._loss, loader.dataset, self.processing_class, run.strategy.device) as tasks:
+            metrics = evaluate(
+                run.strategy,
+                loader,
+                self.args,
+                what=what,
+                prefix=prefix,
+                on_batch=partial(self.emit, "on_prediction_step"),
+                group=run.cpu_group,
+                sync=sync,
+                predictions=predictions,
+                optimizer=run.optimizer,
+                tasks=tasks,
+            )
         arrays = {} if predictions is None else predictions.gathered(run.cpu_group)
         if self.compute_metrics is not None and arrays.get("labels") is not None:
             metrics |= users_metrics(self.compute_metrics, arrays, prefix)

@@ -25,6 +25,9 @@ NEEDS = {
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
 MANDATORY = {
+    "data=ul2": ["model=qwen3_encdec"],
+    "data=seq2seq": ["model=qwen3_encdec", "files=[a]"],
+    "model=qwen3_encdec": ["data=ul2"],
     "data=text": ["files=[a]"],
     "data=tokens": ["files=[a]"],
     "data=hf": ["dataset=a"],

@@ -13,9 +13,11 @@ from forgather_cli.config.schema.callbacks import *
 from forgather_cli.config.schema.data import *
 from forgather_cli.config.schema.decoder import *
 from forgather_cli.config.schema.diloco import *
+from forgather_cli.config.schema.encoder_decoder import *
 from forgather_cli.config.schema.loss import *
 from forgather_cli.config.schema.model import *
 from forgather_cli.config.schema.optimizer import *
+from forgather_cli.config.schema.paired import *
 from forgather_cli.config.schema.precision import *
 from forgather_cli.config.schema.run import *
 from forgather_cli.config.schema.scheduler import *

@@ -17,7 +17,6 @@ from forgather_cli.config.schema.base import (
     Settings,
     Target,
     Void,
-    by_type,
     only_if,
     only_where,
     settings,
@@ -33,21 +32,23 @@ def _undispatched(config: Any) -> Void | None:
 
 
 _ALONE = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
-_WITHOUT_EVAL_FILES = only_where("data.eval_files", lambda files: not files, "leave eval_files out")
+WITHOUT_EVAL_FILES = only_where("data.eval_files", lambda files: not files, "leave eval_files out")
 _CACHED = only_if("data.streaming", False)
 
 
 @settings
-class _Data(Settings):
+class CommonData(Settings):
+    """What all data have."""
+
     tokenizer: str = "bytes"  # bytes, bpe, or a directory with tokenizer.json
     bpe_vocab_size: Annotated[int, Ge(258), only_if("data.tokenizer", "bpe")] = 4096
-    seq_len: Annotated[int, Ge(2)] = 256  # tokens
-    packing: Literal["concat", "best_fit", "pad"] = "concat"
-    isolate_documents: bool = False
     cache_dir: str | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
     # of iterable data; null: true, rank 0 reads and sends; false: each its shard
     dispatch_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
     dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None  # null: as dispatch_batches
+
+    is_paired: ClassVar[bool | None] = False
+    """Whether its examples have two sides, for an encoder-decoder; None where only the user knows."""
 
     @property
     def is_stream(self) -> bool:
@@ -59,6 +60,13 @@ class _Data(Settings):
         """The setting that leaves nothing to evaluate on; None if there is something."""
         held_out = getattr(self, "eval_files", None) or getattr(self, "eval_fraction", None)
         return None if held_out else Void("data.eval_fraction", "set eval_fraction=0.05")
+
+
+@settings
+class _Data(CommonData):
+    seq_len: Annotated[int, Ge(2)] = 256  # tokens
+    packing: Literal["concat", "best_fit", "pad"] = "concat"
+    isolate_documents: bool = False
 
 
 OnBadRow = Literal["error", "skip"]
@@ -86,7 +94,7 @@ class TextSettings(_Tokenized):
     eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the documents
     text_key: str = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
-    eval_fraction: Annotated[Fraction, _WITHOUT_EVAL_FILES] = 0.05  # of the documents
+    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the documents
 
 
 @settings
@@ -107,7 +115,7 @@ class HfSettings(_Tokenized):
         Fraction,
         only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
         only_if("data.eval_split", None, remedy="leave eval_split out"),
-        _WITHOUT_EVAL_FILES,
+        WITHOUT_EVAL_FILES,
     ] = 0.05  # of the documents
     streaming: bool = False
     shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents; 0: in the dataset's order
@@ -155,7 +163,7 @@ class TokensSettings(_Data):
     eval_files: list[str] = field(default_factory=list)
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # of .bin files; .npy say their own
     document_separator: int | None = None  # token id that ends a document
-    eval_fraction: Annotated[Fraction, _WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
+    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
 
 
 @settings
@@ -165,7 +173,7 @@ class InstructSettings(_Data):
     type: Literal["instruct"] = "instruct"
     files: list[str]
     eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the conversations
-    eval_fraction: Annotated[Fraction, _WITHOUT_EVAL_FILES] = 0.05  # of the conversations
+    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the conversations
     on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
     messages_key: str | None = None  # null: messages, conversations, or prompt and completion
     chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
@@ -199,16 +207,5 @@ class DataTarget(Target):
     dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
 
     is_stream: ClassVar[bool] = True
+    is_paired: ClassVar[bool | None] = None
     nothing_held_out: ClassVar[Void | None] = None
-
-
-DataOption = Annotated[
-    PythonStdlibSettings
-    | TextSettings
-    | HfSettings
-    | TokensSettings
-    | InstructSettings
-    | SyntheticSettings
-    | DataTarget,
-    by_type,
-]

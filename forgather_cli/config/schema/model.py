@@ -15,6 +15,7 @@ from forgather_cli.config.schema.base import (
     settings,
 )
 from forgather_cli.config.schema.decoder import DecoderSettings
+from forgather_cli.config.schema.encoder_decoder import EncoderDecoderSettings
 
 _RESIZED = only_if("model.resize_vocabulary", True)
 
@@ -71,4 +72,6 @@ class TransformersSettings(Settings):
             )
 
 
-ModelOption = Annotated[DecoderSettings | PretrainedSettings | TransformersSettings | Target, by_type]
+ModelOption = Annotated[
+    DecoderSettings | EncoderDecoderSettings | PretrainedSettings | TransformersSettings | Target, by_type
+]

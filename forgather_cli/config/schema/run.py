@@ -28,10 +28,10 @@ from forgather_cli.config.schema.base import (
     value_at,
 )
 from forgather_cli.config.schema.callbacks import CallbackOption
-from forgather_cli.config.schema.data import DataOption
 from forgather_cli.config.schema.loss import LossOption
 from forgather_cli.config.schema.model import ModelOption
 from forgather_cli.config.schema.optimizer import OptimizerOption
+from forgather_cli.config.schema.paired import DataOption
 from forgather_cli.config.schema.precision import PrecisionOption
 from forgather_cli.config.schema.scheduler import SchedulerOption
 from forgather_cli.config.schema.trainer import PipelineSettings, SingleSettings, TrainerOption
@@ -174,6 +174,12 @@ class Config(RunSettings):
     def dispatch_eval_batches(self) -> bool | None:
         """``data.dispatch_eval_batches``."""
         return self.data.dispatch_eval_batches
+
+    @property
+    def num_sentinels(self) -> int:
+        """``model.num_sentinel_tokens``, which the data of an encoder-decoder add to the tokenizer."""
+        found: int = getattr(self.model, "num_sentinel_tokens", 0)
+        return found
 
     @property
     def known_world(self) -> int | None:

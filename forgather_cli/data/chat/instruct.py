@@ -14,20 +14,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
 from forgather_cli.data.chat.conversations import Conversation, read_conversations
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
-from forgather_cli.data.text.corpus import content_hash, find_files, held_out_share
+from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
 from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
 from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, load_tokenizer, special_tokens
-from forgather_cli.data.tokens import SPLITS, Split, Tokenized, TokenSplit, cached_tokens, dtype_of
+from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 
@@ -126,9 +124,7 @@ def _render(chats: Chats, conversation: Conversation) -> _Rendered:
 
 
 def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
-    """All conversations, each with its split: held out when the hash of its messages falls below ``eval_fraction``, so
-    equal ones stay on one side and adding files moves none. The first always trains, and those that equal it. Where
-    none is held out, the last is, if there are two."""
+    """All conversations, each with its split."""
 
     def read(files: tuple[SourceFile, ...]) -> Iterator[_Rendered]:
         option, use = chats.option, partial(_render, chats)
@@ -136,26 +132,7 @@ def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
             skip_bad = option.on_bad_row == "skip"
             yield from read_conversations(source.path, option.messages_key, use, damage, skip_bad=skip_bad)
 
-    last: _Rendered | None = None
-    first = None if chats.eval_fraction < 1 else ""
-    any_trained = any_held_out = False
-    for each in read(chats.files):
-        if last is not None:
-            any_trained = True
-            yield last
-        first = each.key if first is None else first
-        held_out = held_out_share(each.key) < chats.eval_fraction and each.key != first
-        last = None if held_out else each
-        if held_out:
-            any_held_out = True
-            each.split = "eval"
-            yield each
-    if last is not None:
-        last.split = "eval" if chats.eval_fraction and any_trained and not any_held_out else "train"
-        yield last
-    for each in read(chats.eval_files):
-        each.split = "eval"
-        yield each
+    yield from with_splits(read(chats.files), read(chats.eval_files), chats.eval_fraction)
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
@@ -181,7 +158,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     damage, unknown = Damage(), set()
     meter = Meter(progress, sum(source.path.stat().st_size for source in chats.all_files))
     with contextlib.ExitStack() as files:
-        writers = {split: _Writer(directory / split, dtype, files) for split in SPLITS}
+        writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
         for chunk in chunks(_rendered(chats, damage), meter.add):
             texts = [each.text for each in chunk]
             unknown |= {mark for mark in marks if any(mark in text for text in texts)}
@@ -203,33 +180,6 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         **damage.lines(),
         "unknown": sorted(mark for mark in unknown if len(tokenizer.encode(mark)) != 1),
     }
-
-
-class _Writer:
-    """Appends conversations to the token and target files of one split."""
-
-    def __init__(self, stem: Path, dtype: str, files: contextlib.ExitStack) -> None:
-        self._stem, self._dtype = stem, dtype
-        self._tokens: BinaryIO = files.enter_context(stem.with_suffix(".bin").open("wb"))
-        self._targets: BinaryIO = files.enter_context(stem.with_suffix(".targets.bin").open("wb"))
-        self.lengths: list[int] = []  # tokens of each conversation
-        self._firsts: list[int] = []
-        self._num_targets = 0
-
-    def add(self, ids: NDArray[Any], inside: NDArray[np.bool_]) -> None:
-        inside[:1] = False  # nothing predicts the first token
-        self._tokens.write(ids.astype(self._dtype).data)
-        self._targets.write(inside.astype(np.uint8).data)
-        num_targets = int(inside.sum())
-        self.lengths.append(len(ids))
-        self._firsts.append(int(inside.argmax()) if num_targets else len(ids))
-        self._num_targets += num_targets
-
-    def finish(self) -> Meta:
-        borders = np.cumsum(np.array([0, *self.lengths], np.int64))
-        borders.tofile(self._stem.with_suffix(".documents.bin"))
-        np.array(self._firsts, np.int64).tofile(self._stem.with_suffix(".first_targets.bin"))
-        return {"tokens": int(borders[-1]), "documents": len(self.lengths), "targets": self._num_targets}
 
 
 # ------------------------------------------------------------------------------------------------------------- samples

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather_cli.data.samples import IGNORED
 from forgather_cli.errors import DataError
+from forgather_cli.labels import targets_of
 
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, labels aligned with them, -100 = no target, and what else there is."""
@@ -33,7 +33,7 @@ class Step:
 
     microbatches: list[Batch]
     num_targets: int
-    """labels[:, 1:] != -100, counted on the CPU."""
+    """Counted on the CPU (``labels.targets_of``)."""
     num_samples: int
 
 
@@ -110,7 +110,7 @@ def count_targets(microbatches: list[Batch]) -> tuple[int, int]:
         if labels.ndim != 2:
             raise DataError(f"labels have shape {tuple(labels.shape)}, expected (batch, tokens)")
         # torch: numpy's code is cold here, after a step's kernels, and takes longer, up to 100,000 labels
-        num_targets += int((labels[:, 1:] != IGNORED).sum())
+        num_targets += int(targets_of(batch))
         num_rows += len(labels)
     return num_targets, num_rows
 

@@ -7,11 +7,11 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from forgather_cli.data.cache import Cache, Meta, digest
 from forgather_cli.data.text import read
@@ -276,3 +276,40 @@ def cut_last(corpus: Documents, last: Document, num_chars: int, *, any_held_out:
 def held_out_share(key: str) -> float:
     """A number in [0, 1) that depends on nothing but ``key``; a document is held out below ``eval_fraction``."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+class Splittable(Protocol):
+    """A record of a file."""
+
+    key: str
+    """What decides its split: equal records have equal keys."""
+    split: Split
+
+
+_Record = TypeVar("_Record", bound=Splittable)
+
+
+def with_splits(records: Iterable[_Record], held_out: Iterable[_Record], eval_fraction: float) -> Iterator[_Record]:
+    """All records, each with its split: held out when the hash of its key falls below ``eval_fraction``, so equal ones
+    stay on one side and adding files moves none. The first always trains, and those that equal it. Where none is held
+    out, the last is, if there are two. ``held_out``: those of files of their own."""
+    last: _Record | None = None
+    first = None if eval_fraction < 1 else ""
+    any_trained = any_held_out = False
+    for each in records:
+        if last is not None:
+            any_trained = True
+            yield last
+        first = each.key if first is None else first
+        is_out = held_out_share(each.key) < eval_fraction and each.key != first
+        last = None if is_out else each
+        if is_out:
+            any_held_out = True
+            each.split = "eval"
+            yield each
+    if last is not None:
+        last.split = "eval" if eval_fraction and any_trained and not any_held_out else "train"
+        yield last
+    for each in held_out:
+        each.split = "eval"
+        yield each

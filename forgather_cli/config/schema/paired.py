@@ -1,0 +1,208 @@
+"""Options of the group ``data`` whose examples have two sides, for encoder-decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge
+
+from forgather_cli.config.schema.base import (
+    Count,
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    Void,
+    by_type,
+    only_if,
+    settings,
+)
+from forgather_cli.config.schema.data import (
+    WITHOUT_EVAL_FILES,
+    CommonData,
+    DataTarget,
+    HfSettings,
+    InstructSettings,
+    OnBadRow,
+    PythonStdlibSettings,
+    SyntheticSettings,
+    TextSettings,
+    TokensSettings,
+)
+
+_PACKED = only_if("data.packing", "best_fit")
+
+
+@settings
+class _PairedData(CommonData):
+    max_encoder_length: Annotated[int, Ge(2)] = 4096  # tokens of one example's source
+    max_decoder_length: Annotated[int, Ge(2)] = 2048  # tokens of one example's target
+    packing: Literal["best_fit", "pad"] = "best_fit"
+    pack_encoder: Annotated[PositiveInt | None, _PACKED] = None  # tokens of a row; null: see conf
+    pack_decoder: Annotated[PositiveInt | None, _PACKED] = None
+
+    is_paired: ClassVar[bool | None] = True
+
+    @property
+    def seq_len(self) -> int:
+        """The longest side of an example, in tokens."""
+        return max(self.max_encoder_length, self.max_decoder_length)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        for name, most in (("encoder", self.max_encoder_length), ("decoder", self.max_decoder_length)):
+            pack = getattr(self, f"pack_{name}")
+            if pack is not None and pack < most:
+                yield (
+                    f"pack_{name}: must hold an example of max_{name}_length={most} tokens, got {pack}; raise it, or "
+                    f"lower max_{name}_length"
+                )
+        if (kind := getattr(config.model, "type", None)) in ("decoder", "transformers"):
+            yield (
+                f"model: data={config.data.type} has examples of two sides, got model={kind}, which reads one; choose "
+                "model=qwen3_encdec"
+            )
+
+
+@settings
+class DenoiserSettings(Settings):
+    """How a window of text becomes an example."""
+
+    name: str
+    prefix: str  # the token that the source begins with
+    mean_span: Annotated[float, Ge(1)] | None = None  # tokens of a masked span; null: the rest after a prefix
+    corruption: Fraction = 0.15  # share of the tokens that is masked
+    weight: PositiveFloat = 1.0
+
+
+def _spans(letter: str, prefix: str, span: float, corruption: float) -> DenoiserSettings:
+    name = f"{letter}_{span:g}_{round(100 * corruption)}"
+    return DenoiserSettings(name=name, prefix=prefix, mean_span=span, corruption=corruption)
+
+
+MIXTURES: dict[str, tuple[DenoiserSettings, ...]] = {
+    "r_x_s": (
+        _spans("R", "[R]", 3, 0.15),
+        _spans("R", "[R]", 12, 0.5),
+        _spans("X", "[X]", 32, 0.15),
+        _spans("X", "[X]", 32, 0.5),
+        DenoiserSettings(name="S", prefix="[S]", weight=4.0),
+    ),
+    # the seven of the paper, table 1 and section 3.1.2, with the tokens of its models
+    "ul2": (
+        _spans("R", "[NLU]", 3, 0.15),
+        _spans("R", "[NLU]", 8, 0.15),
+        DenoiserSettings(name="S", prefix="[S2S]"),
+        _spans("X", "[NLG]", 3, 0.5),
+        _spans("X", "[NLG]", 8, 0.5),
+        _spans("X", "[NLG]", 64, 0.15),
+        _spans("X", "[NLG]", 64, 0.5),
+    ),
+}
+
+
+@settings
+class Ul2Settings(_PairedData):
+    """Text of which a part is to be restored, by a mixture of denoisers."""
+
+    type: Literal["ul2"] = "ul2"
+    source: Literal["python_stdlib", "text", "hf"] = "python_stdlib"
+    files: Annotated[list[str], only_if("data.source", "text")] = field(default_factory=list)
+    dataset: Annotated[str | None, only_if("data.source", "hf")] = None
+    dataset_config: Annotated[str | None, only_if("data.source", "hf")] = None
+    train_split: Annotated[str, only_if("data.source", "hf")] = "train"
+    eval_split: Annotated[str | None, only_if("data.source", "hf")] = None
+    data_files: Annotated[list[str], only_if("data.source", "hf")] = field(default_factory=list)
+    revision: Annotated[str | None, only_if("data.source", "hf")] = None
+    streaming: Annotated[bool, only_if("data.source", "hf")] = False
+    shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents
+    eval_files: Annotated[list[str], only_if("data.source", "text", "hf")] = field(default_factory=list)
+    eval_fraction: Annotated[
+        Fraction,
+        WITHOUT_EVAL_FILES,
+        only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
+        only_if("data.eval_split", None, remedy="leave eval_split out"),
+    ] = 0.05
+    text_key: Annotated[str, only_if("data.source", "text", "hf")] = "text"
+    on_bad_row: Annotated[OnBadRow, only_if("data.source", "text", "hf")] = "error"
+    tokenize_processes: Annotated[PositiveInt | None, only_if("data.streaming", False)] = None
+    max_seq_length: Annotated[int, Ge(8)] = 8192  # tokens of a window
+    mixture: Literal["r_x_s", "ul2"] = "r_x_s"
+    ul2_task_weights: list[PositiveFloat] | None = None  # of the mixture's denoisers; null: its own
+    denoisers: list[DenoiserSettings] = field(default_factory=list)  # instead of a mixture
+    block_windows: PositiveInt = 256  # windows whose examples are packed together
+
+    @property
+    def is_stream(self) -> bool:
+        return True
+
+    @property
+    def nothing_held_out(self) -> Void | None:
+        inner = self.text()
+        return inner.nothing_held_out
+
+    def mixture_of(self) -> list[DenoiserSettings]:
+        """The denoisers with their weights."""
+        found = self.denoisers or MIXTURES[self.mixture]
+        weights = self.ul2_task_weights or [each.weight for each in found]
+        return [replace(each, weight=weight) for each, weight in zip(found, weights, strict=True)]
+
+    def text(self) -> PythonStdlibSettings | TextSettings | HfSettings:
+        """The option that reads the text, cut into windows one after the other."""
+        common: dict[str, Any] = {
+            "tokenizer": self.tokenizer, "bpe_vocab_size": self.bpe_vocab_size, "cache_dir": self.cache_dir,
+            "seq_len": self.max_seq_length, "tokenize_processes": self.tokenize_processes,
+            "eval_fraction": self.eval_fraction,
+        }  # fmt: skip
+        if self.source == "python_stdlib":
+            return PythonStdlibSettings(**common)
+        common |= {"eval_files": self.eval_files, "text_key": self.text_key, "on_bad_row": self.on_bad_row}
+        if self.source == "text":
+            return TextSettings(**common, files=self.files)
+        names = ("dataset", "dataset_config", "train_split", "eval_split", "data_files", "revision", "streaming")
+        hub = {name: getattr(self, name) for name in (*names, "shuffle_buffer")}
+        return HfSettings(**common, **hub)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.source == "text" and not self.files:
+            yield "files: data.source=text reads files, got none; set data.files=[texts/*.txt]"
+        if self.source == "hf":
+            yield from self.text().problems(config)
+        denoisers, weights = self.denoisers or MIXTURES[self.mixture], self.ul2_task_weights
+        if weights is not None and len(weights) != len(denoisers):
+            names = ", ".join(each.name for each in denoisers)
+            yield f"ul2_task_weights: must be one for each of {names}, got {len(weights)}; give {len(denoisers)}"
+        if len({each.name for each in denoisers}) < len(denoisers):
+            yield f"denoisers: names must differ, got {', '.join(each.name for each in denoisers)}; rename one"
+
+
+@settings
+class Seq2SeqSettings(_PairedData):
+    """Pairs of a source and a target: jsonl, json, parquet."""
+
+    type: Literal["seq2seq"] = "seq2seq"
+    files: list[str]
+    eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the pairs
+    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the pairs
+    on_bad_row: OnBadRow = "error"  # a record that is no pair; skip: it is left out and counted
+    max_encoder_length: Annotated[int, Ge(2)] = 512  # tokens of a source
+    max_decoder_length: Annotated[int, Ge(2)] = 512  # tokens of a target
+    input_key: str = "input"
+    target_key: str = "target"
+    too_long: Literal["cut", "drop"] = "cut"
+
+
+DataOption = Annotated[
+    PythonStdlibSettings
+    | TextSettings
+    | HfSettings
+    | TokensSettings
+    | InstructSettings
+    | SyntheticSettings
+    | Ul2Settings
+    | Seq2SeqSettings
+    | DataTarget,
+    by_type,
+]

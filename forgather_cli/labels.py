@@ -1,0 +1,43 @@
+"""Which position predicts which label, for both families of models.
+
+Labels of a causal model are aligned with ``input_ids``: position t predicts ``labels[t + 1]``. Those of an
+encoder-decoder, whose batches have ``decoder_input_ids``, say what position t of the decoder predicts, as in Hugging
+Face. Everything that counts or compares targets asks here.
+
+Legend: B sequences, T tokens, N = B * T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a position without a target."""
+
+TASKS = "task_ids"
+"""The key of a batch that says of each label's position which task (denoiser) it is of; only evaluation reads it."""
+
+
+def label_shift(batch: Mapping[str, Any]) -> int:
+    """By how many positions a label stands behind the position that predicts it: 1, or 0 in an encoder-decoder."""
+    return 0 if "decoder_input_ids" in batch else 1
+
+
+def num_targets(labels: Tensor, shift: int = 1) -> Tensor:
+    """Counted targets of ``labels`` (B, T), 0-dim int64 on the same device."""
+    return (labels[:, shift:] != IGNORED).sum()
+
+
+def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """Counted targets of a batch, as ``num_targets``."""
+    return num_targets(batch["labels"], label_shift(batch))
+
+
+def shifted(labels: Tensor, shift: int = 1) -> Tensor:
+    """The target of each position (N,); with a shift of 1 the last position of a sequence has none."""
+    # shifting labels instead of logits saves a copy of N x V numbers
+    return F.pad(labels[:, shift:], (0, shift), value=IGNORED).flatten()

@@ -1,0 +1,197 @@
+"""UL2: denoisers against span corruption written independently, packing, positions, and bad input."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paired import lists, mixture, tokens
+
+from forgather_cli.config.schema import DenoiserSettings, Seq2SeqSettings, Ul2Settings
+from forgather_cli.data.build import load_data
+from forgather_cli.data.cache import Cache
+from forgather_cli.data.paired.denoise import row_lengths
+from forgather_cli.data.paired.rows import Shape, best_fit_in_two
+from forgather_cli.data.paired.sentinels import with_sentinels
+from forgather_cli.data.paired.ul2 import CorpusWindows, DenoisedRows
+from forgather_cli.data.text.tokenizer import load_tokenizer
+from forgather_cli.errors import DataError
+
+
+def t5(window: list[int], span: float, corruption: float, draws: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Span corruption by a mask and one token after the other, as T5's preprocessor does it."""
+    masked = min(max(round(len(window) * corruption), 1), len(window) - 1)
+    spans = min(max(round(masked / span), 1), masked, len(window) - masked)
+
+    def segments(items: int) -> list[int]:
+        first_of_segment = [False] * items
+        for where in draws.choice(items - 1, spans - 1, replace=False) if spans > 1 else []:
+            first_of_segment[where + 1] = True
+        lengths = [0]
+        for begins in first_of_segment:
+            lengths.append(0) if begins else None
+            lengths[-1] += 1
+        return lengths
+
+    noise, rest = segments(masked), segments(len(window) - masked)
+    mask = [flag for kept, lost in zip(rest, noise, strict=True) for flag in [False] * kept + [True] * lost]
+    source, target, sentinel = [], [], 99
+    for number, (token, lost) in enumerate(zip(window, mask, strict=True)):
+        if lost and not (number and mask[number - 1]):
+            sentinel += 1
+            source.append(sentinel)
+            target.append(sentinel)
+        (target if lost else source).append(token)
+    return source, [*target, 99]
+
+
+@pytest.mark.parametrize(("span", "corruption"), [(3.0, 0.15), (12.0, 0.5), (32.0, 0.15), (2.0, 0.5)])
+def test_spans_are_those_of_t5(span: float, corruption: float) -> None:
+    denoiser = DenoiserSettings(name="only", prefix="[R]", mean_span=span, corruption=corruption)
+    for length in (2, 3, 7, 40):
+        window, denoising = np.arange(length), mixture(denoisers=[denoiser])
+        (example,) = denoising.examples(window, np.random.default_rng([5, length]))
+        draws = np.random.default_rng([5, length])
+        draws.random()  # which denoiser
+        source, target = t5(window.tolist(), span, corruption, draws)
+        assert lists(example) == ([90, *source], target)
+
+
+def test_a_prefix_is_cut_between_a_fifth_and_four_fifths() -> None:
+    only = mixture(denoisers=[DenoiserSettings(name="S", prefix="[S]")])
+    shares = set()
+    for number in range(50):
+        (example,) = only.examples(np.arange(50), np.random.default_rng([number]))
+        source, target = lists(example)
+        assert source[0] == 90
+        assert source[-1] == target[0] == 100
+        assert target[-1] == 99
+        assert source[1:-1] + target[1:-1] == list(range(50))
+        shares.add(len(source) - 2)
+    assert min(shares) in range(10, 14)
+    assert max(shares) in range(37, 41)
+
+
+def test_every_token_of_a_window_is_in_one_example_that_fits() -> None:
+    denoising = mixture(max_encoder_length=48, max_decoder_length=40)
+    seen = set()
+    for number in range(40):
+        examples = denoising.examples(np.arange(80), np.random.default_rng([number]))
+        kept = [t for each in examples for t in (*each.source, *each.target) if t < 90]
+        assert sorted(kept) == list(range(80))
+        assert all(len(each.source) <= 48 and len(each.target) <= 40 for each in examples)
+        sizes = [sum(t < 90 for t in (*each.source, *each.target)) for each in examples]
+        assert max(sizes) - min(sizes) <= 1, "pieces are equal"
+        seen.add(examples[0].task)
+    assert seen == {0, 1, 2, 3, 4}
+
+
+def rows(is_eval: bool = False, packing: Any = "best_fit") -> DenoisedRows:
+    windows = CorpusWindows(tokens(3000), 96, seed=3, is_eval=is_eval)
+    shape = Shape(packing, 128, 96, 0, has_tasks=True)
+    return DenoisedRows(windows, mixture(), shape, block=8, seed=3, is_eval=is_eval)
+
+
+def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a[k], b[k]) for a, b in zip(one, other, strict=True) for k in a)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pad"])
+def test_a_position_goes_on_with_the_very_next_row(packing: str) -> None:
+    whole = list(rows(packing=packing))
+    for count in (1, 7, 16):
+        assert count < len(whole)
+        first = rows(packing=packing)
+        head = list(islice(iter(first), count))
+        rest = rows(packing=packing)
+        rest.load_state_dict(first.state_dict())
+        assert same([*head, *rest], whole)
+
+
+def test_draws_follow_from_the_epoch_in_training_alone() -> None:
+    for is_eval in (False, True):
+        data = rows(is_eval)
+        first = list(data)
+        data.set_epoch(1)
+        assert same(list(data), first) == is_eval
+        data.set_epoch(0)
+        assert same(list(data), first)
+
+
+def test_shards_hold_every_window_once() -> None:
+    def texts(data: DenoisedRows) -> list[int]:
+        labels = [row["labels"][row["labels"] >= 0] for row in data]
+        sources = [row["input_ids"][row["document_ids"] >= 0] for row in data]
+        return sorted(int(t) for each in (*labels, *sources) for t in each if t < 90)
+
+    assert texts(rows()) == sorted(texts(rows().shard(2, 0)) + texts(rows().shard(2, 1)))
+
+
+def test_rows_are_full_on_both_sides() -> None:
+    option = Ul2Settings()
+    denoising = mixture(100, max_seq_length=8192, max_encoder_length=4096, max_decoder_length=2048)
+    encoder, decoder = row_lengths(option, 100)
+    window = np.zeros(8192, np.int64)
+    examples = [each for n in range(256) for each in denoising.examples(window, np.random.default_rng([n]))]
+    sizes = np.array([[len(each.source), len(each.target)] for each in examples])
+    packed = best_fit_in_two(*sizes.T, encoder, decoder)
+    assert sorted(number for row in packed for number in row) == list(range(len(examples)))
+    assert all((sizes[row].sum(0) <= (encoder, decoder)).all() for row in packed)
+    padding = 1 - sizes.sum(0) / (len(packed) * np.array([encoder, decoder]))
+    assert padding.mean() < 0.09, padding
+
+
+def test_sentinels_follow_on_the_tokens_and_are_not_added_twice(tmp_path: Path) -> None:
+    cache = Cache(str(tmp_path / "cache"))
+    made = with_sentinels(load_tokenizer("bytes"), "bytes", 4, ["[R]", "[S]", "[R]"], cache)
+    assert made.encode("[S]a<extra_id_0>b<extra_id_3>") == [262, 97, 257, 98, 260]
+    assert made.decode([97, 257], skip_special_tokens=True) == "a"
+    made.save(tmp_path / "tokenizer")
+    with pytest.raises(DataError, match=r"data\.tokenizer: .* has <extra_id_0> already"):
+        with_sentinels(load_tokenizer(str(tmp_path / "tokenizer")), str(tmp_path / "tokenizer"), 4, [], cache)
+
+
+def test_too_few_sentinels_and_too_short_sides_are_said() -> None:
+    with pytest.raises(DataError, match=r"max_encoder_length: 20, .*R_3_15"):
+        mixture(max_encoder_length=20)
+    option = Ul2Settings(max_seq_length=512, max_encoder_length=512, max_decoder_length=256)
+    with pytest.raises(DataError, match=r"num_sentinel_tokens: 1 are too few for denoiser R_3_15.* set it to 2"):
+        row_lengths(option, 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ('{"input": "", "target": "x"}', "'input' is empty"),
+        ('{"input": "x", "target": ""}', "'target' is empty"),
+        ('{"input": "x"}', r"no key 'target'.*set data\.target_key"),
+        ('{"input": 3, "target": "x"}', "'input' is int, not text"),
+    ],
+)
+def test_records_that_are_no_pair_are_named(record: str, message: str) -> None:
+    Path("pairs.jsonl").write_text(f'{{"input": "a", "target": "b"}}\n{record}\n')
+    option = Seq2SeqSettings(files=["pairs.jsonl"], cache_dir="cache")
+    with pytest.raises(DataError, match=message):
+        load_data(option, seed=0, num_sentinels=2)
+
+
+def test_pairs_become_rows_that_hold_them_all() -> None:
+    Path("pairs.jsonl").write_text("".join(f'{{"q": "ask {n}", "a": "{"yes " * (n % 5)}ok"}}\n' for n in range(40)))
+    words: dict[str, Any] = {"files": ["pairs.jsonl"], "cache_dir": "cache", "input_key": "q", "target_key": "a"}
+    for packing in ("best_fit", "pad"):
+        option = Seq2SeqSettings(
+            **words, max_encoder_length=24, max_decoder_length=40, packing=packing, eval_fraction=0.1
+        )
+        data = load_data(option, seed=0, num_sentinels=2)
+        assert data.tokenizer is not None
+        batches = [split.__getitems__(range(len(split))) for split in (data.train, data.eval)]
+        text = "".join(data.tokenizer.decode(b["labels"][b["labels"] >= 0].tolist()) for b in batches)
+        assert sorted(text.split("<|endoftext|>")[:-1]) == sorted("yes " * (n % 5) + "ok" for n in range(40))
+        for batch in batches:  # what the decoder reads is what it predicts, one to the right
+            decoded, labels = batch["decoder_input_ids"], batch["labels"]
+            follows = (labels[:, :-1] >= 0) & (decoded[:, 1:] != data.tokenizer.pad_token_id)
+            assert torch.equal(decoded[:, 1:][follows], labels[:, :-1][follows])

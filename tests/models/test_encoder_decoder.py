@@ -1,0 +1,150 @@
+"""The encoder-decoder: against transformers' Qwen3, packed against padded, with and without a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from paired import mixture, model
+
+from forgather_cli.config.load import load_config
+from forgather_cli.data.paired.rows import Shape, batch_of_rows
+from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, ModelWithLoss, model_logits
+from forgather_cli.models.generate import generate, prompt_inputs
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 directory, made by transformers."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=70, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    made = transformers.Qwen3ForCausalLM(config)
+    path: Path = tmp_path_factory.mktemp("qwen3")
+    made.save_pretrained(path)
+    return path
+
+
+def sides(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(2)
+    return torch.randint(0, 64, (rows, 11), generator=draws), torch.randint(0, 64, (rows, 9), generator=draws)
+
+
+@torch.no_grad()
+def test_with_zero_cross_attention_the_decoder_is_the_source_bit_for_bit(source: Path) -> None:
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(source).eval()
+    ours = model(vocab_size=90, init_from=str(source))
+    ids, decoder_ids = sides()
+    expected = theirs(decoder_ids).logits
+    assert torch.equal(ours(ids, decoder_input_ids=decoder_ids)[..., :70], expected)
+    mask = torch.ones_like(ids)
+    mask[1, :4], mask[2] = 0, 0  # padding on the left, and a source without a token
+    assert torch.equal(ours(ids, decoder_input_ids=decoder_ids, attention_mask=mask)[..., :70], expected)
+    left = torch.ones_like(decoder_ids)
+    left[1, :3] = 0
+    padded = ours(ids, decoder_input_ids=decoder_ids, decoder_attention_mask=left)[..., :70]
+    torch.testing.assert_close(padded[left.bool()], theirs(decoder_ids, attention_mask=left).logits[left.bool()])
+
+
+@torch.no_grad()
+def test_both_stacks_and_the_cross_attention_begin_as_asked(source: Path) -> None:
+    made = {
+        kind: model(90, init_from=str(source), cross_attention=kind).state_dict() for kind in ("zero", "self", "fresh")
+    }
+    kept = "model.encoder.layers.1.self_attn.q_proj.weight"
+    own, cross = "model.decoder.layers.1.self_attn.{}.weight", "model.decoder.layers.1.cross_attn.{}.weight"
+    for kind, state in made.items():
+        assert torch.equal(state[kept], state[own.format("q_proj")])
+        assert (kind == "fresh") != torch.equal(state[cross.format("q_proj")], state[own.format("q_proj")])
+        assert torch.equal(state[cross.format("o_proj")], state[own.format("o_proj")]) == (kind == "self")
+    assert not made["zero"][cross.format("o_proj")].any()
+    table = made["zero"]["model.embed_tokens.weight"]
+    mean, spread = table[:70].mean(0), table[:70].std(0)
+    assert ((table[70:] - mean).abs() < 0.1 * spread).all(), "new rows begin near the mean of the old"
+
+
+@torch.no_grad()
+def test_a_source_without_tokens_adds_nothing_and_padding_is_not_read() -> None:
+    ours = model()
+    ids, decoder_ids = sides(2)
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1] = 0, 0
+    found = ours(ids, decoder_input_ids=decoder_ids, attention_mask=mask)
+    assert found.isfinite().all()
+    alone = ours(ids[:1, 4:], decoder_input_ids=decoder_ids[:1])
+    torch.testing.assert_close(found[:1], alone, rtol=1e-5, atol=1e-6)
+    other = torch.where(mask.bool(), ids, 3)
+    torch.testing.assert_close(ours(other, decoder_input_ids=decoder_ids, attention_mask=mask), found)
+
+
+def test_packed_examples_are_as_if_alone() -> None:
+    ours = model(vocab_size=120)
+    window = np.arange(80) % 64
+    examples = [each for n in range(4) for each in mixture().examples(window, np.random.default_rng([n]))]
+    packed = batch_of_rows([examples], Shape("best_fit", 512, 384, 0))
+    padded = batch_of_rows([[each] for each in examples], Shape("pad", 96, 64, 0))
+    found = []
+    for loss in (CrossEntropy(), LinearCrossEntropy(chunk_size=32)):
+        for batch in (packed, padded):
+            ours.zero_grad()
+            total = ModelWithLoss(ours, loss)(batch)
+            total.backward()
+            norm = torch.stack([p.grad.norm() for p in ours.parameters() if p.grad is not None]).norm()
+            found.append((float(total.detach()), float(norm)))
+    assert found[1:] == [pytest.approx(found[0], rel=1e-5)] * 3
+    assert int((packed["labels"] != -100).sum()) == sum(len(each.target) for each in examples)
+
+
+def test_generation_with_and_without_a_cache_writes_the_same() -> None:
+    ours = model()
+    inputs = prompt_inputs(ours, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 0)
+    ids, mask, encoder_inputs = inputs
+
+    def logits(batch: dict[str, torch.Tensor], *, last_only: bool, cache: object) -> torch.Tensor:
+        return model_logits(ours, batch, last_only=last_only, cache=cache)
+
+    def written(**options: object) -> torch.Tensor:
+        return generate(logits, ids, mask, encoder_inputs=encoder_inputs, max_new_tokens=12, **options)  # type: ignore[arg-type]
+
+    assert torch.equal(written(do_sample=False), written(do_sample=False, use_cache=False))
+    assert torch.equal(written(), written(use_cache=False))
+    alone = prompt_inputs(ours, [[4]], 0)
+    one = generate(logits, alone[0], encoder_inputs=alone[2], max_new_tokens=12, do_sample=False)
+    assert torch.equal(one[0], written(do_sample=False)[1])
+
+
+def test_other_sources_are_refused(source: Path, tmp_path: Path) -> None:
+    transformers.LlamaConfig().save_pretrained(tmp_path / "llama")
+    with pytest.raises(ModelError, match=r"model\.init_from: .*is no Qwen3 model but llama"):
+        model(init_from=str(tmp_path / "llama"))
+    with pytest.raises(ModelError, match=r"model\.init_from: no such directory"):
+        model(init_from=str(tmp_path / "nothing"))
+    config = transformers.Qwen3Config.from_pretrained(source)
+    config.use_sliding_window, config.sliding_window, config.layer_types = True, 8, ["sliding_attention"] * 2
+    config.save_pretrained(tmp_path / "windowed")
+    with pytest.raises(ModelError, match=r"model\.init_from: .*sliding window"):
+        model(init_from=str(tmp_path / "windowed"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=qwen3_encdec", "data=ul2", "trainer=pipeline"], r"trainer: pipeline .*choose trainer=fsdp2 or ddp"),
+        (["model=qwen3_encdec"], r"data: model=qwen3_encdec .*choose data=ul2"),
+        (["data=ul2"], r"model: data=ul2 .*choose model=qwen3_encdec"),
+        (["model=qwen3_encdec", "data=ul2", "pack_encoder=64"], r"pack_encoder: must hold .*max_encoder_length"),
+        (["model=qwen3_encdec", "data=ul2", "ul2_task_weights=[1.0]"], r"ul2_task_weights: .*give 5"),
+        (["model=qwen3_encdec", "data=ul2", "data.files=[a]"], r"files: nothing reads it with source=python_stdlib"),
+        (["model=qwen3_encdec", "data=ul2", "cross_attention=self"], r"cross_attention: .*set model\.init_from=DIR"),
+    ],
+)
+def test_what_does_not_go_together_is_one_message(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, words)
