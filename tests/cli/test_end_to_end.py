@@ -323,7 +323,7 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
         "pretrain_1b_nodes": [*shape, "nnodes=1", "nproc_per_node=2"],
         "pretrain_1b_accelerate": [*shape, "accelerate_config=fsdp.yaml"],
     }
-    if paired := recipe.startswith("qwen3_encdec"):
+    if is_paired := recipe.startswith("qwen3_encdec"):
         sides = ["max_encoder_length=64", "max_decoder_length=64", "pack_encoder=64", "max_seq_length=64"]
         own[recipe] = [*shape, *sides, "head_dim=null", "vocab_size=null", "num_sentinel_tokens=16", "data.source=text",
                        "~callbacks.trackers", "dataloader_num_workers=0", "model.max_position_embeddings=null",
@@ -333,6 +333,9 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
              "warmup_steps=1", "max_eval_samples=2", "eval_steps=2", "callbacks.textgen.max_new_tokens=4",
              "device=cpu"]  # fmt: skip
     data = chats() if recipe == "chat_finetune" else corpus
+    if is_paired:
+        steps.remove("seq_len=32")
+        data = [word for word in corpus if not word.startswith("data=")]
     words = [*data, *own.get(recipe, shape), *steps, "output_dir=run"]
     if recipe.startswith("pretrain_1b_"):  # on two ranks
         answers = train_in_pool(Path.cwd(), words, recipe)

@@ -55,7 +55,7 @@ def test_layouts_agree(data: list[str]) -> None:
 def test_a_run_goes_on_in_another_layout_and_ends_in_a_model_for_transformers(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*WORDS, *UL2, "eval_strategy=no", "save_steps=2"]
+    words = [*WORDS, *UL2, "eval_steps=2", "save_steps=2"]
     assert forgather("train", *words, "max_steps=4", "output_dir=whole") == 0
     assert forgather("train", *words, "max_steps=2", "output_dir=cut") == 0
     assert forgather("resume", "cut", "max_steps=4") == 0
