@@ -65,7 +65,7 @@ class Service:
         """The time, at which those who wait here were heard of."""
         now = time.monotonic()
         for worker in self.rounds.live():
-            if self.polling.get(worker.generation):
+            if worker.generation in self.polling:
                 worker.heard = now
         return now
 
@@ -242,7 +242,7 @@ class Api:
         given = checked(raw, kinds)
         worker = self._service.rounds.worker(given["generation"], time.monotonic())
         if self._service.over:
-            self._service.told.add(worker.generation)
+            self._service.told.add(given["generation"])
             return {"state": wire.STOPPED, "reason": self._service.over}
         worker.step, worker.tokens_per_second = given["step"], given["tokens_per_second"]
         worker.sent, worker.received = given["sent"] or 0, given["received"] or 0
