@@ -65,7 +65,7 @@ class Service:
         """The time, at which those who wait here were heard of."""
         now = time.monotonic()
         for worker in self.rounds.live():
-            if self.polling.get(worker.generation or 0):
+            if worker.generation in self.polling:
                 worker.heard = now
         return now
 
