@@ -181,7 +181,7 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
         name: DenoisedRows(each, denoising, shape, block=option.block_windows, seed=seed, is_eval=name == "eval")
         for name, each in windows.items()
     }
-    rules = [option.max_seq_length, option.max_encoder_length, option.max_decoder_length, encoder, decoder]
+    rules: list[Any] = [option.max_seq_length, option.max_encoder_length, option.max_decoder_length, encoder, decoder]
     rules += [option.packing, option.block_windows, option.shuffle_buffer, str(denoising.denoisers)]
     fingerprint = digest(["ul2", identity, tokenizer.fingerprint, rules])
     return DataSplits(made["train"], made.get("eval"), tokenizer, fingerprint, option.seq_len, description)

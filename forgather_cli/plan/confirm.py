@@ -19,6 +19,7 @@ from forgather_cli.config.schema import (
     JsonSettings,
     MetricsSettings,
     SyntheticSettings,
+    Target,
 )
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.exit_status import read_exit_record
@@ -75,7 +76,7 @@ def confirm(
 def _trial_config(config: Config, made: RunPlan, micro_batch: int) -> Config:
     """The run's, on random tokens, without evaluations and checkpoints."""
     model = config.model
-    if config.data.is_paired:
+    if not isinstance(config.data, Target) and config.data.is_paired:
         raise SetupError(
             f"--confirm: trains on random text, and data={config.data.type} has examples of two sides; leave it out"
         )
