@@ -64,14 +64,6 @@ def test_a_run_goes_on_in_another_layout_and_ends_in_a_model_for_transformers(
         load_file(RunDir(Path(run)).checkpoints / "step-00000004/model/model.safetensors") for run in ("cut", "whole")
     ]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
-    Path("other").mkdir()
-    assert forgather("train", *words, "max_steps=2", "output_dir=other/run") == 0
-    for code, shown in train_in_pool(
-        Path.cwd(), [*words, "trainer=fsdp2", "max_steps=4", "resume_from_checkpoint=other/run", "output_dir=moved"]
-    ):
-        assert code == 0, shown
-    assert curve("moved") == [pytest.approx(each, rel=1e-5) for each in curve("whole")[2:]]
-
     capfd.readouterr()
     for mode in ([], ["--mode", "R"]):
         assert (
@@ -79,7 +71,7 @@ def test_a_run_goes_on_in_another_layout_and_ends_in_a_model_for_transformers(
             == 0
         )
         assert json.loads(capfd.readouterr().out)["num_tokens"] <= 8
-    assert forgather("generate", "whole", "--prompt", "x", "--mode", "Q") == 3
+    assert forgather("generate", "whole", "--prompt", "x", "--mode", "Q") == 2
     assert forgather("eval", "whole", "--json") == 0
     assert "eval_loss_S" in json.loads(capfd.readouterr().out)
     assert forgather("finalize", "whole", "out") == 0
