@@ -137,8 +137,6 @@ def test_each_block_says_what_it_is(page: Path) -> None:
         for b in blocks_of(page)
         if b.language == "text" and re.search(r"^(\$|forgather|python) ", b.text, flags=re.M)
     ]
-    if page.name in ("clusters.md", "diloco.md"):  # not fenced yet
-        return
     rest = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     wrong += re.findall(r"\n\n(    .*)", rest)
     assert not wrong
