@@ -181,7 +181,7 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
         name: DenoisedRows(each, denoising, shape, block=option.block_windows, seed=seed, is_eval=name == "eval")
         for name, each in windows.items()
     }
-    rules = [option.max_seq_length, option.max_encoder_length, option.max_decoder_length, encoder, decoder]
+    rules: list[Any] = [option.max_seq_length, option.max_encoder_length, option.max_decoder_length, encoder, decoder]
     rules += [option.packing, option.block_windows, option.shuffle_buffer, str(denoising.denoisers)]
     fingerprint = digest(["ul2", identity, tokenizer.fingerprint, rules])
     return DataSplits(made["train"], made.get("eval"), tokenizer, fingerprint, option.seq_len, description)
@@ -216,7 +216,8 @@ def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSpl
         if rows.num_long:
             description[f"{name}_too_long"] = f"{rows.num_long} ({option.too_long})"
     description |= {**data.meta["origin"], **damage_of(data.meta), "content": data.meta["content"]}
-    rules = [option.max_encoder_length, option.max_decoder_length, encoder, decoder, option.packing, option.too_long]
+    rules: list[Any] = [option.max_encoder_length, option.max_decoder_length, encoder, decoder]
+    rules += [option.packing, option.too_long]
     evaluation = made.get("eval")
     fingerprint = digest(["seq2seq", data.fingerprint, rules])
     return DataSplits(

@@ -41,7 +41,7 @@ def construct(config: Config, device: torch.device, *, vocab_size: int | None, s
         where = torch.device("cpu")
     with where:
         model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
-    if isinstance(config.model, Target) or config.data.is_paired is None:
+    if isinstance(config.model, Target) or isinstance(config.data, Target):
         return model
     if config.data.is_paired and not getattr(model, "is_encoder_decoder", False):
         raise ModelError(
@@ -248,7 +248,7 @@ def _num_tokens(directory: Path) -> int | None:
     content = read_json_object(path, lambda why: ModelError(f"model.init_from: {why}"))
     vocab = content.get("model", {}).get("vocab", {})
     ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
-    return 1 + max([*ids, *(added["id"] for added in content.get("added_tokens", []))])
+    return 1 + max([*map(int, ids), *(int(added["id"]) for added in content.get("added_tokens", []))])
 
 
 def _names_in_files(

@@ -74,16 +74,16 @@ def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) 
     def write(directory: Path) -> Meta:
         damage, dtype = Damage(), dtype_of(tokenizer.vocab_size)
         meter = Meter(cache.progress, sum(source.path.stat().st_size for source in (*train, *held_out)))
-        sides = (_read(option, files, damage) for files in (train, held_out))
+        pairs = with_splits(_read(option, train, damage), _read(option, held_out, damage), eval_fraction)
         with contextlib.ExitStack() as files:
             writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
-            for chunk in chunks(with_splits(*sides, eval_fraction), meter.add):
+            for chunk in chunks(pairs, meter.add):
                 sources = tokenizer.encode_arrays([pair.source for pair in chunk])
                 targets = tokenizer.encode_arrays([pair.target for pair in chunk])
                 for pair, source, target in zip(chunk, sources, targets, strict=True):
                     ids = np.concatenate([source, target, [end]])
                     writers[pair.split].add(ids, np.arange(len(ids)) >= len(source))
-            counts = {name: writer.finish() for name, writer in writers.items()}
+            counts: dict[str, Any] = {name: writer.finish() for name, writer in writers.items()}
         meter.end()
         if not counts["train"]["documents"]:
             names = ", ".join(str(source.path) for source in train[:3])
@@ -111,7 +111,7 @@ def _read(option: Seq2SeqSettings, files: Sequence[SourceFile], damage: Damage) 
 
 
 def _pair(option: Seq2SeqSettings, record: Any) -> _Pair | BadRow:
-    texts = []
+    texts: list[str] = []
     for setting in ("input_key", "target_key"):
         key = getattr(option, setting)
         text = record.value.get(key)
@@ -123,7 +123,8 @@ def _pair(option: Seq2SeqSettings, record: Any) -> _Pair | BadRow:
         if not text:
             return BadRow(record.line, f"{key!r} is empty, so there is nothing to {'read' if not texts else 'learn'}")
         texts.append(encodable(text))
-    return _Pair(json.dumps(texts), "".join(texts), *texts, record.num_bytes)
+    source, target = texts
+    return _Pair(json.dumps(texts), source + target, source, target, record.num_bytes)
 
 
 class PairRows:
@@ -146,7 +147,7 @@ class PairRows:
             self.rows = []
             for start in range(0, len(keep), _TOGETHER):
                 some = keep[start : start + _TOGETHER]
-                packed = best_fit_in_two(*sizes[:, some], shape.encoder, shape.decoder)
+                packed = best_fit_in_two(sizes[0, some], sizes[1, some], shape.encoder, shape.decoder)
                 self.rows += [some[row].tolist() for row in packed]
 
     def __len__(self) -> int:
@@ -164,4 +165,4 @@ class PairRows:
             ids = np.empty(int(size), np.int64)
             self._tokens.read(start, ids)
             sides.append(ids)
-        return Example(*sides, task=0)
+        return Example(sides[0], sides[1], task=0)
