@@ -216,7 +216,8 @@ def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSpl
         if rows.num_long:
             description[f"{name}_too_long"] = f"{rows.num_long} ({option.too_long})"
     description |= {**data.meta["origin"], **damage_of(data.meta), "content": data.meta["content"]}
-    rules = [option.max_encoder_length, option.max_decoder_length, encoder, decoder, option.packing, option.too_long]
+    rules: list[Any] = [option.max_encoder_length, option.max_decoder_length, encoder, decoder]
+    rules += [option.packing, option.too_long]
     evaluation = made.get("eval")
     fingerprint = digest(["seq2seq", data.fingerprint, rules])
     return DataSplits(

@@ -247,8 +247,8 @@ def _num_tokens(directory: Path) -> int | None:
         return None
     content = read_json_object(path, lambda why: ModelError(f"model.init_from: {why}"))
     vocab = content.get("model", {}).get("vocab", {})
-    ids: list[int] = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
-    return 1 + max([*ids, *(int(added["id"]) for added in content.get("added_tokens", []))])
+    ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
+    return 1 + max([*map(int, ids), *(int(added["id"]) for added in content.get("added_tokens", []))])
 
 
 def _names_in_files(

@@ -116,12 +116,11 @@ def settings_from_hf(config: dict[str, Any]) -> DecoderSettings | EncoderDecoder
     if config.get("model_type") != ENCODER_DECODER:
         return decoder_settings_from_hf(config)
     stack = decoder_settings_from_hf({**config, "model_type": "qwen3", "architectures": None})
-    settings = EncoderDecoderSettings(
+    return EncoderDecoderSettings(
         num_sentinel_tokens=int(config.get("num_sentinel_tokens", 0)),
         attention_dropout=stack.attention_dropout,
         residual_dropout=stack.residual_dropout,
-    )
-    return settings.with_shape(stack)
+    ).with_shape(stack)
 
 
 def decoder_settings_from_hf(config: dict[str, Any]) -> DecoderSettings:
@@ -294,7 +293,7 @@ def write_config(
     generation: dict[str, Any] = {key: value for key, value in ids.items() if value is not None}
     if isinstance(settings, EncoderDecoderSettings):
         config = _encoder_decoder_config(settings, ids, dtype)
-        generation["decoder_start_token_id"] = pad_token_id
+        generation["decoder_start_token_id"] = pad_token_id or 0
         shutil.copyfile(MODELING_FILE, Path(directory) / MODELING_FILE.name)
     else:
         config = hf_config(settings, **ids, dtype=dtype)

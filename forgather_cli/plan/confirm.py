@@ -18,8 +18,9 @@ from forgather_cli.config.schema import (
     DecoderSettings,
     JsonSettings,
     MetricsSettings,
+    Seq2SeqSettings,
     SyntheticSettings,
-    Target,
+    Ul2Settings,
 )
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.exit_status import read_exit_record
@@ -76,7 +77,7 @@ def confirm(
 def _trial_config(config: Config, made: RunPlan, micro_batch: int) -> Config:
     """The run's, on random tokens, without evaluations and checkpoints."""
     model = config.model
-    if not isinstance(config.data, Target) and config.data.is_paired:
+    if isinstance(config.data, Ul2Settings | Seq2SeqSettings):
         raise SetupError(
             f"--confirm: trains on random text, and data={config.data.type} has examples of two sides; leave it out"
         )

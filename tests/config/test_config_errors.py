@@ -53,7 +53,7 @@ TYPED_WRONG = {
         "choose trainer=pipeline or leave n_microbatches out"
     ),
     "files=[x]": (
-        "files: only data=text|tokens|instruct has this setting, but data=python_stdlib is selected; choose data=text"
+        "files: only data=text|tokens|instruct|ul2|seq2seq has this setting, but data=python_stdlib is selected; choose data=text"
     ),
     "beta2_decay=-1": "beta2_decay: only optimizer=adafactor has this setting, but optimizer=muon is selected",
     "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",

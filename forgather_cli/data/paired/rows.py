@@ -64,7 +64,7 @@ def batch_of_rows(rows: Sequence[Sequence[Example]], shape: Shape) -> dict[str, 
             positions[number, begin:end] = np.arange(end - begin)
             decoder_positions[number, start:stop] = np.arange(stop - start)
             begin, start = end, stop
-    arrays: dict[str, np.ndarray[Any, Any]] = {"input_ids": ids, "decoder_input_ids": decoder_ids, "labels": labels}
+    arrays: dict[str, NDArray[Any]] = {"input_ids": ids, "decoder_input_ids": decoder_ids, "labels": labels}
     if packed:
         arrays |= {"document_ids": documents, "decoder_document_ids": decoder_documents}
         arrays |= {"position_ids": positions, "decoder_position_ids": decoder_positions}

@@ -74,10 +74,10 @@ def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) 
     def write(directory: Path) -> Meta:
         damage, dtype = Damage(), dtype_of(tokenizer.vocab_size)
         meter = Meter(cache.progress, sum(source.path.stat().st_size for source in (*train, *held_out)))
-        trained, evaluated = (_read(option, files, damage) for files in (train, held_out))
+        pairs = with_splits(_read(option, train, damage), _read(option, held_out, damage), eval_fraction)
         with contextlib.ExitStack() as files:
             writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
-            for chunk in chunks(with_splits(trained, evaluated, eval_fraction), meter.add):
+            for chunk in chunks(pairs, meter.add):
                 sources = tokenizer.encode_arrays([pair.source for pair in chunk])
                 targets = tokenizer.encode_arrays([pair.target for pair in chunk])
                 for pair, source, target in zip(chunk, sources, targets, strict=True):
