@@ -204,7 +204,8 @@ def test_the_notebook_shows_one_output_and_no_lines(
 def code_of(page: Path) -> list[str]:
     """Code between backticks, and the lines of blocks, commands that go on over several lines joined."""
     text = page.read_text(encoding="utf-8")
-    lines = [line for block in blocks_of(page) for line in block.text.replace("\\\n", " ").splitlines()]
+    blocks = [block for block in blocks_of(page) if not block.text.startswith("#!")]  # a script's names are its own
+    lines = [line for block in blocks for line in block.text.replace("\\\n", " ").splitlines()]
     return [*lines, *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))]
 
 

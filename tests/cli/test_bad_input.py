@@ -664,7 +664,7 @@ needs_mount = pytest.mark.skipif(not can_mount(), reason="mounts a small disk, w
 
 @needs_mount
 def test_a_disk_too_small_for_one_checkpoint_is_found_before_the_first_step(program: Program) -> None:
-    done = on_small_disk("1200k", ["train", *SYNTHETIC])
+    done = on_small_disk("1200k", ["train", *SYNTHETIC, "precision=fp32"])
     assert done.code == 2
     assert re.search(
         r"(?m)^error: output_dir: one checkpoint needs 1\.68 MB, run/checkpoints has 1\.2\d MB free; free some space, "
@@ -686,7 +686,7 @@ def test_a_save_makes_room_by_what_retention_would_delete_and_so_does_a_resume(p
 
 @needs_mount
 def test_a_disk_that_is_full_from_the_start_is_one_message_and_leaves_nothing(program: Program) -> None:
-    done = on_small_disk("16k", ["train", *SYNTHETIC])
+    done = on_small_disk("16k", ["train", *SYNTHETIC, "precision=fp32"])
     assert done.code == 2, done.err
     assert "Traceback" not in done.err
     assert any(line.startswith("error: output_dir: ") for line in done.err.splitlines())

@@ -52,9 +52,7 @@ TYPED_WRONG = {
         "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected; "
         "choose trainer=pipeline or leave n_microbatches out"
     ),
-    "files=[x]": (
-        "files: only data=text|tokens|instruct|ul2|seq2seq has this setting, but data=python_stdlib is selected; choose data=text"
-    ),
+    "files=[x]": "files: only data=text|tokens|instruct|ul2|seq2seq has this setting, but data=python_stdlib is",
     "beta2_decay=-1": "beta2_decay: only optimizer=adafactor has this setting, but optimizer=muon is selected",
     "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",
     "recipe=x": "recipe: is named by the first word",
