@@ -40,7 +40,7 @@ def settings() -> dict[str, Setting]:
         for option in members(hints[group]):
             for path, setting in _below(option, f"{group}.", option.type):
                 before = found[path].types if path in found else ()
-                found[path] = dataclasses.replace(setting, types=before + setting.types)
+                found[path] = dataclasses.replace(found.get(path, setting), types=before + setting.types)
     found.update(_below(schema.CallbackSettings, "callbacks.", None))
     found.update(_below(schema.DilocoServerSettings, f"{SERVER}.", None))
     return {path: setting for path, setting in found.items() if path != "callbacks.custom"}

@@ -226,7 +226,7 @@ def test_mistakes_in_a_users_option_name_the_file(problems: Problems, tmp_path: 
     assert f"model.num_hidden_layers: must be a whole number, got 'x' in {file}" in found
     assert f"model.hiden_size: unknown setting in {file}; did you mean model.hidden_size?" in found
     write(tmp_path / "conf/model/own.yaml", "hidden_size: 3\n")
-    types = "types: decoder, pretrained, transformers"
+    types = "types: decoder, qwen3_encdec, pretrained, transformers"
     assert problems("model=own") == [f"model: an option names a _target_ or its type, got null in {file}; {types}"]
 
 

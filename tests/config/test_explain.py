@@ -39,11 +39,15 @@ def test_a_key_as_in_an_override(key: str, path: str, takes: str) -> None:
     assert (found.path, found.takes) == (path, takes)
 
 
+SIZES = ("nano", "tiny", "60m", "160m", "1b")
+
+
 def test_values_are_those_that_a_run_gets() -> None:
     (found,) = explain("hidden_size")
-    assert found.values.keys() == {f"model={name}" for name in ("decoder", "nano", "tiny", "60m", "160m", "1b")}
+    assert found.values.keys() == {f"model={name}" for name in ("decoder", "qwen3_encdec", *SIZES)}
     for option, value in found.values.items():
-        assert value_at(load_config(None, [option]).config, "model.hidden_size") == value
+        data = ["data=ul2"] if option == "model=qwen3_encdec" else []
+        assert value_at(load_config(None, [option, *data]).config, "model.hidden_size") == value
 
 
 def test_an_unknown_key_is_a_config_mistake() -> None:
