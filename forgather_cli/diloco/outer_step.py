@@ -53,7 +53,7 @@ class OuterStep:
         for name in self.names(closed.fragments):
             change = torch.zeros(master[name].shape)
             for sent, weight in closed.submissions:
-                change += submissions.delta(sent.parts, name).mul_(weight)
+                submissions.add_to(change, sent.parts, name, weight)
             squares += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
             if self.delay is None:
                 self._step(name, master[name].detach(), change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -30,6 +31,11 @@ TOKEN_VARIABLE = "DILOCO_TOKEN"
 
 def work(settings: DilocoServerSettings, config: Config, run: RunDir, rank: RankContext) -> ExitStatus:
     """Serve the rounds of a run until they are over or something stops them; returns how that ended."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        # freed blocks from 1 MiB on go back to the system at once: the peak of a server of 58 million parameters is 2.9
+        # times its weights so, not 4.2 (glibc 2.36, whose own limit grows to 32 MiB)
+        libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
     write_whole(run.diloco, server_settings_text(settings))
     token, token_file = token_of(run, settings)
     with listening(settings) as listener:

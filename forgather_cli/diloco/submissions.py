@@ -7,6 +7,7 @@ which: ``{name: [first row, rows]}``. The parts of a submission hold each row of
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
@@ -23,6 +24,9 @@ from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.wire import MAX_PART_HEADER
 from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import open_file, parse_json, read_json_object
+
+_VALUES = 1 << 17
+"""Of a tensor in memory at once."""
 
 
 class Submissions:
@@ -93,17 +97,17 @@ class Submissions:
             return f"a part cannot be read: {error}"
         return ""
 
-    def delta(self, parts: Sequence[str], name: str) -> Tensor:
-        """fp32, full shape: what a submission that was found good says of a tensor."""
-        shape = self._shapes[name]
-        full = torch.empty(shape)
+    def add_to(self, change: Tensor, parts: Sequence[str], name: str, weight: float) -> None:
+        """Add to ``change``, fp32 of full shape, ``weight`` times what a submission that was found good says."""
         for first, rows, values in self._pieces([_Part(self.part(sha256)) for sha256 in parts], name):
-            (full[first : first + rows] if shape else full).copy_(values)
-        return full
+            (change[first : first + rows] if change.ndim else change).add_(values.mul_(weight))
 
     def _pieces(self, parts: Sequence[_Part], name: str) -> Iterator[tuple[int, int, Tensor]]:
-        """(first row, rows, fp32 values) of a tensor, in the order of the rows. Raises ValueError for a wrong shape."""
+        """(first row, rows, fp32 values) of a tensor, in the order of the rows and few at a time, so that little is in
+        memory. Raises ValueError for a wrong shape.
+        """
         shape = self._shapes[name]
+        most = max(1, _VALUES // max(1, math.prod(shape[1:]))) if shape else 1  # rows at a time
         for part in sorted((part for part in parts if name in part.rows), key=lambda part: part.rows[name][0]):
             first, rows = part.rows[name]
             piece = (rows, *shape[1:]) if shape else ()
@@ -113,7 +117,11 @@ class Submissions:
                 got = (dtype_of(specs[key]), specs[key].shape)
                 if got != (like.dtype, tuple(like.shape)):
                     raise ValueError(f"{key} must be {like.dtype} {list(like.shape)}, got {got[0]} {list(got[1])}")
-            yield first, rows, decode(name, {key: part.tensors.read(key) for key in wanted}, piece, self._compression)
+            for start in range(0, rows, most):
+                stop = min(start + most, rows)
+                sent = {key: part.tensors.read(key, start, stop) for key in wanted}
+                chunk = (stop - start, *shape[1:]) if shape else ()
+                yield first + start, stop - start, decode(name, sent, chunk, self._compression)
 
 
 class _Part:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/diloco")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/diloco")]
 
 COMPRESSIONS = ("fp32", "bf16", "int8", "int4")
 COMMON = (
@@ -82,21 +82,26 @@ class Wire:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Wire]:
-        loop, ready = asyncio.new_event_loop(), threading.Event()
+        loop, ended, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
         async def listen() -> None:
             server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
             self.port = server.sockets[0].getsockname()[1]
             ready.set()
+            await ended.wait()
 
         def run() -> None:
-            loop.run_until_complete(listen())
-            loop.run_forever()
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(listen())
 
-        threading.Thread(target=run, daemon=True).start()
+        thread = threading.Thread(target=run)
+        thread.start()
         ready.wait()
-        yield self
-        loop.call_soon_threadsafe(loop.stop)
+        try:
+            yield self
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+            thread.join()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         other, there = await asyncio.open_connection("127.0.0.1", self._target)
@@ -305,6 +310,7 @@ def link(a: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------------------------------------------------- loss
 
 BATCH, SEQ_LEN, EVERY = 8, 128, 50  # sequences of a worker's step, their tokens, steps between two evaluations
+MOMENTUM = 0.5  # of the outer step: 0.9, which multiplies the changes by 10, overshoots in a short run from scratch
 NANO = (
     "model=nano", f"data.seq_len={SEQ_LEN}", "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=20",
     "eval_strategy=no", "save_strategy=no", "callbacks=minimal", "device=cpu",
@@ -384,10 +390,10 @@ def trained(folder: Path, *, workers: int, sync_every: int, wire: str, seed: int
         )
 
     # one worker whose outer step is the plain average is the plain run
-    plain: Any = {"lr": 1.0, "momentum": 0.0} if is_ddp else {}
+    outer: Any = {"lr": 1.0, "momentum": 0.0} if is_ddp else {"lr": 0.7, "momentum": MOMENTUM}
     final_weights(
         [config] * (1 if is_ddp else workers), folder, rounds=steps // length, steps=length, sent=sent,
-        published_by=evaluate, **plain,
+        published_by=evaluate, **outer,
     )  # fmt: skip
     return points
 

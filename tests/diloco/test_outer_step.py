@@ -23,8 +23,8 @@ class Sent:
     def __init__(self, changes: dict[str, dict[str, Tensor]]) -> None:
         self.changes = changes
 
-    def delta(self, parts: Any, name: str) -> Tensor:
-        return self.changes[parts[0]][name].clone()
+    def add_to(self, change: Tensor, parts: Any, name: str, weight: float) -> None:
+        change.add_(self.changes[parts[0]][name], alpha=weight)
 
 
 def test_delayed_nesterov_updates_its_momentum_every_few_arrivals() -> None:
