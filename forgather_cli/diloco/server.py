@@ -111,6 +111,8 @@ class Server:
             self._service.leaving = True
             self._service.notify()
             http.should_exit = True
+            # over TLS a connection that a worker keeps is closed after the grace period, which is no error
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             await serving
 
     async def _keep(self) -> ExitStatus:
