@@ -133,15 +133,15 @@ class Api:
                 path = (made.weights if what == "weights" else made.changes)(int(number))
                 if (method, rest) == ("GET", ["header"]):
                     try:
-                        size = len(await asyncio.to_thread(header_of, path))
+                        ranges = [(0, len(await asyncio.to_thread(header_of, path)))]
                     except FileNotFoundError:
-                        size = 0
-                    self._service.sent += await request.answer_file(path, [(0, size)])
+                        ranges = []
                 elif (method, rest) == ("POST", []):
                     ranges = pairs(await request.document(), "ranges")
-                    self._service.sent += await request.answer_file(path, ranges)
                 else:
                     raise WireError(404, f"{method} /{'/'.join(request.path)}: there is no such thing here")
+                count = await request.answer_file(path, ranges)
+                self._service.sent += count  # not before the wait: others add to it meanwhile
             case "GET", ["parts", sha256] if _SHA256.fullmatch(sha256):
                 there = self._service.model.submissions.has(sha256)
                 await request.answer(200 if there else 404, {} if there else {"error": "no such part here; PUT it"})

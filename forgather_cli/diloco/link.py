@@ -49,6 +49,8 @@ class Link:
         self._bidden = ""
         """What the server has told a heartbeat: why training is over."""
         self.retries = 0
+        self.sent = self.received = 0
+        """Bytes of all ranks, up to the last message that they sent together."""
         self._heart = threading.Event()
         """Set to end the heartbeats."""
 
@@ -80,9 +82,13 @@ class Link:
                     is_done = True
                 except ForgatherError as error:
                     failure = error
-            told = gather((failure, time.monotonic() - begun, self._bidden), run.cpu_group)
+            bucket = self.client.bucket
+            told = gather(
+                (failure, time.monotonic() - begun, self._bidden, bucket.sent, bucket.received), run.cpu_group
+            )
+            self.sent, self.received = sum(each[3] for each in told), sum(each[4] for each in told)
             stops = run.sync.poll()
-            failures = [each for each, _, _ in told if each is not None]
+            failures = [each for each, *_ in told if each is not None]
             if fatal := next((each for each in failures if not isinstance(each, Away)), None):
                 raise fatal
             if not failures:

@@ -20,8 +20,7 @@ from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco.encoding import Compression, decode, encode
 from forgather_cli.diloco.fragments import Shapes, fragments
 from forgather_cli.diloco.ledger import Closed
-from forgather_cli.diloco.submissions import Submissions
-from forgather_cli.optim.eager import unguard_step, unguarded_construction
+from forgather_cli.diloco.submissions import Submissions, chunks
 
 
 class OuterStep:
@@ -50,39 +49,39 @@ class OuterStep:
         changes. ``arrivals``: submissions that were counted before.
         """
         squares = 0.0
+        state = [self.momentum] if self.delay is None else [self.momentum, self.delayed]
+        state = state if self._outer.momentum else []
+        opened = [(submissions.open(sent.parts), weight) for sent, weight in closed.submissions]
         for name in self.names(closed.fragments):
-            change = torch.zeros(master[name].shape)
-            for sent, weight in closed.submissions:
-                submissions.add_to(change, sent.parts, name, weight)
-            squares += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
-            if self.delay is None:
-                self._step(name, master[name].detach(), change)
-            else:
-                self._delayed_step(name, master[name].detach(), change, (arrivals + 1) % self.delay == 0)
+            held = [master[name].detach(), *(each.setdefault(name, torch.zeros(master[name].shape)) for each in state)]
+            for start, stop in chunks(master[name].shape):
+                weights, *rest = ((tensor if tensor.ndim else tensor.view(1))[start:stop] for tensor in held)
+                change = torch.zeros(weights.shape)
+                for sent, weight in opened:
+                    change += sent.rows(name, start, stop).mul_(weight)
+                squares += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
+                if self.delay is None:
+                    self._step(weights, change, *rest)
+                else:
+                    self._delayed_step((arrivals + 1) % self.delay == 0, weights, change, *rest)
         return math.sqrt(squares)
 
-    def _step(self, name: str, weights: Tensor, change: Tensor) -> None:
-        outer, weights.grad = self._outer, change
-        with unguarded_construction():
-            nesterov = outer.nesterov and outer.momentum > 0
-            sgd = torch.optim.SGD([weights], outer.lr, outer.momentum, nesterov=nesterov, foreach=False)
-        unguard_step(sgd)
-        if name in self.momentum:
-            sgd.state[weights]["momentum_buffer"] = self.momentum[name]
-        sgd.step()
-        # the optimizer refers to itself (unguard_step), so that what it refers to stays until Python looks for cycles
-        weights.grad = None
-        if outer.momentum:
-            self.momentum[name] = sgd.state[weights]["momentum_buffer"]
+    def _step(self, weights: Tensor, change: Tensor, momentum: Tensor | None = None) -> None:
+        """As ``torch.optim.SGD`` does it, to the bit; ``change`` is used up."""
+        if momentum is not None:
+            momentum.mul_(self._outer.momentum).add_(change)
+            change = change.add_(momentum, alpha=self._outer.momentum) if self._outer.nesterov else momentum
+        weights.add_(change, alpha=-self._outer.lr)
 
-    def _delayed_step(self, name: str, weights: Tensor, change: Tensor, is_due: bool) -> None:
+    def _delayed_step(self, is_due: bool, weights: Tensor, change: Tensor, *state: Tensor) -> None:
+        """``state``: momentum and the sum of changes, where there is momentum."""
         lr, beta, share = self._outer.lr, self._outer.momentum, 1 / (self.delay or 1)
         weights.add_(change, alpha=-lr * share)
-        if not beta:
+        if not state:
             return
-        delayed = self.delayed.setdefault(name, torch.zeros_like(weights)).add_(change)
+        momentum, delayed = state
+        delayed.add_(change)
         if is_due:
-            momentum = self.momentum.setdefault(name, torch.zeros_like(weights))
             momentum.mul_(beta).add_(delayed, alpha=share)
             weights.add_(momentum, alpha=-lr * beta)
             delayed.zero_()

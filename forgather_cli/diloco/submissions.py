@@ -26,7 +26,7 @@ from forgather_cli.errors import CheckpointError
 from forgather_cli.input_files import open_file, parse_json, read_json_object
 
 _VALUES = 1 << 17
-"""Of a tensor in memory at once."""
+"""Of a tensor that are worked on at a time."""
 
 
 class Submissions:
@@ -76,52 +76,64 @@ class Submissions:
 
     # ---------------------------------------------------------------------------------------------------- their content
 
+    def open(self, parts: Sequence[str]) -> Sent:
+        """What these parts hold. Raises CheckpointError, OSError or what parsing raises for files that are none."""
+        return Sent([_Part(self.part(sha256)) for sha256 in parts], self._shapes, self._compression)
+
     def problem(self, parts: Sequence[str], names: Collection[str]) -> str:
         """Why these parts are no submission of the parameters ``names``: reads all of them. Empty if they are one."""
         try:
-            opened = [_Part(self.part(sha256)) for sha256 in parts]
-            if unknown := sorted({name for part in opened for name in part.rows} - set(names)):
-                return f"it has {unknown[0]}, which is not of this exchange"
-            for name in names:
-                at = 0
-                for first, rows, values in self._pieces(opened, name):
-                    if first != at:
-                        return f"{name}: rows {first} to {first + rows} come twice or are not the next ones"
-                    at += rows
-                    if not torch.isfinite(values).all():
-                        return f"{name} is not finite"
-                wanted = self._shapes[name][0] if self._shapes[name] else 1
-                if at != wanted:
-                    return f"{name}: has {at} of {wanted} rows"
+            return self.open(parts).problem(names)
         except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"a part cannot be read: {error}"
+
+
+class Sent:
+    """Changes of parameters as a worker has sent them, in one part or several."""
+
+    def __init__(self, parts: Sequence[_Part], shapes: Shapes, compression: Compression) -> None:
+        self._parts, self._shapes, self._compression = parts, shapes, compression
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a parameter, fp32; a 0-dim one is a row of one number."""
+        pieces = []
+        for part in self._of(name):
+            first, count = part.rows[name]
+            own = max(start, first), min(stop, first + count)
+            if own[0] < own[1]:
+                keys = [key for key in (name, f"{name}:scale") if key in part.tensors.specs]
+                sent = {key: part.tensors.read(key, own[0] - first, own[1] - first) for key in keys}
+                pieces.append(decode(name, sent, (own[1] - own[0], *self._shapes[name][1:]), self._compression))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def problem(self, names: Collection[str]) -> str:
+        """Why this is no submission of the parameters ``names``, each row once; empty if it is one. Raises ValueError
+        for a wrong dtype or shape.
+        """
+        if unknown := sorted({name for part in self._parts for name in part.rows} - set(names)):
+            return f"it has {unknown[0]}, which is not of this exchange"
+        for name in names:
+            at, shape = 0, self._shapes[name]
+            for part in self._of(name):
+                first, count = part.rows[name]
+                if first != at:
+                    return f"{name}: rows {first} to {first + count} come twice or are not the next ones"
+                at += count
+                like = torch.empty((count, *shape[1:]) if shape else (), device="meta")
+                for key, wanted in encode(name, like, self._compression).items():
+                    spec = part.tensors.specs[key]
+                    if (dtype_of(spec), spec.shape) != (wanted.dtype, tuple(wanted.shape)):
+                        right, wrong = (wanted.dtype, list(wanted.shape)), (dtype_of(spec), list(spec.shape))
+                        raise ValueError(f"{key} must be {right[0]} {right[1]}, got {wrong[0]} {wrong[1]}")
+            if at != (shape[0] if shape else 1):
+                return f"{name}: has {at} of {shape[0] if shape else 1} rows"
+            if not all(torch.isfinite(self.rows(name, *chunk)).all() for chunk in chunks(shape)):
+                return f"{name} is not finite"
         return ""
 
-    def add_to(self, change: Tensor, parts: Sequence[str], name: str, weight: float) -> None:
-        """Add to ``change``, fp32 of full shape, ``weight`` times what a submission that was found good says."""
-        for first, rows, values in self._pieces([_Part(self.part(sha256)) for sha256 in parts], name):
-            (change[first : first + rows] if change.ndim else change).add_(values.mul_(weight))
-
-    def _pieces(self, parts: Sequence[_Part], name: str) -> Iterator[tuple[int, int, Tensor]]:
-        """(first row, rows, fp32 values) of a tensor, in the order of the rows and few at a time, so that little is in
-        memory. Raises ValueError for a wrong shape.
-        """
-        shape = self._shapes[name]
-        most = max(1, _VALUES // max(1, math.prod(shape[1:]))) if shape else 1  # rows at a time
-        for part in sorted((part for part in parts if name in part.rows), key=lambda part: part.rows[name][0]):
-            first, rows = part.rows[name]
-            piece = (rows, *shape[1:]) if shape else ()
-            wanted = encode(name, torch.empty(piece, device="meta"), self._compression)
-            specs = {key: part.tensors.specs[key] for key in wanted}
-            for key, like in wanted.items():
-                got = (dtype_of(specs[key]), specs[key].shape)
-                if got != (like.dtype, tuple(like.shape)):
-                    raise ValueError(f"{key} must be {like.dtype} {list(like.shape)}, got {got[0]} {list(got[1])}")
-            for start in range(0, rows, most):
-                stop = min(start + most, rows)
-                sent = {key: part.tensors.read(key, start, stop) for key in wanted}
-                chunk = (stop - start, *shape[1:]) if shape else ()
-                yield first + start, stop - start, decode(name, sent, chunk, self._compression)
+    def _of(self, name: str) -> list[_Part]:
+        """The parts that hold rows of a parameter, in the order of these."""
+        return sorted((part for part in self._parts if name in part.rows), key=lambda part: part.rows[name][0])
 
 
 class _Part:
@@ -133,3 +145,9 @@ class _Part:
             header = parse_json(file.read(int.from_bytes(file.read(8), "little")))
         listed = parse_json(header["__metadata__"]["rows"])
         self.rows = {str(name): (int(first), int(rows)) for name, (first, rows) in listed.items()}
+
+
+def chunks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rows [start, stop) that are worked on at a time, so that little of a tensor is in memory twice."""
+    rows, most = shape[0] if shape else 1, max(1, _VALUES // max(1, math.prod(shape[1:])))
+    return ((start, min(start + most, rows)) for start in range(0, rows, most))

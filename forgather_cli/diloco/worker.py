@@ -259,13 +259,12 @@ class DilocoWorker:
         return True
 
     def _heartbeat(self) -> dict[str, Any]:
-        bucket = self._link.client.bucket
         return {
             "generation": self._generation,
             "step": self._run.state.global_step,
             "tokens_per_second": self._tokens_per_second,
-            "sent": bucket.sent,
-            "received": bucket.received,
+            "sent": self._link.sent,
+            "received": self._link.received,
         }
 
     def _enter(self, after: int) -> bool:
@@ -494,8 +493,7 @@ class DilocoWorker:
         self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments = state["counts"]
 
     def facts(self) -> dict[str, float]:
-        """How the exchanges go, for logs: counts, seconds, bytes of this rank; the norm is of the last round."""
-        bucket = self._link.client.bucket
+        """How the exchanges go, for logs: counts, seconds, bytes of all ranks; the norm is of the last round."""
         found = {
             "sync_count": self.sync_count,
             "local_step": self.local_step,
@@ -506,8 +504,8 @@ class DilocoWorker:
             "staleness": self.staleness,
             "total_sync_time": self.total_sync_time,
             "sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
-            "bytes_sent": bucket.sent,
-            "bytes_received": bucket.received,
+            "bytes_sent": self._link.sent,
+            "bytes_received": self._link.received,
             "norm": self.pseudo_gradient_norm,
         }
         return {f"diloco/{name}": value for name, value in found.items() if not math.isnan(value)}

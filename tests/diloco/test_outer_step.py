@@ -18,13 +18,16 @@ SHAPES = {"embed": (6, 4), "layers.0.w": (4, 4), "layers.1.w": (4, 4), "layers.2
 
 
 class Sent:
-    """Changes by the name of their part, as ``Submissions`` reads them."""
+    """A change of each parameter, as ``Submissions`` opens and reads them."""
 
-    def __init__(self, changes: dict[str, dict[str, Tensor]]) -> None:
-        self.changes = changes
+    def __init__(self, change: dict[str, Tensor]) -> None:
+        self.change = change
 
-    def add_to(self, change: Tensor, parts: Any, name: str, weight: float) -> None:
-        change.add_(self.changes[parts[0]][name], alpha=weight)
+    def open(self, parts: Any) -> Sent:
+        return self
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self.change[name][start:stop].clone()
 
 
 def test_delayed_nesterov_updates_its_momentum_every_few_arrivals() -> None:
@@ -37,7 +40,7 @@ def test_delayed_nesterov_updates_its_momentum_every_few_arrivals() -> None:
     momentum, total = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for arrival, change in enumerate(changes):
         sent = Submission(0, "a", arrival, ("p",), 1, ())
-        norm = step.step(master, Closed(((sent, 1.0),), (0,)), Sent({"p": {"w": change}}), arrival)  # type: ignore[arg-type]
+        norm = step.step(master, Closed(((sent, 1.0),), (0,)), Sent({"w": change}), arrival)  # type: ignore[arg-type]
         total += change.double()
         if (arrival + 1) % 2 == 0:
             momentum = 0.9 * momentum + total / 2

@@ -114,8 +114,12 @@ def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out
 def test_workers_of_several_ranks_agree_with_one_device(tmp_path: Path) -> None:
     layouts = (["trainer=fsdp2", "nproc_per_node=2"], ["trainer=pipeline", "nproc_per_node=2", "n_microbatches=2"])
     with served(tmp_path) as server:
-        trained(server, [[ALL, *layout] for layout in layouts])
-        found = global_weights(server, ROUNDS)
+        runs = trained(server, [[ALL, *layout] for layout in layouts])
+        status, found = server.client.status(), global_weights(server, ROUNDS)
+    last = [json.loads(run.metrics.read_text().splitlines()[-1]) for run in runs]
+    for way, at_server in (("sent", status["received"]), ("received", status["sent"])):  # of all ranks, and messages
+        told = sum(record[f"diloco/bytes_{way}"] for record in last)
+        assert at_server < told < 1.1 * at_server
     expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS)
     assert largest_difference(found, expected) < 1e-5
 
