@@ -53,7 +53,10 @@ class OuterStep:
         state = state if self._outer.momentum else []
         opened = [(submissions.open(sent.parts), weight) for sent, weight in closed.submissions]
         for name in self.names(closed.fragments):
-            held = [master[name].detach(), *(each.setdefault(name, torch.zeros(master[name].shape)) for each in state)]
+            for each in state:
+                if name not in each:
+                    each[name] = torch.zeros(master[name].shape)
+            held = [master[name].detach(), *(each[name] for each in state)]
             for start, stop in chunks(master[name].shape):
                 weights, *rest = ((tensor if tensor.ndim else tensor.view(1))[start:stop] for tensor in held)
                 change = torch.zeros(weights.shape)

@@ -33,8 +33,8 @@ def work(settings: DilocoServerSettings, config: Config, run: RunDir, rank: Rank
     """Serve the rounds of a run until they are over or something stops them; returns how that ended."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
-        # freed blocks from 1 MiB on go back to the system at once: the peak of a server of 58 million parameters is 2.9
-        # times its weights so, not 4.2 (glibc 2.36, whose own limit grows to 32 MiB)
+        # freed blocks from 1 MiB on go back to the system at once, else gaps in the heap add up (glibc 2.36, whose own
+        # limit grows to 32 MiB)
         libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
     write_whole(run.diloco, server_settings_text(settings))
     token, token_file = token_of(run, settings)
