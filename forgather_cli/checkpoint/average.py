@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from forgather_cli.checkpoint.tensors import Weights, dtype_of, write_weights
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.input_files import read_bytes, read_json_object
 from forgather_cli.run_dir import RunDir, run_of
+
+log = logging.getLogger(__name__)
 
 PROVENANCE = "provenance.json"
 """The file of an average that says what it is the mean of."""
@@ -113,6 +116,21 @@ def enough_of(run: RunDir, found: list[Path], wanted: int, setting: str, say: Ca
         )
     if len(found) < wanted:
         say(f"{run.root} keeps {len(found)} healthy checkpoints (save_total_limit), {wanted} were asked for")
+
+
+def average_run(run: RunDir, count: int) -> None:
+    """Write the mean of a run's last ``count`` checkpoints beside the last one, unless it is there. Fewer than that, or
+    than two, are a warning. Raises as ``average_models``.
+    """
+    out = run.average(run.checkpoint_steps()[-1], count)
+    if out.is_dir():
+        return
+    members = last_checkpoints(run, count)
+    if len(members) < 2:
+        log.warning("average_last: the run has %d whole checkpoint, so there is nothing to average", len(members))
+        return
+    enough_of(run, members, count, "average_last", lambda text: log.warning("average_last: %s", text))
+    average_models(members, out, verified=True)
 
 
 def _opened(source: Path, verified: bool) -> Member:
