@@ -183,11 +183,15 @@ def _launch(file: Section) -> str:
     one.
     """
     where, kind = file.take("compute_environment", "LOCAL_MACHINE"), file.take("distributed_type")
-    if where != "LOCAL_MACHINE":
+    if where == "LOCAL_MACHINE":
+        file.tell("compute_environment", ALWAYS_SO)
+    else:
         file.wrong("compute_environment", f"must be LOCAL_MACHINE, got {where!r}; start the ranks on their machines")
     if kind == "FSDP":
         file.put("trainer", "fsdp2", "distributed_type")
-    elif kind != "DEEPSPEED":
+    elif kind == "DEEPSPEED":
+        file.tell("distributed_type", "the trainer follows from zero_stage")
+    else:
         remedy = "; set trainer=ddp, without accelerate_config" if str(kind).startswith("MULTI_") else ""
         file.wrong("distributed_type", f"must be FSDP or DEEPSPEED, got {kind!r}{remedy}")
     machines, processes = file.number("num_machines", 1), file.number("num_processes", -1)
@@ -220,9 +224,8 @@ def _sharding(file: Section, machines: int, own_decoder: bool) -> None:
     """What ``fsdp_config`` says, to its last key."""
     file.put("trainer.cpu_offload", file.boolean("fsdp_offload_params"), "fsdp_offload_params")
     key = "fsdp_activation_checkpointing"
-    if (recomputes := file.boolean(key)) is False:
-        file.tell(key, "as gradient_checkpointing says")  # which Hugging Face's scripts set beside such a file
-    file.put("gradient_checkpointing", recomputes or None, key)
+    # false leaves it to gradient_checkpointing, which Hugging Face's scripts set beside such a file
+    file.put("gradient_checkpointing", file.boolean(key) or None, key)
     version = file.take("fsdp_version", 1)
     if str(version) == "2":
         file.tell("fsdp_version", ALWAYS_SO)

@@ -224,14 +224,14 @@ class ConfigBuilder:
             switches = file is not None and path == "trainer"  # to ddp: ZeRO's stage 0
             if is_group and now is None:
                 outcomes[path] = f"{path} is a class of yours"
+            elif now == value:
+                continue
             elif (path in self.chosen and not switches) or (by and by.source is None):
                 outcomes[path] = f"{path}={typed(now)}, as the command line says"
             elif not is_group and group in GROUPS and option != found.settings.get(group, option):
                 outcomes[path] = f"nothing under {group}={option or 'a class of yours'}"
             elif path == accumulation and (batch := OmegaConf.select(self.cfg, "global_batch_size")):
                 outcomes[path] = f"follows from global_batch_size={batch}"
-            elif now == value:
-                continue
             elif is_group and not switches and own and self._chosen_in(own, path):
                 self.problems.append(f"{path}: {source} says {value}, got {now} too; leave one of them out")
             elif is_group:

@@ -63,7 +63,7 @@ _SETTINGS = {
 """Key -> the setting that has its value."""
 _OPTIMIZERS = {"Adam": "adamw", "AdamW": "adamw", "SGD": "sgd"}  # its Adam is AdamW unless adam_w_mode is false
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_DEFAULTS = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "constant": {"scheduler.params.warmup_num_steps": 1000},
     "linear": {"scheduler.params.warmup_num_steps": 1000},
     "cosine": {"scheduler.params.warmup_num_steps": 1000, "scheduler.params.cos_min_ratio": 1e-4},
@@ -180,7 +180,7 @@ def read_deepspeed_config(file: Section) -> None:
     shown = {json_key: key for key, json_key in _OF_ACCELERATE.items()}
     section = Section(
         lambda key: file.name(f"deepspeed_config.{shown.get(key, key)}"),
-        {_OF_ACCELERATE.get(key, key): value for key, value in keys.items()},
+        {_OF_ACCELERATE.get(str(key), str(key)): value for key, value in keys.items()},
         file.found,
         shown,
     )
@@ -189,7 +189,7 @@ def read_deepspeed_config(file: Section) -> None:
 
 def launched_deepspeed(environ: Mapping[str, str] = os.environ) -> Translation:
     """What the variables of ``accelerate launch`` with DeepSpeed say; not checked."""
-    names = {key: name for name, key in _VARIABLES.items()}
+    names: dict[str, str] = {key: name for name, key in _VARIABLES.items()}
     said = {key: _scalar(environ[name]) for name, key in _VARIABLES.items() if name in environ}
     said |= {n: v for n, v in environ.items() if n.startswith("ACCELERATE_DEEPSPEED_") and n not in _VARIABLES}
     section = Section(lambda key: f"{names.get(key, key)} in the environment", said, Translation(), names)
@@ -205,11 +205,12 @@ def _with_its_json(section: Section, known: list[str]) -> None:
     named = section.take("deepspeed_config_file")
     if named in (None, "none"):
         section.left.setdefault(_STAGE, 2)  # accelerate's own default
+    else:
+        section.tell("deepspeed_config_file", "the lines of that file")
     _read(section)
     section.finish(known)
     if named in (None, "none"):
         return
-    section.tell("deepspeed_config_file", "read")
     where, path = section.name("deepspeed_config_file"), Path(str(named)).expanduser()
     tree = read_json_object(path, lambda why: ConfigError(f"{where}: {why}; give DeepSpeed's JSON"))
     read_deepspeed_json(Section(lambda key: f"accelerate_config: {key} in {path}", tree, section.found))
@@ -262,8 +263,6 @@ def _read(section: Section) -> None:
     for name, on in enabled.items():
         if on or enabled == {"bf16": False, "fp16": False}:
             section.put("precision", name if on else "fp32", f"{name}.enabled")
-        elif on is False:
-            section.tell(f"{name}.enabled", "as precision says")
     if enabled["fp16"]:
         power = section.number("fp16.initial_scale_power", 0)
         section.put("precision.init_scale", None if power is None else 2.0**power, "fp16.initial_scale_power")

@@ -11,9 +11,8 @@ from forgather_cli.errors import ConfigError, did_you_mean
 
 ALWAYS_SO = "always so here"
 NO_EFFECT = "without effect here"
-AS_SET = "as set here (auto)"
-OFF = "off, as here"
-_IN_SHORT = (ALWAYS_SO, NO_EFFECT, AS_SET, OFF)
+AS_SET = "as set here"
+_IN_SHORT = (AS_SET, ALWAYS_SO, NO_EFFECT)
 
 
 @dataclass
@@ -122,12 +121,18 @@ class Section:
             if is_set(value := self.take(key)):
                 self.wrong(key, f"nothing reads it, got {value!r}; {remedy}, and leave it out")
             else:
-                self.tell(key, OFF)
+                self.tell(key, ALWAYS_SO)
 
     def finish(self, known: Collection[str] = ()) -> None:
-        """What is left is unknown. ``known``: more keys to suggest."""
+        """What is left is unknown, and what was taken without a word (null, false) leaves things as they are set.
+        ``known``: more keys to suggest.
+        """
         for key in self.left:
             self.wrong(key, f"no such key;{did_you_mean(key, [*self.asked, *known])} leave it out")
+        said = {line for lines in self.found.lines.values() for line in lines} | self.found.told.keys()
+        for key, value in self._taken.items():
+            if self._line(key) not in said and not isinstance(value, dict):
+                self.tell(key, AS_SET)
 
     def _line(self, key: str) -> str:
         return f"{self.shown.get(key, key)}: {typed(self._taken.get(key))}"

@@ -205,7 +205,7 @@ def no_room(*args: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["average_last=2"], ["average_last", "at least 3"]),
+        (["average_last=2"], ["average_last", "3, got 2"]),
         (["average_last=5"], ["average_last", "save_total_limit=3", "save_total_limit=5"]),
         (["average_last=3", "save_strategy=no"], ["average_last", "save_strategy=no"]),
     ],

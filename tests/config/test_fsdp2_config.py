@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -410,14 +411,15 @@ def test_accelerate_launch_starts_a_run_as_its_file_says(tmp_path: Path) -> None
     path = written(tmp_path / "f.yaml", fsdp, **{**HERE, "main_process_port": None}, use_cpu=True)
     (tmp_path / "pairs.jsonl").write_text('{"input": "one two three", "target": "three two one"}\n' * 40)
     data = ["data=seq2seq", "data.files=[pairs.jsonl]", "max_encoder_length=16", "max_decoder_length=16"]
+    data += ["eval_strategy=no", "warmup_steps=1"]
     settings = [*paired.SHAPE, *data, "max_steps=2", "global_batch_size=4", "save_steps=2", "callbacks=minimal"]
     command = ["launch", "--config_file", str(path), "-m", "forgather_cli", "train", "output_dir=run", *settings]
     with Process(*command, module="accelerate.commands.accelerate_cli", cwd=tmp_path) as job:
         assert job.finish() == 0, job.output
-    assert "bf16, trainer fsdp2 on 2 ranks" in job.output
     assert job.output.count(f"FSDP_TRANSFORMER_CLS_TO_WRAP: {classes}") == 1
-    assert (tmp_path / "run/checkpoints/step-00000002/manifest.json").is_file()
+    assert json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text())["world_size"] == 2
     saved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert (saved["trainer"]["type"], saved["precision"]["type"]) == ("fsdp2", "bf16")
     assert saved["trainer"]["reshard_after_forward"] is False
     assert saved["trainer"]["block_classes"] == classes.split(",")
     assert saved["gradient_checkpointing"] is True
