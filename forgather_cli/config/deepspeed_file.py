@@ -166,7 +166,7 @@ def read_deepspeed_json(file: Section) -> None:
     file.left = {_OLD_NAMES.get(key, key): value for key, value in file.left.items()}
     file.left = {_OLD_NAMES.get(key, key): value for key, value in _flat(file.left)}
     if "trainer" not in file.found.settings:
-        file.left.setdefault(_STAGE, 0)
+        file.default(_STAGE, 0, "DeepSpeed's")
     _read(file)
     file.finish(_KEYS)
 
@@ -204,7 +204,7 @@ def _with_its_json(section: Section, known: list[str]) -> None:
     """What Accelerate says of DeepSpeed, and the JSON that it names. Raises ConfigError where that cannot be read."""
     named = section.take("deepspeed_config_file")
     if named in (None, "none"):
-        section.left.setdefault(_STAGE, 2)  # accelerate's own default
+        section.default(_STAGE, 2, "Accelerate's")
     else:
         section.tell("deepspeed_config_file", "the lines of that file")
     _read(section)
@@ -275,7 +275,8 @@ def _read(section: Section) -> None:
         option = {name.lower(): option for name, option in counterparts.items()}.get(str(kind).lower())
         if option is not None:
             section.put(group, option, f"{block}.type")
-            section.left = _DEFAULTS.get(option, {}) | section.left
+            for key, value in _DEFAULTS.get(option, {}).items():
+                section.default(key, value, "DeepSpeed's")
         elif kind is not None:
             known = ", ".join(counterparts)
             section.wrong(

@@ -73,6 +73,12 @@ class Section:
         self._taken[key] = self.left[key]
         return self.left.pop(key)
 
+    def default(self, key: str, value: Any, whose: str) -> None:
+        """A key that the file may leave out means this to the library ``whose`` file it is."""
+        if key not in self.left:
+            self.left[key] = value
+            self.shown = {**self.shown, key: f"{self.shown.get(key, key)} ({whose} default)"}
+
     def wrong(self, key: str, problem: str) -> None:
         self.found.problems.append(f"{self.name(key)}: {problem}")
 

@@ -123,6 +123,10 @@ class _ToCompare:
         raise AssertionError("never restored as a whole")
 
 
+class _Stopped(Exception):
+    """The average was given up, since the run is to stop."""
+
+
 class Checkpoints:
     """A run's checkpoints: saving, publishing, restoring. A context manager: leaving it ends the writer thread."""
 
@@ -340,12 +344,26 @@ class Checkpoints:
 
     def average_last(self, count: int) -> None:
         """Collective. Write the mean of the last ``count`` checkpoints beside that of this step, if there is one. What
-        goes wrong is an error in the log and in ``average_failure``.
+        goes wrong is an error in the log and in ``average_failure``; a request to stop leaves it to a resume.
         """
         run = self._run
+
+        def check() -> None:
+            if run.sync.has_request():
+                raise _Stopped
+
+        def write() -> bool:
+            """On rank 0. False if it was given up."""
+            try:
+                if run.state.global_step in run.run_dir.checkpoint_steps():
+                    average_run(run.run_dir, count, check)
+            except _Stopped:
+                return False
+            return True
+
         try:
-            if on_rank_0(lambda: run.state.global_step in run.run_dir.checkpoint_steps(), run.cpu_group):
-                on_rank_0(lambda: average_run(run.run_dir, count), run.cpu_group)
+            if not on_rank_0(write, run.cpu_group):
+                run.sync.poll()
         except (SetupError, OSError) as error:
             self.average_failure = f"average_last: {error}"
             log.error("%s", self.average_failure)
