@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.config.schema import typed
 from forgather_cli.config.translation import ALWAYS_SO, AS_SET, NO_EFFECT, Section, Translation
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_json_object
@@ -83,8 +84,8 @@ _ONLY: dict[str, tuple[Any, str]] = {
     f"{_ZERO}.zero_quantized_weights": (False, "weights travel in trainer.param_dtype; set it to false"),
     f"{_ZERO}.zero_quantized_nontrainable_weights": (False, "weights travel in trainer.param_dtype; set it to false"),
     f"{_ZERO}.zero_quantized_gradients": (False, "gradients travel in trainer.reduce_dtype; set it to false"),
-    "activation_checkpointing.cpu_checkpointing": (False, "activations stay on the device, or are recomputed"),
-    "activation_checkpointing.partition_activations": (False, "activations stay on their rank, or are recomputed"),
+    "activation_checkpointing.cpu_checkpointing": (False, "set it to false, and gradient_checkpointing=true"),
+    "activation_checkpointing.partition_activations": (False, "set it to false, and gradient_checkpointing=true"),
 }
 """Key -> the one value that it may have, and what to do instead of another."""
 _ALWAYS_SO = (
@@ -264,8 +265,11 @@ def _read(section: Section) -> None:
         if on or enabled == {"bf16": False, "fp16": False}:
             section.put("precision", name if on else "fp32", f"{name}.enabled")
     if enabled["fp16"]:
-        power = section.number("fp16.initial_scale_power", 0)
-        section.put("precision.init_scale", None if power is None else 2.0**power, "fp16.initial_scale_power")
+        power = section.number(key := "fp16.initial_scale_power", 0)
+        if power is not None and power > 100:
+            section.wrong(key, f"must be 100 or less, got {power}")
+        elif power is not None:
+            section.put("precision.init_scale", 2.0**power, key)
         key = "fp16.loss_scale_window"
         section.put("precision.growth_interval", section.number(key, 1), key)
     section.leave(["fp16.initial_scale_power", "fp16.loss_scale_window"], NO_EFFECT)
@@ -296,7 +300,7 @@ def _read(section: Section) -> None:
             if got == value and isinstance(got, bool) == isinstance(value, bool):
                 section.tell(key, ALWAYS_SO)
             else:
-                section.wrong(key, f"must be {value!r}, got {got!r}: {remedy}")
+                section.wrong(key, f"must be {typed(value)}, got {typed(got)}: {remedy}")
     section.leave(_ALWAYS_SO, ALWAYS_SO)
     section.leave(_WITHOUT_EFFECT, NO_EFFECT)
     section.refuse(_BLOCKS)

@@ -83,8 +83,9 @@ class Section:
         self.found.problems.append(f"{self.name(key)}: {problem}")
 
     def tell(self, key: str, meaning: str) -> None:
-        """Say what becomes of a key that was taken."""
-        self.found.told[self._line(key)] = meaning
+        """Say what becomes of a key, if it was there."""
+        if key in self._taken:
+            self.found.told[self._line(key)] = meaning
 
     def put(self, path: str, value: Any, key: str) -> None:
         """The key that was taken says that our setting ``path`` is ``value``; nothing if that is None."""

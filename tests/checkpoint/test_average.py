@@ -14,7 +14,7 @@ import finalized
 import pytest
 import torch
 from finalized import logits, theirs, weights
-from program import forgather
+from program import Process, forgather
 from saving import damage, flip
 from tiny import decoder, metrics
 
@@ -167,6 +167,21 @@ SMALL = [
 ]  # fmt: skip
 
 
+SIGNALLED = """
+import os, signal
+from forgather_cli.checkpoint.average import _Mean
+from forgather_cli.cli.app import main
+
+def rows(mean, *args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        mean._check()
+
+_Mean._rows = rows
+main()
+"""
+
+
 def test_a_run_ends_with_the_mean_of_its_last_checkpoints(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +192,10 @@ def test_a_run_ends_with_the_mean_of_its_last_checkpoints(
     assert "average_last: " in capfd.readouterr().err
     names = ["step-00000002", "step-00000003", "step-00000004"]
     assert sorted(path.name for path in run.checkpoints.iterdir()) == names
-    assert forgather("resume", "run") == 0  # as after a kill
+    with Process("resume", "run", code=SIGNALLED) as job:
+        assert job.finish() == 75, job.output
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == names
+    assert forgather("resume", "run") == 0
     average = run.average(4, 3)
     assert str(average) in capfd.readouterr().out
     members = [weights(run.checkpoints / name / "model") for name in names]

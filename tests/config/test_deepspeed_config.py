@@ -225,7 +225,7 @@ WRONG_JSON: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled in {}: contradicts bf16.enabled"),
     "adam": (
         {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
-        "optimizer.params.adam_w_mode in {}: must be True, got False",
+        "optimizer.params.adam_w_mode in {}: must be true, got false",
     ),
     "rates": (
         {
