@@ -11,6 +11,7 @@ from forgather_cli.errors import SetupError
 from forgather_cli.input_files import read_yaml
 
 _STEP = re.compile(r"step-(\d{8,})$")
+_AVERAGE = re.compile(r"step-\d{8,}-average-\d+$")
 _LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml$")
 _PASSING = re.compile(r".+-rank-\d+\.pickle|\.before-.+|\..+\.deleted")
 """Names of memory snapshots, and of what a start or a removal has hidden."""
@@ -130,6 +131,10 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
+    def average(self, step: int, count: int) -> Path:
+        """The mean of the last ``count`` checkpoints' weights, a model directory beside that of the last one."""
+        return self.checkpoints / f"step-{step:08d}-average-{count}"
+
     def checkpoint_steps(self) -> list[int]:
         """Steps of the published checkpoints, ascending. Reads the directory."""
         if not self.checkpoints.is_dir():
@@ -173,13 +178,13 @@ def step_of(path: Path) -> int | None:
 
 
 def run_of(source: Path) -> RunDir | None:
-    """The run that a run directory, a checkpoint, or a checkpoint's model directory belongs to. Reads the disk.
+    """The run that a run directory, a checkpoint, its model directory or an average belongs to. Reads the disk.
 
     A directory with ``config.json`` is a model whatever else lies there.
     """
     source = source.resolve()
     candidates = [source]
-    if step_of(source) is not None:
+    if step_of(source) is not None or _AVERAGE.match(source.name):
         candidates.append(source.parent.parent)
     elif step_of(source.parent) is not None:
         candidates.append(source.parent.parent.parent)

@@ -65,7 +65,7 @@ ALLOWED = {
         "callbacks.build", "launch.exit_status", "launch.run_lock", "launch.signals",
     },
     "strategies": {
-        "config.accelerate_file", "config.pipeline_layout", "distributed", "loss", "precision",
+        "config.pipeline_layout", "distributed", "loss", "precision",
         "models.init",
         "models.stages", "models.transform",
     },

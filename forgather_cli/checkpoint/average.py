@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ import torch
 from torch import Tensor
 
 import forgather_cli
-from forgather_cli.checkpoint.files import check_absent, new_directory
+from forgather_cli.checkpoint.files import Check, check_absent, new_directory, no_check
 from forgather_cli.checkpoint.load import Reader, healthy_ones, open_whole, whole_ones
 from forgather_cli.checkpoint.sources import check_sources, is_checkpoint, model_directory
 from forgather_cli.checkpoint.tensors import Weights, dtype_of, write_weights
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.input_files import read_bytes, read_json_object
 from forgather_cli.run_dir import RunDir, run_of
+
+log = logging.getLogger(__name__)
 
 PROVENANCE = "provenance.json"
 """The file of an average that says what it is the mean of."""
@@ -61,21 +64,21 @@ class Member:
         }
 
 
-def average_models(sources: Sequence[Path], out: Path, *, verified: bool = False) -> None:
+def average_models(sources: Sequence[Path], out: Path, *, verified: bool = False, check: Check = no_check) -> None:
     """Write the mean of checkpoints (or model directories) as the model directory ``out``, which must not exist.
 
     Sums are made in fp32 (fp64 for fp64), results have the sources' dtype; what is not a floating number is that of the
     last source. Config and tokenizer are the last one's; ``provenance.json`` names all. Every byte of a checkpoint is
-    verified first, unless it is ``verified``. Raises ConfigError for fewer than two sources or one that is named twice,
-    CheckpointError where they differ in tensors, config or tokenizer, SetupError where ``out`` exists or cannot be
-    written.
+    verified first, unless it is ``verified``. ``check()`` is called between blocks of rows. Raises ConfigError for less
+    than two sources or one that is named twice, CheckpointError where they differ in tensors, config or tokenizer,
+    SetupError where ``out`` exists or cannot be written.
     """
     check_absent(out)
     check_sources(sources)
     members = [_opened(source, verified) for source in sources]
     for other in members[1:]:
         check_alike(members[0], other)
-    mean = _Mean([member.weights for member in members])
+    mean = _Mean([member.weights for member in members], check)
     specs = members[-1].weights.specs()
     with new_directory(out, sum(spec.num_bytes for spec in specs.values())) as directory:
         for path in sorted(members[-1].directory.iterdir()):  # config, tokenizer and what else is not weights
@@ -113,6 +116,21 @@ def enough_of(run: RunDir, found: list[Path], wanted: int, setting: str, say: Ca
         )
     if len(found) < wanted:
         say(f"{run.root} keeps {len(found)} healthy checkpoints (save_total_limit), {wanted} were asked for")
+
+
+def average_run(run: RunDir, count: int, check: Check) -> None:
+    """Write the mean of a run's last ``count`` checkpoints beside the last one, unless it is there. Fewer than that, or
+    than two, are a warning. ``check()`` is called now and then; raises as it does, and as ``average_models``.
+    """
+    out = run.average(run.checkpoint_steps()[-1], count)
+    if out.is_dir():
+        return
+    members = last_checkpoints(run, count)
+    if len(members) < 2:
+        log.warning("average_last: the run has %d whole checkpoint, so there is nothing to average", len(members))
+        return
+    enough_of(run, members, count, "average_last", lambda text: log.warning("average_last: %s", text))
+    average_models(members, out, verified=True, check=check)
 
 
 def _opened(source: Path, verified: bool) -> Member:
@@ -159,8 +177,8 @@ def _differences(first: Member, other: Member) -> Iterator[str]:
 class _Mean:
     """Means by name, made when they are asked for. Memory: the mean, and two blocks of rows in fp32."""
 
-    def __init__(self, models: Sequence[Weights]) -> None:
-        self._models = models
+    def __init__(self, models: Sequence[Weights], check: Check) -> None:
+        self._models, self._check = models, check
 
     def __getitem__(self, name: str) -> Tensor:
         spec = self._models[-1].spec(name)
@@ -175,6 +193,7 @@ class _Mean:
         return mean
 
     def _rows(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        self._check()
         if not dtype.is_floating_point:
             return self._models[-1].read(name)
         wide = torch.promote_types(dtype, torch.float32)

@@ -243,7 +243,9 @@ def _lock(directory: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _unwinding() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process through its ``finally`` blocks, as Ctrl-C does."""
+    """SIGTERM and SIGHUP end this process through its ``finally`` blocks, as Ctrl-C does; but not a rank, which has its
+    own way to stop.
+    """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -251,7 +253,8 @@ def _unwinding() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    deadly = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, leave) for number in deadly}
     try:
         yield
     finally:

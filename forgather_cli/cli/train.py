@@ -125,6 +125,8 @@ def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
         )
         return
     print_config(loaded)
+    for note in loaded.notes:
+        typer.echo(note)
     print_plan(made)
     typer.echo(f"\nwould train in  {output_dir(loaded)}\nby the command  {shlex.join(command)}")
     typer.echo(f"ranks           {layout.describe()}")

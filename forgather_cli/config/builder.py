@@ -8,28 +8,28 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.accelerate_file import (
-    LAUNCHED,
-    accelerate_settings,
-    is_launched,
-    is_launched_for_fsdp,
-    launched_settings,
-)
+from forgather_cli.config.accelerate_file import LAUNCHED, accelerate_settings, is_launched, launched_settings
 from forgather_cli.config.compose import plain, references, written
 from forgather_cli.config.decode import decode, option_types, to_tree
 from forgather_cli.config.mistakes import Naming
-from forgather_cli.config.options import BARE_GROUPS, SearchPath, shipped
+from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, shipped
 from forgather_cli.config.overrides import Change, apply, full_path
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import services, shipped_groups
+from forgather_cli.config.schema import services, shipped_groups, typed
 from forgather_cli.config.targets import target_problems
+from forgather_cli.config.translation import Translation
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from forgather_cli.config.schema import Config
+
+_BEGUN_WITH = {
+    "trainer": ("single",), "precision": ("fp32", "auto"), "optimizer": ("adamw",), "lr_scheduler": ("cosine",),
+}  # fmt: skip
+"""Options that a recipe has without choosing them (``conf/train.yaml``), and precision=auto."""
 
 
 @dataclass
@@ -49,6 +49,10 @@ class ConfigBuilder:
     problems: list[str]
     given: dict[str, Change] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What became of the lines of Accelerate's file."""
+    read_from: dict[str, Path] = field(default_factory=dict)
+    """Path -> Accelerate's file that sets it."""
 
     def apply_changes(self, changes: Iterable[Change]) -> None:
         """Apply value changes in order; those that cannot be made become problems."""
@@ -95,8 +99,9 @@ class ConfigBuilder:
             if change.source in (None, where) or not full_path(change.key, known, {})[0].startswith(f"{group}.")
         ]
 
-    def build(self) -> tuple[Config, dict[str, Any], frozenset[str]]:
-        """Resolve, decode and check: the config, its tree for ``config.yaml``, and the paths and groups given by users.
+    def build(self) -> tuple[Config, dict[str, Any], frozenset[str], tuple[str, ...]]:
+        """Resolve, decode and check: the config, its tree for ``config.yaml``, the paths and groups given by users, and
+        ``notes``.
 
         Raises ConfigError with the problems of every stage.
         """
@@ -114,7 +119,7 @@ class ConfigBuilder:
         self._report(tree)
         # groups whose option does not exist: nothing is reported of their settings
         unknown = {group for group in self.options if any(p.startswith(f"{group}=") for p in self.problems)}
-        sources = {path: change.source for path, change in self.given.items() if change.source}
+        sources = {path: change.source for path, change in self.given.items() if change.source} | self.read_from
         for group, option in self.options.items():
             file = self.search.option(group, option)
             if file and not file.is_relative_to(shipped("conf")):
@@ -133,7 +138,7 @@ class ConfigBuilder:
             raise ConfigError(list(dict.fromkeys([*self.problems, *error.problems]))) from error
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
-        return config, written(to_tree(config), references(raw)), frozenset(layers)
+        return config, written(to_tree(config), references(raw)), frozenset(layers), tuple(self.notes)
 
     def _complete(self, tree: dict[str, Any]) -> None:
         """Fill in the settings of a resolved tree that follow from others."""
@@ -180,10 +185,9 @@ class ConfigBuilder:
     def _read_accelerate(self) -> None:
         """Take over the settings of ``trainer.accelerate_config``, or else of ``accelerate launch``.
 
-        Settings of the command line win; one of a recipe that differs is a problem.
+        Settings of the command line win, those of shipped recipes give way; one of a user's recipe that differs is a
+        problem.
         """
-        from omegaconf import OmegaConf
-
         tree = self._raw()
         kinds, trainer = option_types(tree), tree.get("trainer")
         sharded, own_decoder = kinds.get("trainer") == "fsdp2", kinds.get("model") in ("decoder", "pretrained")
@@ -198,25 +202,66 @@ class ConfigBuilder:
         except ConfigError as error:
             self.problems += error.problems
             return
-        if is_launched_for_fsdp() and not sharded and "trainer" in self.options:
-            found["trainer"] = "fsdp2"
-        for path, value in found.items():
-            by, is_group = self.given.get(path), path in self.options
-            if path in self.chosen or (by and by.source is None):
+        outcomes = self._take_over(found, source, Path(name) if isinstance(name, str) else None)
+        if notes := found.notes(outcomes):
+            self.notes = [f"{source}:", *(f"  {note}" for note in notes)]
+
+    def _take_over(self, found: Translation, source: str, file: Path | None) -> dict[str, str]:
+        """Put the settings that a file says into the config; returns, by path, what holds where that is another value.
+
+        ``file``: that trainer.accelerate_config names, which only trainer=fsdp2 has.
+        """
+        from omegaconf import OmegaConf
+
+        own = [recipe for recipe in self.files if not recipe.is_relative_to(shipped("recipes"))]
+        outcomes: dict[str, str] = {}
+        accumulation = "gradient_accumulation_steps"
+        # groups first, since their other settings follow; accumulation when the global batch is known
+        for path in sorted(found.settings, key=lambda path: (path not in GROUPS, path == accumulation)):
+            value, by, group = found.settings[path], self.given.get(path), path.partition(".")[0]
+            is_group, option = path in GROUPS, self.options.get(group)
+            now = option if is_group else OmegaConf.select(self.cfg, path)
+            switches = file is not None and path == "trainer"  # to ddp: ZeRO's stage 0
+            if is_group and now is None:
+                outcomes[path] = f"{path} is a class of yours"
+            elif now == value:
                 continue
-            if is_group:  # what no recipe insists on gives way, as do a resumed run's settings, which have no recipe
-                now = self.options[path]
-                set_before = now not in ("fp32", "auto") and bool(self.files)
-            else:
-                now, set_before = OmegaConf.select(self.cfg, path), by is not None
-            if set_before and now != value:
-                was, wants = (str(v).lower() if isinstance(v, bool) else v for v in (now, value))
-                self.problems.append(f"{path}: {source} says {wants}, got {was} too; leave one of them out")
+            elif (path in self.chosen and not switches) or (by and by.source is None):
+                outcomes[path] = f"{path}={typed(now)}, as the command line says"
+            elif not is_group and group in GROUPS and option != found.settings.get(group, option):
+                outcomes[path] = f"nothing under {group}={option or 'a class of yours'}"
+            elif path == accumulation and (batch := OmegaConf.select(self.cfg, "global_batch_size")):
+                outcomes[path] = f"follows from global_batch_size={batch}"
+            elif is_group and not switches and own and self._chosen_in(own, path):
+                self.problems.append(f"{path}: {source} says {value}, got {now} too; leave one of them out")
             elif is_group:
-                OmegaConf.update(self.cfg, path, {"type": value}, merge=False)
-                self.options[path] = value
+                self._choose(path, value)
+            elif by is not None and by.source in own:
+                said = f"{source} says {typed(value)}, got {typed(now)} too"
+                self.problems.append(f"{path}: {said}; leave one of them out")
             else:
                 OmegaConf.update(self.cfg, path, value, force_add=True)
+                self.read_from |= {} if file is None else {path: file}
+        return outcomes
+
+    def _chosen_in(self, files: list[Path], group: str) -> bool:
+        """Whether recipes have another option of a group than every run begins with, or settings of it."""
+        settings = [path for path, change in self.given.items() if change.source in files]
+        return self.options[group] not in _BEGUN_WITH[group] or any(path.startswith(f"{group}.") for path in settings)
+
+    def _choose(self, group: str, option: str) -> None:
+        """Replace a group's option; of its settings those of the command line stay."""
+        from omegaconf import OmegaConf
+
+        below = [path for path in self.given if path.startswith(f"{group}.")]
+        gone = [path for path in below if self.given[path].source or path == "trainer.accelerate_config"]
+        kept = {path: OmegaConf.select(self.cfg, path) for path in below if path not in gone}
+        OmegaConf.update(self.cfg, group, {"type": option}, merge=False)
+        for path, value in kept.items():
+            OmegaConf.update(self.cfg, path, value, force_add=True)
+        for path in gone:
+            del self.given[path]
+        self.options[group] = option
 
     def _raw(self) -> dict[str, Any]:
         from omegaconf import OmegaConf

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.config.accelerate_file import is_launched_for_fsdp
+from forgather_cli.config.accelerate_file import launched_trainer
 from forgather_cli.config.builder import ConfigBuilder
 from forgather_cli.config.compose import compose, is_reference
 from forgather_cli.config.decode import decode_saved, load_tree, option_types
 from forgather_cli.config.options import GROUPS, search_path
-from forgather_cli.config.overrides import parse, parse_lines
+from forgather_cli.config.overrides import Parsed, parse, parse_lines
 from forgather_cli.config.paths import walk
 from forgather_cli.config.recipe import read_recipe
 from forgather_cli.config.schema import Config
@@ -33,12 +33,14 @@ class Loaded:
     """A checked config and where it came from.
 
     ``tree`` is the config as ``config.yaml`` has it: complete, references to the environment unresolved, without the
-    job's token. ``given`` are the dotted paths set in recipe or command line, chosen groups included.
+    job's token. ``given`` are the dotted paths set in recipe or command line, chosen groups included. ``notes`` say
+    what each line of an Accelerate file is here.
     """
 
     config: Config
     tree: dict[str, Any]
     given: frozenset[str]
+    notes: tuple[str, ...]
     recipe: str
     recipe_path: Path
     recipe_text: str
@@ -59,8 +61,9 @@ def load_config(
     problems = [*parsed.problems, *source.problems]
     try:
         cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
-        if is_launched_for_fsdp() and options.get("trainer") == "single" and "trainer" not in parsed.chosen:
-            parsed = parse([*overrides, "trainer=fsdp2"], search)
+        trainer = _trainer_of_accelerate(parsed)
+        if trainer is not None and options.get("trainer") == "single":
+            parsed = parse([*overrides, f"trainer={trainer}"], search)
             cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
@@ -94,8 +97,9 @@ def load_resumed(
     if isinstance(trainer := tree.get("trainer"), dict) and trainer.get("accelerate_config"):
         trainer["accelerate_config"] = None  # the tree holds the file's settings already
     parsed = parse(overrides, search)
-    if is_launched_for_fsdp() and option_types(tree).get("trainer") != "fsdp2" and "trainer" not in parsed.chosen:
-        parsed = parse([*overrides, "trainer=fsdp2"], search)
+    implied = _trainer_of_accelerate(parsed)
+    if implied is not None and option_types(tree).get("trainer") != implied:
+        parsed = parse([*overrides, f"trainer={implied}"], search)
     problems = list(parsed.problems)
     if reads is not None:
         typed = {*parsed.chosen, *(change.key.removesuffix("._target_") for change in parsed.changes)}
@@ -115,6 +119,16 @@ def load_resumed(
     builder = ConfigBuilder(search, OmegaConf.create(tree), options, name, parsed.chosen, problems)
     builder.apply_changes(parsed.changes)
     return Loaded(*builder.build(), name, saved, read_text(saved, ConfigError), tuple(overrides))
+
+
+def _trainer_of_accelerate(parsed: Parsed) -> str | None:
+    """The option of ``trainer`` that a file of Accelerate's on the command line needs, or its launcher asks for; None
+    where the command line chooses one.
+    """
+    if "trainer" in parsed.chosen:
+        return None
+    keys = ("accelerate_config", "trainer.accelerate_config")
+    return "fsdp2" if any(change.key in keys and change.value for change in parsed.changes) else launched_trainer()
 
 
 def reload_config(

@@ -263,6 +263,8 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
                 return None
         except CheckpointError:
             return None
+    if config.average_last is not None and steps and not run.average(steps[-1], config.average_last).is_dir():
+        return None
     return f"step {ended.step} is the last ({ended.reason})"
 
 
@@ -272,6 +274,8 @@ def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False
     """
     from forgather_cli.config.decode import dump_tree
 
+    for note in loaded.notes:
+        print(note, flush=True)
     root = held.run.root
     config = replace(loaded.config, output_dir=str(root))
     path = held.prepare(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from forgather_cli.config.accelerate_file import ALWAYS_SO, LAUNCHED, is_launched_for_fsdp
 from forgather_cli.config.schema import FSDP2Settings, PrecisionOption
 from forgather_cli.distributed import cpu_group, world
 from forgather_cli.errors import SetupError
@@ -19,8 +17,6 @@ from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, 
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, have_a_group, mesh_of
 from forgather_cli.strategies.parallelize import EvenMicrobatches, Sharding, parallelize, precision_policy
-
-log = logging.getLogger(__name__)
 
 
 class FullyShard(Strategy):
@@ -66,9 +62,6 @@ class FullyShard(Strategy):
         cls, option: FSDP2Settings, device: torch.device, loss: Loss, precision: PrecisionOption | None
     ) -> FullyShard:
         """Called by ``build_strategy`` with the options of the config."""
-        source = option.accelerate_config or (LAUNCHED if is_launched_for_fsdp() else None)
-        if source is not None and world().rank == 0:
-            log.info("%s was read; here it is always so: %s", source, ", ".join(ALWAYS_SO))
         return cls(device, loss, option, precision)
 
     def materialize(self, spec: ModelSpec) -> None:

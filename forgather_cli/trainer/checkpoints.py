@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgather_cli.checkpoint.average import average_run
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
 from forgather_cli.checkpoint.format import plan
@@ -21,8 +22,8 @@ from forgather_cli.checkpoint.load import Reader, best_valid, named, newest_vali
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
 from forgather_cli.checkpoint.tensors import write_index, write_share
-from forgather_cli.distributed import all_sum, gather
-from forgather_cli.errors import CheckpointError
+from forgather_cli.distributed import all_sum, gather, on_rank_0
+from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.optim.state import merge_group_states
 from forgather_cli.shards import box_of, local
@@ -122,12 +123,18 @@ class _ToCompare:
         raise AssertionError("never restored as a whole")
 
 
+class _Stopped(Exception):
+    """The average was given up, since the run is to stop."""
+
+
 class Checkpoints:
     """A run's checkpoints: saving, publishing, restoring. A context manager: leaving it ends the writer thread."""
 
     def __init__(self, run: Run, callbacks: Mapping[str, Any]) -> None:
         """``callbacks``: the run's, by name."""
         self._run, self._callbacks = run, callbacks
+        self.average_failure: str | None = None
+        """Why the average at the end could not be written."""
         self._checkpointer = Checkpointer(
             run.run_dir, args=run.args, group=run.cpu_group, rank=run.world.rank, world_size=run.world.size
         )
@@ -334,6 +341,32 @@ class Checkpoints:
         if not run.config_tree:  # else the settings behind them have been told already
             for line in changes:
                 log.warning("optimizer: %s", line)
+
+    def average_last(self, count: int) -> None:
+        """Collective. Write the mean of the last ``count`` checkpoints beside that of this step, if there is one. What
+        goes wrong is an error in the log and in ``average_failure``; a request to stop leaves it to a resume.
+        """
+        run = self._run
+
+        def check() -> None:
+            if run.sync.has_request():
+                raise _Stopped
+
+        def write() -> bool:
+            """On rank 0. False if it was given up."""
+            try:
+                if run.state.global_step in run.run_dir.checkpoint_steps():
+                    average_run(run.run_dir, count, check)
+            except _Stopped:
+                return False
+            return True
+
+        try:
+            if not on_rank_0(write, run.cpu_group):
+                run.sync.poll()
+        except (SetupError, OSError) as error:
+            self.average_failure = f"average_last: {error}"
+            log.error("%s", self.average_failure)
 
     def load_best(self) -> None:
         """Collective. Load the best of the checkpoints that are kept and whole into the model, and log which it is."""

@@ -33,6 +33,8 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
     wanted = run.sync.signum is not None or args.save_strategy != "no" or failed
     if wanted and status.state != "aborted" and step not in run_dir.checkpoint_steps():
         raise TrainingError(_but(run_dir, reason, "that step could not be saved (see above)", told))
+    if checkpoints.average_failure is not None:
+        raise TrainingError(_but(run_dir, reason, checkpoints.average_failure, told))
     if status.state == "done" and 0 < step == run.state.resumed_step:
         setting = "max_steps" if args.max_steps > 0 else "num_train_epochs"
         print(f"\nnothing left to train: step {step} is the last; raise {setting} to train further")
@@ -42,6 +44,8 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
         what = f"{run_dir.exit} cannot be written ({error.strerror}): make room, and resume the run to have it written"
         raise TrainingError(_but(run_dir, reason, what, told)) from error
     _print_paths(run_dir)
+    if args.average_last is not None and (average := run_dir.average(step, args.average_last)).is_dir():
+        print(f"average  {average}", flush=True)
     if told:
         print(told, flush=True)
     return status

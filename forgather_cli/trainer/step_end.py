@@ -110,6 +110,8 @@ class StepEnd:
             start += time.perf_counter() - begun
         if run.args.load_best_model_at_end and not (aborted or stopped):
             self._checkpoints.load_best()
+        if run.args.average_last is not None and run.args.save_strategy != "no" and not (aborted or stopped):
+            self._checkpoints.average_last(run.args.average_last)
         run.metrics.save_seconds += time.perf_counter() - start
         metrics = self._run_metrics()
         self._emit_log(metrics, None)

@@ -134,6 +134,10 @@ class StepSync:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
+    def has_request(self) -> bool:
+        """Whether this rank was asked to stop, which the others may not know yet."""
+        return bool(self._should_stop())
+
     def poll(self) -> bool:
         """Collective. ``apply_requests`` of all ranks' present requests. Waits for all ranks."""
         if self._group is not None:

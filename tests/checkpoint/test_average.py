@@ -14,7 +14,7 @@ import finalized
 import pytest
 import torch
 from finalized import logits, theirs, weights
-from program import forgather
+from program import Process, forgather
 from saving import damage, flip
 from tiny import decoder, metrics
 
@@ -157,6 +157,81 @@ def test_an_average_on_a_full_disk_leaves_nothing(
     assert capsys.readouterr().err == message
     assert list(Path().iterdir()) == []
     assert contents(run) == before
+
+
+# ------------------------------------------------------------------------------------------------- at the end of a run
+
+SMALL = [
+    "model=nano", "data=synthetic", "data.seq_len=16", "global_batch_size=2", "eval_strategy=no", "save_steps=1",
+    "callbacks=minimal", "device=cpu",
+]  # fmt: skip
+
+
+SIGNALLED = """
+import os, signal
+from forgather_cli.checkpoint.average import _Mean
+from forgather_cli.cli.app import main
+
+def rows(mean, *args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        mean._check()
+
+_Mean._rows = rows
+main()
+"""
+
+
+def test_a_run_ends_with_the_mean_of_its_last_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(Path("run"))
+    with monkeypatch.context() as patch:
+        patch.setattr("forgather_cli.checkpoint.average.write_weights", no_room)
+        assert forgather("train", *SMALL, "max_steps=4", "average_last=3", "output_dir=run") == 1
+    assert "average_last: " in capfd.readouterr().err
+    names = ["step-00000002", "step-00000003", "step-00000004"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == names
+    with Process("resume", "run", code=SIGNALLED) as job:
+        assert job.finish() == 75, job.output
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == names
+    assert forgather("resume", "run") == 0
+    average = run.average(4, 3)
+    assert str(average) in capfd.readouterr().out
+    members = [weights(run.checkpoints / name / "model") for name in names]
+    for name, tensor in weights(average).items():
+        torch.testing.assert_close(tensor, torch.stack([m[name] for m in members]).mean(0), rtol=1e-6, atol=1e-7)
+
+    before = contents(average)
+    assert forgather("resume", "run") == 0
+    assert contents(average) == before
+    shutil.rmtree(average)
+    assert forgather("resume", "run") == 0  # of a run that is done
+    assert contents(average).keys() == before.keys()
+    capfd.readouterr()
+    assert forgather("resume", "run", "average_last=5", "save_total_limit=null") == 0
+    assert "keeps 3 healthy checkpoints" in " ".join(capfd.readouterr().err.split())
+    assert len(json.loads((run.average(4, 5) / "provenance.json").read_text())["sources"]) == 3
+    assert forgather("eval", str(average), "--json") == 0
+    assert json.loads(capfd.readouterr().out)["eval_loss"] > 0
+
+
+def no_room(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["average_last=2"], ["average_last", "3, got 2"]),
+        (["average_last=5"], ["average_last", "save_total_limit=3", "save_total_limit=5"]),
+        (["average_last=3", "save_strategy=no"], ["average_last", "save_strategy=no"]),
+    ],
+)
+def test_averages_that_cannot_be(words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", *SMALL, *words) == 2
+    message = capsys.readouterr().err
+    assert all(each in message for each in told)
 
 
 # ----------------------------------------------------------------------------------------------------------------- edit

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import paired
 import pytest
 import yaml
 from program import Process
@@ -176,11 +178,10 @@ def test_a_resumed_run_has_the_settings_and_needs_no_file(tmp_path: Path) -> Non
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "version 1": ({"fsdp_version": 1}, {}, "fsdp_config.fsdp_version in {}: must be 2, got 1; run accelerate to-fsdp2"),
     "no version": ({"fsdp_version": None}, {}, "fsdp_config.fsdp_version in {}: must be 2, got 1"),
-    "deepspeed": ({}, {"distributed_type": "DEEPSPEED"}, "distributed_type in {}: DEEPSPEED is not supported"),
     "ddp": (
         {},
         {"distributed_type": "MULTI_GPU"},
-        "distributed_type in {}: must be FSDP, got 'MULTI_GPU'; set trainer=ddp",
+        "distributed_type in {}: must be FSDP or DEEPSPEED, got 'MULTI_GPU'; set trainer=ddp",
     ),
     "sagemaker": ({}, {"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment in {}: must be LOCAL_MACHINE"),
     "fp8": (
@@ -400,15 +401,25 @@ def test_accumulation_of_accelerate_counts(launch: Callable[..., Path], monkeypa
 
 
 def test_accelerate_launch_starts_a_run_as_its_file_says(tmp_path: Path) -> None:
-    fsdp = {"fsdp_offload_params": False, "fsdp_reshard_after_forward": False}
+    """An encoder-decoder, by the names of its two kinds of layers."""
+    classes = "Qwen3EncoderLayer,Qwen3DecoderLayer"
+    fsdp = {
+        "fsdp_offload_params": False,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_transformer_layer_cls_to_wrap": classes,
+    }
     path = written(tmp_path / "f.yaml", fsdp, **{**HERE, "main_process_port": None}, use_cpu=True)
-    settings = ["model=nano", "data=synthetic", "data.seq_len=16", "max_steps=2", "global_batch_size=4", "save_steps=2"]
+    (tmp_path / "pairs.jsonl").write_text('{"input": "one two three", "target": "three two one"}\n' * 40)
+    data = ["data=seq2seq", "data.files=[pairs.jsonl]", "max_encoder_length=16", "max_decoder_length=16"]
+    data += ["eval_strategy=no", "warmup_steps=1"]
+    settings = [*paired.SHAPE, *data, "max_steps=2", "global_batch_size=4", "save_steps=2", "callbacks=minimal"]
     command = ["launch", "--config_file", str(path), "-m", "forgather_cli", "train", "output_dir=run", *settings]
     with Process(*command, module="accelerate.commands.accelerate_cli", cwd=tmp_path) as job:
         assert job.finish() == 0, job.output
-    assert "bf16, trainer fsdp2 on 2 ranks" in job.output
-    assert job.output.count("here it is always so: fsdp_use_orig_params") == 1
-    assert (tmp_path / "run/checkpoints/step-00000002/manifest.json").is_file()
+    assert job.output.count(f"FSDP_TRANSFORMER_CLS_TO_WRAP: {classes}") == 1
+    assert json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text())["world_size"] == 2
     saved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert (saved["trainer"]["type"], saved["precision"]["type"]) == ("fsdp2", "bf16")
     assert saved["trainer"]["reshard_after_forward"] is False
+    assert saved["trainer"]["block_classes"] == classes.split(",")
     assert saved["gradient_checkpointing"] is True

@@ -103,6 +103,7 @@ class RunSettings(Settings):
     metric_for_best_model: Annotated[str, NEEDS_EVALUATION] = "eval_loss"
     greater_is_better: Annotated[bool, NEEDS_EVALUATION] = False
     preserve_n_best: Count = 1
+    average_last: Annotated[Annotated[int, Ge(3)] | None, _SAVES] = None  # null: no average
 
     resume_from_checkpoint: bool | str = False
     resume_components: Annotated[
@@ -229,6 +230,12 @@ class Config(RunSettings):
             yield f"{best}: needs evaluations, got {got}, which leaves nothing to evaluate on; {nothing.remedy}"
         if self.load_best_model_at_end and self.save_strategy == "no":
             yield f"{best}: needs checkpoints, got save_strategy=no; set save_strategy=steps"
+        average, limit = self.average_last, self.save_total_limit
+        if average is not None and limit is not None and limit < average:
+            yield (
+                f"average_last: needs the last {average} checkpoints, got save_total_limit={limit}; set "
+                f"save_total_limit={average}, or average_last=null"
+            )
         if self.greater_is_better and metric.endswith(("loss", "perplexity")):
             yield f"greater_is_better: true keeps the worst metric_for_best_model={metric}; set greater_is_better=false"
         endpoint, nodes, world = self.rdzv_endpoint, self.nnodes, self.known_world
