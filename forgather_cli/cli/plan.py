@@ -189,6 +189,7 @@ def _facts(made: RunPlan) -> dict[str, str]:
         "model": f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(made.seq_len)} tokens per sequence",
         "parameters": f"{made.num_parameters:,}  ({kinds})" if made.parameters else _UNKNOWN,
         "trainer": trainer,
+        "precision": f"{made.precision} (auto: {made.auto_because})" if made.auto_because else made.precision,
         "batch": f"{batch}, {_count(made.tokens_per_step)} tokens per step",
         "train split": train if made.vocab_size and made.seq_len else "unknown: your data tells when it is made",
         "steps": steps,
