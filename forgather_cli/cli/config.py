@@ -20,7 +20,7 @@ app = typer.Typer(cls=Group, help="The resolved config, groups with their option
 recipe_app = typer.Typer(cls=Group, help="Recipes of your own.", no_args_is_help=True)
 
 RecipeOrRun = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run, or a recipe's name or file.", show_default=False)
+    str, typer.Argument(metavar="RUN_OR_RECIPE", help="A run, or a recipe's name or file.", show_default=False)
 ]
 
 
