@@ -72,7 +72,7 @@ def _explained_group(group: str, search: SearchPath, config_dir: Path | None) ->
                 if where.split()[-1] == group:
                     chosen[info.name] = str(option)
     below = [path.split(".") for path in settings() if path.startswith(f"{group}.")]
-    names = [".".join(parts[:2] if group == "callbacks" else parts[1:]) for parts in below]
+    names = [".".join(parts[:2]) if group == "callbacks" else parts[1] for parts in below]
     return ExplainedGroup(group, groups(config_dir)[group], chosen, list(dict.fromkeys(names)))
 
 
