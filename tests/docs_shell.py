@@ -30,6 +30,10 @@ SMALL = {
 }  # fmt: skip
 """Settings that ``forgather train`` gets where a page does not give them."""
 
+with socket.create_server(("127.0.0.1", 0)) as _free:
+    PORT = _free.getsockname()[1]
+"""Of a DiLoCo server, in the place of 8512."""
+
 _COMMAND = """#!{python} -IS
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
@@ -140,11 +144,15 @@ def _command(name: str, words: list[str], directory: str) -> tuple[str, ...]:
 
 def _small(words: list[str], directory: str) -> list[str]:
     """A command line with what makes its training small; of what it says itself only ``max_steps`` is changed."""
-    if words[:1] not in (["train"], ["resume"]):
+    verb = words[:2] if words[:1] == ["diloco"] else words[:1]
+    if verb not in (["train"], ["resume"], ["diloco", "server"], ["diloco", "worker"]) or "--print-sbatch" in words:
         return words
+    words = [word.replace(":8512", f":{PORT}") for word in words]
     steps = re.compile(r"max_steps=(\d{1,5})$")  # a job of a hundred thousand is one that the page itself stops
     words = [f"max_steps={min(int(found[1]), 30)}" if (found := steps.match(word)) else word for word in words]
-    recipe = next((word for word in words[1:] if "=" not in word and word[0] not in "~-"), "default")
+    words += [f"diloco.port={PORT}"] if "server" in verb else []
+    words += ["+callbacks.slow._target_=stalls.Slow"] if "max_steps=100000" in words else []
+    recipe = next((word for word in words[len(verb) :] if "=" not in word and word[0] not in "~-"), "default")
     if words[0] == "resume" or (Path(directory) / recipe).is_dir():  # a run that is small already
         return words
     given = {word.partition("=")[0].lstrip("~") for word in words}
@@ -152,6 +160,8 @@ def _small(words: list[str], directory: str) -> list[str]:
         given |= {"model", "seq_len"}
     if recipe in ("finetune", "chat_finetune", "qat"):
         given.add("model")
+    if recipe.startswith("qwen3_encdec"):
+        given |= {"model", "seq_len"}
     if "eval_strategy=no" in words:
         given |= {"eval_steps", "max_eval_samples"}
     if given & {"callbacks", "callbacks.textgen", "eval_strategy"}:

@@ -110,6 +110,7 @@ def _become(command: tuple[str, ...], environment: dict[str, str]) -> NoReturn:
     """Do what a new interpreter does."""
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # else it is that of this process: by a fork server
     kind = next(number for number, word in enumerate(command) if word in ("-m", "-c"))
     here = [] if "-P" in command[:kind] else [os.getcwd()]
     added = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))

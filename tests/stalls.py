@@ -1,4 +1,4 @@
-"""A callback that makes one rank of a run stand still: ``+callbacks.stall._target_=stalls.Stall``.
+"""A callback that makes one rank of a run stand still: ``+callbacks.stall._target_=stalls.Stall``; and a slow one.
 
 ``acts`` are done one after another, each at a step of its own, once the file ``go-N`` is there: sleep, data (a sample
 that does not come) and save (a disk that does not sync) last until the file ``end-N`` is there, late (a disk that syncs
@@ -61,3 +61,10 @@ class Stall(TrainerCallback):
         until = time.monotonic() + seconds
         while not Path(f"end-{number}").exists() and time.monotonic() < until:
             time.sleep(0.02)
+
+
+class Slow(TrainerCallback):
+    """Leaves the processor to others for most of the time."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)

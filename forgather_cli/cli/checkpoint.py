@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from forgather_cli.checkpoint.retention import CheckpointInfo
     from forgather_cli.config.load import Loaded
 
-app = typer.Typer(cls=Group, help="Look at checkpoints and mend them.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Group, help="Look at checkpoints, average them, and change the settings in them.", no_args_is_help=True
+)
 
 Source = Annotated[
     Path,
@@ -49,7 +51,7 @@ RunOrCheckpoint = Annotated[
     Path,
     typer.Argument(
         metavar="SOURCE",
-        help="A checkpoint, or a run (latest: the newest here) for all of its.",
+        help="A checkpoint, or a run (latest: the newest here) for all of its checkpoints.",
         callback=or_latest,
         show_default=False,
     ),

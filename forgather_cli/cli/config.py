@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.cli.output import AsJson, Col, console, print_json, print_table
+from forgather_cli.cli.output import AsJson, Col, console, print_facts, print_json, print_table
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load, saved_config
 from forgather_cli.errors import ConfigError, SetupError
@@ -20,7 +20,7 @@ app = typer.Typer(cls=Group, help="The resolved config, groups with their option
 recipe_app = typer.Typer(cls=Group, help="Recipes of your own.", no_args_is_help=True)
 
 RecipeOrRun = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run, or a recipe's name or file.", show_default=False)
+    str, typer.Argument(metavar="RUN_OR_RECIPE", help="A run, or a recipe's name or file.", show_default=False)
 ]
 
 
@@ -122,11 +122,17 @@ def recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
 
 @app.command(cls=Command)
 def explain(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="As in an override: learning_rate, packing.")],
+    keys: Annotated[
+        list[str], typer.Argument(metavar="KEY...", help="As in an override: learning_rate, packing, precision.")
+    ],
     config_dir: ConfigDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a setting means, what it takes, and what each option has for it."""
+    """What a setting means, what it takes, and what each option has for it.
+
+    Of a group: its options, which recipe chooses which, and the settings they have.
+    """
+    from forgather_cli.config.explain import ExplainedGroup
     from forgather_cli.config.explain import explain as explained
     from forgather_cli.config.schema.base import typed
 
@@ -135,6 +141,17 @@ def explain(
         print_json([asdict(each) for each in found])
         return
     for each in found:
+        if isinstance(each, ExplainedGroup):
+            recipes: dict[str, list[str]] = {}
+            for recipe, option in each.recipes.items():
+                recipes.setdefault(option, []).append(recipe)
+            typer.echo(f"{each.path}: a config group; {each.path}=NAME chooses one of its options")
+            facts = {f"{each.path}={info.name}": info.description for info in each.options}
+            facts["recipes"] = "; ".join(f"{option}: {', '.join(names)}" for option, names in recipes.items())
+            facts["settings"] = ", ".join(each.settings)
+            facts["files"] = ", ".join(dict.fromkeys(str(info.file.parent) for info in each.options))
+            print_facts({label: text for label, text in facts.items() if text})
+            continue
         lines = [f"{each.path}: {each.comment}".rstrip(": "), f"  takes {each.takes}"]
         same: dict[str, list[str]] = {}
         for option, value in each.values.items():

@@ -42,7 +42,7 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Many: one a line of .txt; .jsonl with prompt or messages; .yaml with a list.",
+            help="Many prompts: one a line of .txt; .jsonl with prompt or messages; .yaml with a list.",
             rich_help_panel=_INPUT,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be given several times.")
     ] = None,
-    num_samples: Annotated[int, typer.Option(min=1, metavar="N", help="Texts to each prompt.")] = 1,
+    num_samples: Annotated[int, typer.Option(min=1, metavar="N", help="Texts for each prompt.")] = 1,
     temperature: Annotated[
         float,
         typer.Option(min=0.0, metavar="X", help="Below 1 likelier, above 1 wilder; 0: greedy.", rich_help_panel=_DRAW),
@@ -83,12 +83,12 @@ def generate(
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Always take the likeliest token.", rich_help_panel=_DRAW)
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.", rich_help_panel=_DRAW)] = 42,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the draws.", rich_help_panel=_DRAW)] = 42,
     mode: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of a UL2 model: the denoiser whose token prompts get (S, R, X).",
+            help="Of a UL2 model: the denoiser whose token the prompts begin with (S, R, X).",
             rich_help_panel=_INPUT,
         ),
     ] = None,

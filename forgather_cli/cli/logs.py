@@ -86,7 +86,12 @@ def summary(
 
 @app.command(cls=Command)
 def slow(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run, which may still train.", show_default=False)],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run, which may still train, or latest.", callback=or_latest, show_default=False
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Where the time of a run went, and the setting to try.
@@ -125,7 +130,7 @@ def plot(
             help="A .png or .svg; else RUN/plots/metrics.png, of several runs ./plot.png.",
         ),
     ] = None,
-    x: Annotated[str, typer.Option("--x", metavar="step|tokens|time", help="What goes to the right.")] = "step",
+    x: Annotated[str, typer.Option("--x", metavar="step|tokens|time", help="The horizontal axis.")] = "step",
     metric: Annotated[
         list[str] | None, typer.Option("--metric", metavar="NAME", help="A panel for this metric alone; repeatable.")
     ] = None,

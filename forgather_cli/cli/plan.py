@@ -42,10 +42,13 @@ def plan(
     ] = False,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="With --fit: of a device, such as 24GiB; else what is here."),
+        typer.Option(
+            "--memory", metavar="SIZE", help="With --fit: memory of a device, such as 24GiB; else of this machine."
+        ),
     ] = None,
     confirms: Annotated[
-        bool, typer.Option("--confirm", help="With --fit: try it, a few steps on random tokens in a process apart.")
+        bool,
+        typer.Option("--confirm", help="With --fit: try it, a few steps on random tokens in a process of its own."),
     ] = False,
     step_time: Annotated[
         float | None,
@@ -54,7 +57,7 @@ def plan(
             metavar="SECONDS",
             min=1e-6,
             show_default=False,
-            help="With diloco: of a step, for bytes per hour and the share of time in exchanges.",
+            help="With diloco: how long a step takes; tells bytes per hour and the share of time in exchanges.",
         ),
     ] = None,
     trust_config: TrustConfig = False,
@@ -189,6 +192,7 @@ def _facts(made: RunPlan) -> dict[str, str]:
         "model": f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(made.seq_len)} tokens per sequence",
         "parameters": f"{made.num_parameters:,}  ({kinds})" if made.parameters else _UNKNOWN,
         "trainer": trainer,
+        "precision": f"{made.precision} (auto: {made.auto_because})" if made.auto_because else made.precision,
         "batch": f"{batch}, {_count(made.tokens_per_step)} tokens per step",
         "train split": train if made.vocab_size and made.seq_len else "unknown: your data tells when it is made",
         "steps": steps,

@@ -1,15 +1,19 @@
-"""What a setting means: its comment in the shipped files, what it takes, and which option gives it which value."""
+"""What a setting means: its comment in the shipped files, what it takes, and which option gives it which value; of a
+group its options, and which recipe chooses which.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from forgather_cli.config.mistakes import nearest
-from forgather_cli.config.options import SearchPath, comment, search_path
+from forgather_cli.config.options import Info, SearchPath, comment, groups, recipes, search_path
 from forgather_cli.config.paths import Setting, ending_with, settings
+from forgather_cli.config.recipe import read_recipe
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_yaml
 
@@ -28,15 +32,48 @@ class Explained:
     """By option (``data=text``), what its file says; of a run-level setting the value of ``train``."""
 
 
-def explain(key: str, config_dir: Path | None = None) -> list[Explained]:
-    """The settings that ``key`` stands for: a full path, or the end of one. Raises ConfigError for an unknown key."""
+@dataclass(frozen=True)
+class ExplainedGroup:
+    """One config group."""
+
+    path: str
+    options: list[Info]
+    recipes: dict[str, str]
+    """By recipe, the option that it chooses or has from ``train``."""
+    settings: list[str]
+    """As they are named in an override; of callbacks the callbacks."""
+
+
+def explain(key: str, config_dir: Path | None = None) -> list[Explained | ExplainedGroup]:
+    """The group of that name, or the settings that ``key`` stands for: a full path, or the end of one.
+
+    Raises ConfigError for an unknown key.
+    """
     search, known = search_path(config_dir), settings()
+    if search.is_group(key):
+        return [_explained_group(key, search, config_dir)]
     paths = [key] if key in known else [path for path in known if path.endswith(f".{key}")]
     if bare := [path for path in ending_with(key) if path in paths]:  # those that an override of this name sets
         paths = bare
     if not paths:
         raise ConfigError(f"{key}: unknown setting;{nearest(key) or ' forgather config show lists all'}")
     return [_explained(known[path], search) for path in paths]
+
+
+def _explained_group(group: str, search: SearchPath, config_dir: Path | None) -> ExplainedGroup:
+    chosen: dict[str, str] = {}
+    for info in recipes(config_dir):
+        defaults = list(read_yaml(search.conf[0] / "train.yaml", ConfigError)["defaults"])
+        with contextlib.suppress(ConfigError):  # of a broken recipe other commands tell
+            for node in read_recipe(info.name, search, Path.cwd()).nodes.values():
+                defaults += node["defaults"]
+        for entry in defaults:
+            for where, option in entry.items() if isinstance(entry, dict) else ():
+                if where.split()[-1] == group:
+                    chosen[info.name] = str(option)
+    below = [path.split(".") for path in settings() if path.startswith(f"{group}.")]
+    names = [".".join(parts[:2]) if group == "callbacks" else parts[1] for parts in below]
+    return ExplainedGroup(group, groups(config_dir)[group], chosen, list(dict.fromkeys(names)))
 
 
 def _explained(setting: Setting, search: SearchPath) -> Explained:

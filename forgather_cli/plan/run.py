@@ -45,6 +45,9 @@ class RunPlan:
     parameters: list[PlannedParameter]
     trainer: str
     """As in ``trainer=NAME``; of a user's strategy its path."""
+    precision: str
+    auto_because: str
+    """What made ``precision=auto`` choose it; empty where it was chosen by name."""
     world_size: int
     micro_batch: int
     accumulation: int
@@ -85,6 +88,7 @@ def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
     from forgather_cli.data.build import cached_token_counts
 
+    precision, why = without_auto(config.precision, config.device)
     config = _known(config)
     world_size = plan_layout(config).world
     counts = cached_token_counts(config.data) or {}
@@ -99,6 +103,8 @@ def make_plan(config: Config) -> RunPlan:
         seq_len=seq_len,
         parameters=[],
         trainer=config.trainer.path if isinstance(config.trainer, Target) else config.trainer.type,
+        precision=precision.type,
+        auto_because=why,
         world_size=world_size,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,

@@ -253,10 +253,12 @@ def test_a_save_is_seen_as_it_happens(watch: Watch, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- what a crash may tear
 
 
-def test_data_workers_end_by_a_sigterm_of_their_parent_alone() -> None:
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_data_workers_end_by_a_sigterm_of_training_alone(context: str) -> None:
+    started = {"batch_size": 1, "multiprocessing_context": context}
     others = set(multiprocessing.active_children())  # ranks of the pool
     with watch_stop_signals() as stop:
-        batches = iter(worker_loader(list(range(64)), Workers(num=2), 0, batch_size=1))
+        batches = iter(worker_loader(list(range(64)), Workers(num=2), 0, **started))
         read = [next(batches), next(batches)]  # one of each worker: both are up
         workers = set(multiprocessing.active_children()) - others
         for process in workers:
@@ -266,7 +268,7 @@ def test_data_workers_end_by_a_sigterm_of_their_parent_alone() -> None:
         assert [int(batch[0]) for batch in read] == list(range(64))
         assert stop.signum is None
 
-        batches = iter(worker_loader(list(range(64)), Workers(num=1), 0, batch_size=1))
+        batches = iter(worker_loader(list(range(64)), Workers(num=1), 0, **started))
         next(batches)
         (worker,) = set(multiprocessing.active_children()) - others
         worker.terminate()

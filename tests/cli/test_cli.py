@@ -277,6 +277,17 @@ def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> No
     assert groups["model.norm.weight"] == ("no_decay", 0.0)
     assert groups["lm_head.weight"] == ("default", 0.1)
     assert (plan["steps"], plan["train_tokens"]) == (7, 64 * seq_len)
+    assert (plan["precision"], plan["auto_because"]) == ("fp32", "")
+
+
+def test_plan_tells_what_auto_will_be(forgather: Forgather) -> None:
+    words = ["plan", *SMALL, "precision=auto", "max_steps=7"]
+    plan = forgather(*words, "--json").json()
+    assert plan["precision"] in ("bf16", "fp32")
+    assert plan["auto_because"]
+    assert re.search(
+        rf"^ *precision +{plan['precision']} \(auto: {re.escape(plan['auto_because'])}\)", forgather(*words).out, re.M
+    )
 
 
 def test_plan_of_other_optimizers_and_unknown_lengths(forgather: Forgather, tmp_path: Path) -> None:

@@ -283,7 +283,8 @@ READERS = [
     ["config", "show", "model=nano"], ["config", "options"], ["config", "recipes"], ["plan", "model=nano", "--params"],
     ["train", "model=nano", "--dry-run"], ["eval", "RUN"], ["generate", "RUN", "--prompt", "x", "--max-new-tokens=3"],
     ["checkpoint", "list", "RUN"], ["checkpoint", "inspect", "RUN"], ["checkpoint", "verify", "RUN"],
-    ["logs", "summary", "RUN", "RUN"],
+    ["logs", "summary", "RUN", "RUN"], ["runs", "list", "."], ["config", "explain", "precision"],
+    ["finalize", "RUN", "RUN-model", "--dry-run"],
 ]  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def test_removing_asks_first(outputs: Path) -> None:
 
 
 def test_latest_is_the_run_that_changed_last(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ("resume latest", "checkpoint list latest", "eval latest", "logs follow latest"):
+    for words in ("resume latest", "checkpoint list latest", "eval latest", "logs follow latest", "logs slow latest"):
         forgather(*words.split())
         assert "latest: outputs/default/new" in capsys.readouterr().err
     os.utime(outputs / "default/old/logs/rank-0.log", (2e9, 2e9))

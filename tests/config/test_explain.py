@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -48,6 +49,22 @@ def test_values_are_those_that_a_run_gets() -> None:
     for option, value in found.values.items():
         data = ["data=ul2"] if option == "model=qwen3_encdec" else []
         assert value_at(load_config(None, [option, *data]).config, "model.hidden_size") == value
+
+
+def test_a_group_has_options_and_recipes_that_choose_them(tmp_path: Path) -> None:
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision/mine.yaml").write_text("# As I like it.\ntype: bf16\n")
+    (tmp_path / "own.yaml").write_text("defaults:\n  - qat\n  - override precision: mine\n")
+    (found,) = explain("precision", tmp_path)
+    about = {info.name: info.description for info in found.options}
+    assert about["mine"] == "As I like it."
+    assert about.keys() >= {"auto", "bf16", "fp32"}
+    assert {name: found.recipes[name] for name in ("default", "pretrain_1b_accelerate", "qat", "own")} == {
+        "default": "auto", "pretrain_1b_accelerate": "fp32", "qat": "qat", "own": "mine",
+    }  # fmt: skip
+    assert explain("model")[0].recipes["qat"] == "pretrained", "as finetune, from which it starts"
+    assert "init_scale" in found.settings
+    assert "callbacks.textgen" in explain("callbacks")[0].settings
 
 
 def test_an_unknown_key_is_a_config_mistake() -> None:

@@ -9,15 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import saving
 from program import forgather
+from rich.console import RenderableType
 from test_logs_summary import make_run
 
+from forgather_cli.cli import diloco, multirun
+from forgather_cli.cli.output import console
 from forgather_cli.control import registry
+from forgather_cli.data.cache import Cache
 from forgather_cli.launch.signals import STOP_SIGNALS
 
 SWEEP = "outputs/pretrain_on_the_corpus_of_the_department/sweep-0a1b2c3d"
@@ -37,8 +42,15 @@ COMMANDS = {  # and what must stand there whole
     "config recipes": ["pretrain_1b_accelerate"],
     f"config diff {RUNS[0]} {RUNS[1]}": [*RUNS, "learning_rate", "data.files", "[corpora/second.jsonl]"],
     "control list": [*JOBS, *RUNS],
+    "runs list outputs": [*RUNS, "3.0000"],
+    f"logs slow {RUNS[0]}": ["66.7 %", "eval"],
+    "cache list --cache-dir cache": ["files corpora/of/the/department/**/*.jsonl tokenizer bpe of 32,768", "1.23M"],
+    "plan data=synthetic model=nano diloco.sync_every=50 +callbacks.diloco.bandwidth=12.5e6 --step-time 0.8": [
+        "exchange", "int4", "fragments", "of all",
+    ],
     SWEEP_AGAIN: [JOB, "12345.6789"],
 }  # fmt: skip
+FACTS = ["doctor", "plan data=synthetic model=nano", f"checkpoint inspect {RUNS[0]}", "config explain precision model"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +71,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 registry.Entry(JOBS[n - 1], "127.0.0.1", socket.gethostname(), 1, process.pid, str(start),
                                f"2026-11-22T15:30:3{n}", where, where), "a" * 64)  # fmt: skip
         saving.saved_run(Path(RUNS[0]), 20, metrics={"loss": 12345.6789, "eval_loss": 2.5})
+        with open(f"{RUNS[0]}/metrics.jsonl", "a") as file:
+            file.write('{"step": 20, "step_seconds": 20.0, "evaluation_seconds": 40.0}\n')
+        origin = {"files": "corpora/of/the/department/**/*.jsonl", "tokenizer": "bpe of 32,768"}
+        Cache("cache").build_once("tokens", "a", lambda path: {"origin": origin, "train": {"tokens": 1_230_000}})
         yield root
 
 
@@ -80,31 +96,28 @@ class Terminal80(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: "-".join(command.split()[:2]))
-def test_no_value_is_cut(place: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def output(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Prints what a function prints, or a command, to a terminal of 80 columns or a pipe."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(place / "config"))
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "80")
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
 
-    def output(stream: io.StringIO, *words: str) -> str:
+    def output(stream: io.StringIO, *words: str, of: Callable[[], object] | None = None) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stream)
-            assert forgather(*words) == 0
+            assert forgather(*words) == 0 if of is None else of() is None
         return stream.getvalue()
 
-    if command == SWEEP_AGAIN:
-        for job in json.loads(output(io.StringIO(), *command.split(), "--dry-run", "--json")):
-            run = make_run(Path(job["dir"]), [2.0, 12345.6789])
-            (run / "exit.json").write_text(json.dumps(
-                {"state": "done", "code": 0, "reason": "", "step": 20, "time": "2026-11-22T15:30:05+00:00"}
-            ))  # fmt: skip
-    piped, narrow = output(io.StringIO(), *command.split()), output(Terminal80(), *command.split())
+    yield output
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
 
-    assert [value for value in COMMANDS[command] if not any(value in line for line in piped.splitlines())] == []
+
+def check(piped: str, narrow: str) -> None:
+    """At 80 columns each column stands whole, or is said to be left out."""
     assert "not shown" not in piped
     assert "…" not in piped + narrow
     told = re.findall(r"not shown at 80 columns: ([^;]*);", " ".join(narrow.split()))
@@ -117,6 +130,43 @@ def test_no_value_is_cut(place: Path, command: str, monkeypatch: pytest.MonkeyPa
         assert any(each.startswith(title) for title in left_out), each
     assert len(shown) + len(left_out) == len(whole)
     assert max(len(line.rstrip()) for line in narrow.splitlines() if "─" in line) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: "-".join(command.split()[:2]))
+def test_no_value_is_cut(command: str, output: Callable[..., str]) -> None:
+    if command == SWEEP_AGAIN:
+        for job in json.loads(output(io.StringIO(), *command.split(), "--dry-run", "--json")):
+            run = make_run(Path(job["dir"]), [2.0, 12345.6789])
+            (run / "exit.json").write_text(json.dumps(
+                {"state": "done", "code": 0, "reason": "", "step": 20, "time": "2026-11-22T15:30:05+00:00"}
+            ))  # fmt: skip
+    piped, narrow = output(io.StringIO(), *command.split()), output(Terminal80(), *command.split())
+    assert [value for value in COMMANDS[command] if not any(value in line for line in piped.splitlines())] == []
+    check(piped, narrow)
+
+
+def draw(table: Callable[[], RenderableType]) -> None:
+    console().print(table())
+
+
+def test_tables_that_are_redrawn_cut_no_value(output: Callable[..., str]) -> None:
+    """Of a DiLoCo server's workers, and of a sweep while it trains."""
+    worker = {"worker": "alone-1", "slot": 12, "state": "rejected", "step": 123456, "tokens_per_second": 12345.6,
+              "silent": 4000.0, "sent": 2**40, "received": 2**40, "host": "node-17.cluster.of.us"}  # fmt: skip
+    status = {"round": 7, "max_rounds": 1000, "state": "open", "round_seconds": 61.0, "tokens": 10**9, "checkpoint": 6,
+              "received": 2**40, "sent": 2**40, "why": "waits for two", "workers": [worker, worker]}  # fmt: skip
+    sweep = multirun._Sweep(multirun.plan_jobs("default", SWEEP_AGAIN.split()[1:-1], None), [], 2, [])
+    for table in (partial(diloco._shown, status), sweep._table):
+        check(*(output(stream, of=partial(draw, table)) for stream in (io.StringIO(), Terminal80())))
+
+
+@pytest.mark.parametrize("command", FACTS, ids=lambda command: "-".join(command.split()[:2]))
+def test_facts_fold(command: str, output: Callable[..., str]) -> None:
+    """Numbers, such as bytes that are free, may be others the second time, and a terminal has colours."""
+    piped, narrow = (
+        re.sub(r"\x1b\[\d+m|[\d\s]", "", output(s, *command.split())) for s in (io.StringIO(), Terminal80())
+    )
+    assert narrow == piped
 
 
 def test_two_jobs_are_told_apart_at_80_columns(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

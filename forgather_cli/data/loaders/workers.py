@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def worker_loader(dataset: Any, workers: Workers, seed: int, **kwargs: Any) -> A
 
     if workers.num:
         kwargs |= {"prefetch_factor": workers.prefetch_factor or 2, "persistent_workers": workers.persistent}
-        kwargs["worker_init_fn"] = _ignore_sigterm_of_others
+        kwargs["worker_init_fn"] = partial(_ignore_sigterm_of_others, os.getpid())
     generator = torch.Generator().manual_seed(seed & (1 << 63) - 1)
     kwargs.setdefault("collate_fn", _unchanged)
     with warnings.catch_warnings():
@@ -44,18 +45,18 @@ def _unchanged(value: Any) -> Any:  # a worker that is spawned cannot be sent a 
     return value
 
 
-def _ignore_sigterm_of_others(worker: int) -> None:
-    """In a worker: end by a SIGTERM of the parent alone. A scheduler sends one to workers, which training still needs.
+def _ignore_sigterm_of_others(trainer: int, worker: int) -> None:
+    """In a worker: end by a SIGTERM of the process ``trainer`` alone, which may not be its parent (Python 3.14's fork
+    server). A scheduler sends one to workers, which training still needs.
 
     torch's worker loop has set a handler in C that ends them at once (torch 2.13, ``_set_worker_signal_handlers``). A
     handler does not learn who has sent the signal, a thread that waits for it does. Not where there is no sigwaitinfo.
     """
     if not hasattr(signal, "sigwaitinfo"):
         return
-    parent = os.getppid()
 
     def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
             continue
         os._exit(0)
 
