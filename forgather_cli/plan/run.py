@@ -192,7 +192,7 @@ def _on_meta(
         tokens = micro_batch * (seq_len or 1)
         activations = None if costs is None else costs.of(layers, tokens)
         if isinstance(shape, EncoderDecoderSettings) and seq_len:
-            activations = paired_activations(config, shape, tokens, micro_batch * decoder_len)
+            activations = paired_activations(config, shape, micro_batch, seq_len, decoder_len)
         if isinstance(trainer, PipelineSettings):
             ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
         elif isinstance(trainer, FSDP2Settings):
