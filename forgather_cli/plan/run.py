@@ -177,7 +177,7 @@ def _on_meta(
     def build() -> nn.Module:
         with torch.device("meta"):
             # of rows with two sides positions begin anew with each example
-            length = config.data.seq_len if config.data.is_paired else seq_len
+            length = config.data.seq_len if isinstance(config.data, Ul2Settings | Seq2SeqSettings) else seq_len
             model = build_model(config.model, vocab_size=vocab_size, seq_len=length or 1)
         if (dtype := parameter_dtype(config.precision)) is not None:
             cast_parameters(model, dtype)

@@ -87,6 +87,7 @@ def test_a_run_goes_on_exactly_and_in_other_layouts() -> None:
     assert curve("moved") == [pytest.approx(each, rel=1e-5) for each in curve("whole")]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.13's dynamo reads it itself
 def test_what_saves_memory_and_time_gives_the_same_numbers() -> None:
     words = [*WORDS, *UL2, "max_steps=3", "eval_steps=3", "save_strategy=no", "lr_scheduler=constant"]
     kinds = {
