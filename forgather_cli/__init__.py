@@ -1,11 +1,14 @@
 """Forgather: config-driven training of language models on PyTorch.
 
-The public names are imported when first used, so that ``import forgather_cli`` costs nothing.
+The public names are imported when first used, so that ``import forgather_cli`` costs nothing. With it imported,
+transformers' Auto classes load the encoder-decoder without code from its directory.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,3 +107,36 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# ------------------------------------------------------------------------------------------ transformers' Auto classes
+
+_AUTO = "transformers.models.auto.modeling_auto"
+
+
+class _AutoClassesHook:
+    """In ``sys.meta_path`` until the Auto classes are imported, which then know our encoder-decoder.
+
+    They have no entry points (transformers 5.23), and importing them here would take seconds.
+    """
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _AUTO:
+            return None
+        sys.meta_path.remove(cls)
+        spec: Any = find_spec(name)
+        run = spec.loader.exec_module
+
+        def run_and_register(module: Any) -> None:
+            run(module)
+            import_module("forgather_cli.models.hf.auto_classes")
+
+        spec.loader.exec_module = run_and_register
+        return spec
+
+
+if _AUTO in sys.modules:
+    import_module("forgather_cli.models.hf.auto_classes")
+else:
+    sys.meta_path.insert(0, _AutoClassesHook)

@@ -28,10 +28,10 @@ from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
-from forgather_cli.input_files import read_json_object
 from forgather_cli.loss import EvalMetrics, build_loss
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import named_tensors
+from forgather_cli.models.pretrained import num_sentinels
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import Located, load_located, locate
 from forgather_cli.strategies.base import Strategy
@@ -67,8 +67,8 @@ def evaluate_source(
         config = replace(config, data=replace(config.data, tokenizer=str(found.directory)))
     with Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
-        num_sentinels = config.num_sentinels or _num_sentinels(found)
-        data = load_data(config.data, seed=max(config.seed, 0), progress=progress, num_sentinels=num_sentinels)
+        sentinels = num_sentinels(config.model) or num_sentinels(found.directory)
+        data = load_data(config.data, seed=max(config.seed, 0), progress=progress, num_sentinels=sentinels)
     if data.eval is None:
         raise DataError(
             "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
@@ -129,13 +129,6 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
     if not is_directory:
         assert found.reader is not None
         load_model(found.reader, named_tensors(strategy.parts), group)
-
-
-def _num_sentinels(found: Located) -> int:
-    """Those of an encoder-decoder in a directory, whatever model the config names."""
-    path = found.directory / "config.json"
-    config = read_json_object(path, ModelError) if path.is_file() else {}
-    return int(config.get("num_sentinel_tokens", 0))
 
 
 def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:

@@ -101,6 +101,7 @@ def build(
     from forgather_cli.distributed import pick_device, world
     from forgather_cli.hub import with_local_model
     from forgather_cli.models.build import construct, fill
+    from forgather_cli.models.pretrained import num_sentinels
     from forgather_cli.trainer.from_python import RunFiles
     from forgather_cli.trainer.trainer import Trainer
 
@@ -115,7 +116,7 @@ def build(
             seed=max(config.seed, 0),
             progress=progress,
             model_path=model_path,
-            num_sentinels=config.num_sentinels,
+            num_sentinels=num_sentinels(config.model),
         )
     built = build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)

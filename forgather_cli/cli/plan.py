@@ -188,8 +188,9 @@ def _facts(made: RunPlan) -> dict[str, str]:
     if per_token is not None and made.tokens_per_step is not None:
         operations = f"{human_flops(per_token)} per token, {human_flops(per_token * made.tokens_per_step)} per step"
         operations += f", {human_flops(per_token * total)} in all" if total else ""
+    per_sequence = None if made.tokens_per_step is None else made.tokens_per_step // made.global_batch  # of both sides
     facts = {
-        "model": f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(made.seq_len)} tokens per sequence",
+        "model": f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(per_sequence)} tokens per sequence",
         "parameters": f"{made.num_parameters:,}  ({kinds})" if made.parameters else _UNKNOWN,
         "trainer": trainer,
         "precision": f"{made.precision} (auto: {made.auto_because})" if made.auto_because else made.precision,

@@ -29,6 +29,7 @@ from forgather_cli.data.tokens import SPLITS, Split, Tokenized
 from forgather_cli.errors import DataError
 
 if TYPE_CHECKING:
+    from forgather_cli.data.paired.rows import Shape
     from forgather_cli.data.samples import Batched
 
 Stored = PythonStdlibSettings | TextSettings | HfSettings | TokensSettings | InstructSettings
@@ -175,7 +176,7 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     )
     encoder, decoder = row_lengths(option, num_sentinels)
     shape = Shape(option.packing, encoder, decoder, tokenizer.pad_token_id, has_tasks=True)
-    description |= {"packing": option.packing, "pack_encoder": encoder, "pack_decoder": decoder}
+    description |= {"packing": option.packing, **_of_rows(shape)}
     description["denoisers"] = ", ".join(f"{each.name} x {each.weight:g}" for each in denoising.denoisers)
     made = {
         name: DenoisedRows(each, denoising, shape, block=option.block_windows, seed=seed, is_eval=name == "eval")
@@ -185,6 +186,14 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     rules += [option.packing, option.block_windows, option.shuffle_buffer, str(denoising.denoisers)]
     fingerprint = digest(["ul2", identity, tokenizer.fingerprint, rules])
     return DataSplits(made["train"], made.get("eval"), tokenizer, fingerprint, option.seq_len, description)
+
+
+def _of_rows(shape: Shape) -> dict[str, Any]:
+    """What is worth saying of rows with two sides."""
+    if shape.packing == "pad":
+        return {"row_tokens": None}
+    lengths = {"pack_encoder": shape.encoder, "pack_decoder": shape.decoder}
+    return {**lengths, "row_tokens": shape.encoder + shape.decoder}
 
 
 def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSplits:
@@ -209,6 +218,7 @@ def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSpl
             f"max_decoder_length={option.max_decoder_length}; raise them, or set too_long=cut"
         )
     description: dict[str, Any] = {"type": "seq2seq", "tokenizer": option.tokenizer, "packing": option.packing}
+    description |= _of_rows(shape)
     for name, rows in made.items():
         counts = data.meta[name]
         description |= {f"{name}_tokens": counts["tokens"], f"{name}_pairs": counts["documents"]}

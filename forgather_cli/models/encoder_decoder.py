@@ -25,7 +25,8 @@ class Memory(NamedTuple):
     states: Tensor
     """(B, S, E), after the encoder's last norm."""
     mask: Tensor | None
-    """(B, 1, 1 or T, S) bool, True = attend; None: to everything. No row is without a key."""
+    """(B, 1, 1 or T, S), added to scores, as ``added_to_scores``; None: attend to everything. No row is without a
+    key."""
     has_keys: Tensor | None
     """(B, 1, 1 or T, 1) bool: False where nothing may be attended to, and the cross-attention adds nothing."""
 
@@ -206,14 +207,15 @@ class Qwen3ForSeq2SeqLM(nn.Module):
             states = input_ids.new_empty(*input_ids.shape, 0)
         else:
             cos, sin = angles(stacks.rotary_emb, input_ids, 0, position_ids, attention_mask)
-            both_ways = Context(cos, sin, both_ways_mask(input_ids, document_ids, attention_mask), is_causal=False)
-            states = stacks.encoder(stacks.embed_tokens(input_ids), both_ways)
-        memory = Memory(states, *cross_mask(attention_mask, document_ids, decoder_document_ids))
+            states = stacks.embed_tokens(input_ids)
+            mask = added_to_scores(both_ways_mask(input_ids, document_ids, attention_mask), states)
+            states = stacks.encoder(states, Context(cos, sin, mask, is_causal=False))
+        x: Tensor = stacks.embed_tokens(decoder_input_ids)
+        mask, has_keys = cross_mask(attention_mask, document_ids, decoder_document_ids)
+        memory = Memory(states, added_to_scores(mask, x), has_keys)
         cos, sin = angles(stacks.rotary_emb, decoder_input_ids, past, decoder_position_ids, decoder_attention_mask)
         mask, is_causal = causal_mask(decoder_input_ids, past, None, decoder_document_ids, decoder_attention_mask)
-        x: Tensor = stacks.decoder(
-            stacks.embed_tokens(decoder_input_ids), memory, Context(cos, sin, mask, is_causal), cache
-        )
+        x = stacks.decoder(x, memory, Context(cos, sin, added_to_scores(mask, x), is_causal), cache)
         if cache is not None:
             cache.length += decoder_input_ids.shape[1]
         return x
@@ -236,7 +238,7 @@ def both_ways_mask(x: Tensor, document_ids: Tensor | None, attention_mask: Tenso
 def cross_mask(
     attention_mask: Tensor | None, document_ids: Tensor | None, decoder_document_ids: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, has_keys) of ``Memory``."""
+    """Which of the encoder's tokens the decoder's attend to, True = attend; and ``has_keys`` of ``Memory``."""
     mask: Tensor | None = None
     if document_ids is not None and decoder_document_ids is not None:
         mask = decoder_document_ids[:, None, :, None] == document_ids[:, None, None, :]
@@ -247,3 +249,13 @@ def cross_mask(
         return None, None
     has_keys = mask.any(-1, keepdim=True)
     return mask | ~has_keys, has_keys
+
+
+def added_to_scores(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """A bool mask as what SDPA adds to scores, 0 or -inf, in the dtype that a layer computes in with states like ``x``.
+
+    From a bool mask SDPA makes it in every layer, where it stays for the backward (torch 2.13, ``attention.cpp``).
+    """
+    if mask is None:
+        return None
+    return torch.where(mask, torch.zeros((), dtype=to_autocast(x[:0]).dtype, device=x.device), -torch.inf)

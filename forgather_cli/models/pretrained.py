@@ -13,7 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from forgather_cli.config.schema import FAMILIES, DecoderSettings, EncoderDecoderSettings, RopeScaling, family_of
+from forgather_cli.config.schema import (
+    FAMILIES,
+    DecoderSettings,
+    EncoderDecoderSettings,
+    ModelOption,
+    PretrainedSettings,
+    RopeScaling,
+    family_of,
+)
 from forgather_cli.errors import ModelError
 from forgather_cli.input_files import read_json_object
 
@@ -109,6 +117,19 @@ def read_config(path: Path, setting: str) -> dict[str, Any]:
             if isinstance(value, int | float) and not 1 <= value <= most:
                 raise ModelError(f"{setting}: {file}: {key} must be from 1 to {most:,}, got {value!r:.80}")
     return config
+
+
+def num_sentinels(model: ModelOption | Path) -> int:
+    """Tokens that stand for spans, which the data of an encoder-decoder add to the tokenizer; 0 for other models.
+
+    ``model``: an option, or the directory of a model. Raises ModelError for a config.json that cannot be read.
+    """
+    if isinstance(model, PretrainedSettings):
+        model = Path(model.path).expanduser()
+    if not isinstance(model, Path):
+        return getattr(model, "num_sentinel_tokens", 0)
+    file = model / "config.json"
+    return int(read_json_object(file, ModelError).get("num_sentinel_tokens", 0)) if file.is_file() else 0
 
 
 def settings_from_hf(config: dict[str, Any]) -> DecoderSettings | EncoderDecoderSettings:

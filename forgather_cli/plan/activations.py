@@ -100,12 +100,15 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
     )
 
 
-def paired_activations(config: Config, shape: EncoderDecoderSettings, tokens: int, decoder_tokens: int) -> int:
-    """Bytes of a micro-batch of ``tokens`` on the encoder's side and ``decoder_tokens`` on the decoder's.
+def paired_activations(
+    config: Config, shape: EncoderDecoderSettings, micro_batch: int, encoder_len: int, decoder_len: int
+) -> int:
+    """Bytes of a micro-batch of rows of ``encoder_len`` and ``decoder_len`` tokens.
 
     Both stacks as ``Activations``; a decoder's layer has besides, of its own tokens, the inputs of a norm and of what
     is behind it, queries before and behind their norm and the attention's output, and of the encoder's tokens keys and
-    values, and what goes into the keys' norm.
+    values, and what goes into the keys' norm. All layers share the masks, which are of all three attentions where rows
+    are packed, else of the encoder's alone.
     """
     stack = shape.stack
     costs = activations_of(config, stack)
@@ -118,6 +121,10 @@ def paired_activations(config: Config, shape: EncoderDecoderSettings, tokens: in
     own = stack.hidden_size * (width + stream) + stack.num_attention_heads * head * (2 * width + stream)
     read = kv * head * (2 * width + stream)
     layers = stack.num_hidden_layers
+    tokens, decoder_tokens = micro_batch * encoder_len, micro_batch * decoder_len
     cross = decoder_tokens * own + tokens * read
     at_once = 1 if config.gradient_checkpointing else layers  # it is made again, a layer at a time
-    return costs.of(layers, tokens, loss=False) + costs.of(layers, decoder_tokens) + at_once * cross
+    is_packed = getattr(config.data, "packing", None) == "best_fit"
+    scores = encoder_len**2 + (decoder_len * (encoder_len + decoder_len) if is_packed else 0)
+    masks = micro_batch * scores * width
+    return costs.of(layers, tokens, loss=False) + costs.of(layers, decoder_tokens) + at_once * cross + masks

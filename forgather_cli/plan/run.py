@@ -182,7 +182,9 @@ def _on_meta(
 
     def build() -> nn.Module:
         with torch.device("meta"):
-            model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len or 1)
+            # of rows with two sides positions begin anew with each example
+            length = config.data.seq_len if isinstance(config.data, Ul2Settings | Seq2SeqSettings) else seq_len
+            model = build_model(config.model, vocab_size=vocab_size, seq_len=length or 1)
         if (dtype := parameter_dtype(config.precision)) is not None:
             cast_parameters(model, dtype)
         return model
@@ -198,7 +200,7 @@ def _on_meta(
         tokens = micro_batch * (seq_len or 1)
         activations = None if costs is None else costs.of(layers, tokens)
         if isinstance(shape, EncoderDecoderSettings) and seq_len:
-            activations = paired_activations(config, shape, tokens, micro_batch * decoder_len)
+            activations = paired_activations(config, shape, micro_batch, seq_len, decoder_len)
         if isinstance(trainer, PipelineSettings):
             ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
         elif isinstance(trainer, FSDP2Settings):
@@ -231,8 +233,9 @@ def _sides(config: Config) -> tuple[int, int]:
     option = config.data
     if isinstance(option, Ul2Settings):
         from forgather_cli.data.paired.denoise import row_lengths
+        from forgather_cli.models.pretrained import num_sentinels
 
-        return row_lengths(option, config.num_sentinels)
+        return row_lengths(option, num_sentinels(config.model))
     assert isinstance(option, Seq2SeqSettings)
     encoder = option.pack_encoder or option.max_encoder_length
     return encoder, option.pack_decoder or max(option.max_decoder_length, encoder)
@@ -256,9 +259,11 @@ def _vocab_size(config: Config, counts: dict[str, int | None]) -> int | None:
     if config.data.tokenizer == "bpe":
         return config.data.bpe_vocab_size
     known = load_tokenizer(config.data.tokenizer).vocab_size
+    if not isinstance(config.model, EncoderDecoderSettings):  # a directory's tokenizer has them already
+        return known
     if isinstance(config.data, Ul2Settings):
         known += len({each.prefix for each in config.data.mixture_of()})
-    return known + (config.num_sentinels if config.data.is_paired else 0)
+    return known + config.model.num_sentinel_tokens
 
 
 def _steps(config: Config, samples: int | None, global_batch: int) -> int | None:

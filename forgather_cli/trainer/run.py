@@ -83,7 +83,7 @@ class Run:
 
 _SPLIT_FACTS = ("tokens", "documents", "samples")
 # facts of the data with a place of their own below, or for programs only (identity, and Python's version twice)
-_SHOWN_ELSEWHERE = {"type", "tokenizer", "packing", "seq_len", "fingerprint", "content", "python"}
+_SHOWN_ELSEWHERE = {"type", "tokenizer", "packing", "seq_len", "row_tokens", "fingerprint", "content", "python"}
 
 
 def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
     total, trainable = num_parameters
     frozen = "" if trainable == total else f", {trainable:,} of them trained"
 
-    seq_len = run.data_description.get("seq_len")
-    tokens = f", {plan.global_batch * seq_len:,} tokens" if seq_len else ""
+    row = _row_tokens(run.data_description)
+    tokens = f", {plan.global_batch * row:,} tokens" if row else ""
     # ``16 sequences = 8 x 2 micro-steps, 4,096 tokens``: the parts where there are several
     micro_steps = f" x {plan.accumulation} micro-steps" if plan.accumulation > 1 else ""
     several = f" x {strategy.data_size} ranks" if strategy.data_size > 1 else ""
@@ -130,6 +130,12 @@ def _data(facts: dict[str, Any]) -> dict[str, Any]:
     return {"data": kind or None, **{f"{name} split": line or None for name, line in splits.items()}, **rest}
 
 
+def _row_tokens(facts: dict[str, Any]) -> int | None:
+    """Tokens of a sequence; of a row with two sides those of both, None where rows are as long as what they hold."""
+    found: int | None = facts.get("row_tokens", facts.get("seq_len"))
+    return found
+
+
 def _split(facts: dict[str, Any], split: str) -> str:
     """``11,690,159 tokens in 693 documents, 45,665 sequences of 256``."""
     tokens, documents, samples = (facts.get(f"{split}_{fact}") for fact in _SPLIT_FACTS)
@@ -137,7 +143,7 @@ def _split(facts: dict[str, Any], split: str) -> str:
         return ""
     of_documents = f" in {documents:,} document{'s' if documents > 1 else ''}" if documents else ""
     source = f"{tokens:,} tokens{of_documents}, " if tokens else ""
-    of = f" of {facts['seq_len']}" if facts.get("seq_len") else ""
+    of = f" of {row}" if (row := _row_tokens(facts)) else ""
     return f"{source}{samples:,} sequences{of}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,27 @@ from two_ranks import train_in_pool
 from forgather_cli.run_dir import RunDir
 
 PAIRS = ["data=seq2seq", "data.files=[pairs.jsonl]", "max_encoder_length=32", "max_decoder_length=32", "eval_steps=4"]
+SAVED = [*WORDS, *UL2, "eval_steps=2", "save_steps=2", "lr_scheduler=constant"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, a run of 4 steps, one of 2, that goes on to 4, and what is finalized of it."""
+    root = tmp_path_factory.mktemp("encoder-decoder")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        write_corpus()
+        assert forgather("train", *SAVED, "max_steps=4", "output_dir=whole") == 0
+        assert forgather("train", *SAVED, "max_steps=2", "output_dir=cut") == 0
+        shutil.copytree("cut", "moved")
+        assert forgather("resume", "cut", "max_steps=4") == 0
+        assert forgather("finalize", "cut", "out") == 0
+    return root
 
 
 @pytest.fixture(autouse=True)
-def texts(own_directory: None) -> None:
-    write_corpus()
+def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
 
 
 def records(run: str) -> list[dict[str, Any]]:
@@ -36,56 +53,119 @@ def evaluation(run: str) -> dict[str, float]:
     return next(each for each in reversed(records(run)) if "eval_loss" in each)
 
 
+def on_two_ranks(*words: str) -> None:
+    for code, shown in train_in_pool(Path.cwd(), list(words)):
+        assert code == 0, shown
+
+
 @pytest.mark.parametrize("data", [PAIRS, [*UL2, "eval_steps=4"]], ids=["seq2seq", "ul2"])
 def test_layouts_agree(data: list[str]) -> None:
     words = [*WORDS, *data, "max_steps=4", "save_strategy=no"]
-    assert forgather("train", *words, "trainer=single", "output_dir=single") == 0
-    first = next(each for each in records("single") if "tokens" in each)
+    single = f"{data[0][5:]}-single"
+    assert forgather("train", *words, f"output_dir={single}") == 0
+    first = next(each for each in records(single) if "tokens" in each)
     assert first["tokens"] == first["encoder_tokens"] + first["decoder_tokens"]
     for strategy in ("ddp", "fsdp2"):
-        for code, shown in train_in_pool(Path.cwd(), [*words, f"trainer={strategy}", f"output_dir={strategy}"]):
-            assert code == 0, shown
-        assert curve(strategy) == [pytest.approx(each, rel=1e-5) for each in curve("single")]
-        wanted = {name: value for name, value in evaluation("single").items() if "loss" in name or "bits" in name}
-        assert {name: evaluation(strategy)[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+        run = f"{data[0][5:]}-{strategy}"
+        on_two_ranks(*words, f"trainer={strategy}", f"output_dir={run}")
+        assert curve(run) == [pytest.approx(each, rel=1e-5) for each in curve(single)]
+        wanted = {name: value for name, value in evaluation(single).items() if "loss" in name or "bits" in name}
+        assert {name: evaluation(run)[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
     if data is not PAIRS:
-        assert {"eval_loss_S", "eval_bits_per_byte_S", "eval_bits_per_byte"} <= evaluation("single").keys()
+        assert {"eval_loss_S", "eval_bits_per_byte_S", "eval_bits_per_byte"} <= evaluation(single).keys()
 
 
-def test_a_run_goes_on_in_another_layout_and_ends_in_a_model_for_transformers(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    words = [*WORDS, *UL2, "eval_steps=2", "save_steps=2"]
-    assert forgather("train", *words, "max_steps=4", "output_dir=whole") == 0
-    assert forgather("train", *words, "max_steps=2", "output_dir=cut") == 0
-    assert forgather("resume", "cut", "max_steps=4") == 0
+def test_a_run_goes_on_exactly_and_in_other_layouts() -> None:
     assert curve("cut") == curve("whole")
     weights = [
         load_file(RunDir(Path(run)).checkpoints / "step-00000004/model/model.safetensors") for run in ("cut", "whole")
     ]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
-    capfd.readouterr()
-    for mode in ([], ["--mode", "R"]):
-        assert (
-            forgather("generate", "whole", "--prompt", "Line 1", "--greedy", "--max-new-tokens", "8", "--json", *mode)
-            == 0
-        )
-        assert json.loads(capfd.readouterr().out)["num_tokens"] <= 8
-    assert forgather("generate", "whole", "--prompt", "x", "--mode", "Q") == 2
-    assert forgather("eval", "whole", "--json") == 0
-    assert "eval_loss_S" in json.loads(capfd.readouterr().out)
-    assert forgather("finalize", "whole", "out") == 0
+    for strategy, steps in (("ddp", 3), ("fsdp2", 4)):
+        words = ["output_dir=moved", "resume_from_checkpoint=true", f"trainer={strategy}", f"max_steps={steps}"]
+        on_two_ranks(*SAVED, *words)
+    assert curve("moved") == [pytest.approx(each, rel=1e-5) for each in curve("whole")]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.13's dynamo reads it itself
+def test_what_saves_memory_and_time_gives_the_same_numbers() -> None:
+    words = [*WORDS, *UL2, "max_steps=3", "eval_steps=3", "save_strategy=no", "lr_scheduler=constant"]
+    kinds = {
+        "plain": [],
+        "again": ["gradient_checkpointing=true"],
+        "half": ["precision=bf16"],
+        "compiled": ["torch_compile=true", "torch_compile_backend=aot_eager"],
+    }
+    for name, more in kinds.items():
+        assert forgather("train", *words, *more, f"output_dir={name}") == 0
+    assert curve("again") == curve("plain")
+    assert curve("compiled") == [pytest.approx(each, rel=1e-5) for each in curve("plain")]
+    on_two_ranks(*words, *kinds["again"], "trainer=fsdp2", "output_dir=again-fsdp2")
+    on_two_ranks(*words, *kinds["again"], *kinds["half"], "trainer=fsdp2", "output_dir=half-fsdp2")
+    assert curve("again-fsdp2") == [pytest.approx(each, rel=1e-5) for each in curve("plain")]
+    for half in ("half", "half-fsdp2"):
+        assert curve(half) == [pytest.approx(each, rel=2e-2) for each in curve("plain")]
+
+
+def test_what_is_finalized_is_what_transformers_loads() -> None:
     proof = json.loads(Path("out/finalize_report.json").read_text())["proof"]
     assert proof["max_logit_difference"] <= 1e-5
     assert proof["greedy_tokens"] > 1
     assert "own process" in proof["loaded_through"]
-    code = (
-        "import sys; sys.modules['forgather_cli'] = None\n"
-        "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n"
-        "model = AutoModelForSeq2SeqLM.from_pretrained('out', trust_remote_code=True)\n"
-        "tokenizer = AutoTokenizer.from_pretrained('out', trust_remote_code=True)\n"
-        "tokens = tokenizer('[S]Line<extra_id_0>', return_tensors='pt')\n"
-        "print(model.generate(**tokens, max_new_tokens=3).shape)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    load = """
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("out")
+tokens = tokenizer("[S]Line<extra_id_0>", return_tensors="pt")
+def greedy(model):
+    return model.generate(**tokens, max_new_tokens=6, do_sample=False).tolist()
+"""
+    alone = f"""
+import sys
+sys.modules["forgather_cli"] = None
+{load}
+print(greedy(AutoModelForSeq2SeqLM.from_pretrained("out", trust_remote_code=True)))
+"""
+    ours = f"""
+import sys
+import forgather_cli
+assert not {{"torch", "transformers"}} & sys.modules.keys()
+{load}
+model = AutoModelForSeq2SeqLM.from_pretrained("out")
+assert type(model).__module__ == "forgather_cli.models.hf.modeling_qwen3_encdec"
+model.save_pretrained("saved")
+assert greedy(AutoModelForSeq2SeqLM.from_pretrained("saved")) == greedy(model)
+print(greedy(model))
+"""
+    printed = []
+    for code in (alone, ours):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.strip())
+    assert printed[0] == printed[1]
+    assert Path("saved/modeling_qwen3_encdec.py").is_file()
+
+
+@pytest.mark.parametrize("data", [PAIRS, [*UL2, "eval_steps=4"]], ids=["seq2seq", "ul2"])
+def test_a_finalized_model_is_trained_further(data: list[str]) -> None:
+    words = [word for word in (*WORDS, *data) if word.partition("=")[0] not in (
+        "model", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_sentinel_tokens"
+    )]  # fmt: skip
+    out = f"output_dir=further-{data[0][5:]}"
+    words += ["model=pretrained", "model.path=out", "max_steps=2", "save_strategy=no", "eval_on_start=true", out]
+    assert forgather("train", *words) == 0
+    first = next(each for each in records(out[11:]) if "eval_loss" in each)
+    if data is not PAIRS:
+        assert first["eval_loss"] == pytest.approx(evaluation("cut")["eval_loss"], rel=1e-5)
+
+
+def test_text_is_written_and_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+    for mode in ([], ["--mode", "R"]):
+        words = ["--prompt", "Line 1", "--greedy", "--max-new-tokens", "8", "--json", *mode]
+        assert forgather("generate", "whole", *words) == 0
+        assert json.loads(capfd.readouterr().out)["num_tokens"] <= 8
+    assert forgather("generate", "whole", "--prompt", "x", "--mode", "Q") == 2
+    capfd.readouterr()
+    for source in ("whole", "out"):
+        data = [] if source == "whole" else UL2
+        assert forgather("eval", source, *data, "--json") == 0
+        assert "eval_loss_S" in json.loads(capfd.readouterr().out)

@@ -131,7 +131,7 @@ class Ul2Settings(_PairedData):
     mixture: Literal["r_x_s", "ul2"] = "r_x_s"
     ul2_task_weights: list[PositiveFloat] | None = None  # of the mixture's denoisers; null: its own
     denoisers: list[DenoiserSettings] = field(default_factory=list)  # instead of a mixture
-    block_windows: PositiveInt = 256  # windows whose examples are packed together
+    block_windows: PositiveInt = 512  # windows whose examples are packed together
 
     @property
     def is_stream(self) -> bool:

@@ -177,12 +177,6 @@ class Config(RunSettings):
         return self.data.dispatch_eval_batches
 
     @property
-    def num_sentinels(self) -> int:
-        """``model.num_sentinel_tokens``, which the data of an encoder-decoder add to the tokenizer."""
-        found: int = getattr(self.model, "num_sentinel_tokens", 0)
-        return found
-
-    @property
     def known_world(self) -> int | None:
         """Ranks of the whole job where the config says so; None under ``nproc_per_node=auto``."""
         if isinstance(self.trainer, SingleSettings):

@@ -76,6 +76,7 @@ def batch_of_rows(rows: Sequence[Sequence[Example]], shape: Shape) -> dict[str, 
 
 
 _LOOKED_AT = 8
+_MOST = 256  # examples that are looked at; with all of a large block rows are no fuller, and take time with its square
 
 
 def best_fit_in_two(sources: Ints, targets: Ints, encoder: int, decoder: int) -> list[list[int]]:
@@ -92,6 +93,8 @@ def best_fit_in_two(sources: Ints, targets: Ints, encoder: int, decoder: int) ->
         row, left = [alive[0]], 1.0 - sizes[alive[0]]
         alive = alive[1:]
         while len(fits := np.flatnonzero((left - sizes[alive]).min(1) >= -1e-9)):
+            if len(fits) > _MOST:  # of all sizes
+                fits = fits[np.linspace(0, len(fits) - 1, _MOST).astype(np.int64)]
             after = left - sizes[alive[fits]]  # (fits, 2)
             alone = after.max(1)
             spread = np.linspace(0, len(fits) - 1, _LOOKED_AT // 2).astype(np.int64)
