@@ -38,9 +38,10 @@ def arguments() -> argparse.Namespace:
 def data(overrides: list[str]) -> None:
     from forgather_cli.config.load import load_config
     from forgather_cli.data.build import load_data
+    from forgather_cli.models.pretrained import num_sentinels
 
     config = load_config(None, ["model=qwen3_encdec", "data=ul2", *overrides]).config
-    rows = load_data(config.data, seed=0, num_sentinels=config.num_sentinels).train
+    rows = load_data(config.data, seed=0, num_sentinels=num_sentinels(config.model)).train
     filled, room, tokens, count = [0, 0], [0, 0], 0, 0
     wall, cpu = time.perf_counter(), time.process_time()
     for row in rows:

@@ -114,7 +114,7 @@ def test_what_is_finalized_is_what_transformers_loads() -> None:
     assert "own process" in proof["loaded_through"]
     load = """
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained("out")
+tokenizer = AutoTokenizer.from_pretrained("out", trust_remote_code=sys.modules["forgather_cli"] is None)
 tokens = tokenizer("[S]Line<extra_id_0>", return_tensors="pt")
 def greedy(model):
     return model.generate(**tokens, max_new_tokens=6, do_sample=False).tolist()
