@@ -432,7 +432,7 @@ def plot(a: argparse.Namespace) -> None:
     for workers, (left, right) in zip(counts, axes, strict=True):
         left.set(title=f"{workers} workers", xlabel="million tokens of all", ylabel="nats per byte, held out")
         right.set(title=f"{workers} workers", xlabel="MB sent and received by one", xscale="log")
-        right.legend(fontsize="small")
+        right.legend(fontsize="x-small", loc="lower left")
     figure.tight_layout()
     figure.savefig(a.picture, dpi=120)
 
