@@ -392,7 +392,9 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
         for pid in (job.process.pid, *(int(Path(f"pid-{rank}").read_text()) for rank in range(2))):
             os.kill(pid, signal.SIGTERM)  # as Slurm and systemd do: to all of them, and it is one signal
         assert job.finish() == 75, job.output
-    assert job.output.count("SIGTERM: saving after this step; a second signal ends at once") == 1
+    # rank 0 may hear of it from the other one before its own signal comes
+    told = re.findall("SIGTERM(?: in another rank)?: saving after this step; a second signal", job.output)
+    assert len(told) == 1, job.output
     assert job.lines[-1] == "forgather resume run"
     assert (ended().code, ended().reason) == (75, "stopped by SIGTERM")
     assert RUN.checkpoint_steps() == [ended().step]
