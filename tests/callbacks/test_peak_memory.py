@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import pickle
 import re
@@ -64,7 +65,9 @@ def test_every_rank_has_a_line_and_a_number_in_the_log(layout: str, tmp_path: Pa
     assert len(logs) == 2
     for rank, ((_, (before, after)), (_, told)) in enumerate(zip(ranks, lines, strict=True)):
         logged = [record[f"peak_mem_rank_{rank}"] for record in logs]
-        assert before <= logged[0] <= logged[1] <= after
+        # Linux counts pages on each processor and tells a sum that lacks up to some dozens of them, so a peak may fall
+        peaks = [before, *logged, after]
+        assert all(peak <= later + 2**20 for peak, later in itertools.pairwise(peaks))
         assert 0.95 * before <= in_bytes(told) <= 1.05 * after
     assert not any(f"peak_mem_rank_{len(ranks)}" in record for record in logs)
 
