@@ -5,7 +5,7 @@
         [--corpora stdlib prose] [--seeds 1 2 3] [--rates 1e-3 1.4e-3 2e-3] [--steps 400] [--jobs 2]
         [--out quality.jsonl]
     python scripts/bench/quality.py run 'mine: learning_rate=1e-2 optimizer.momentum=0.9'
-    python scripts/bench/quality.py table [--base plain] [--out quality.jsonl]
+    python scripts/bench/quality.py table [--base plain] [--fresh 11] [--out quality.jsonl]
     python scripts/bench/quality.py plot PICTURE.png [--out quality.jsonl]
 
 ``run`` adds a line to ``--out`` for each run that is not there yet. A recipe is a name of the table below, or a name of
@@ -14,8 +14,10 @@ your own, a colon and overrides of ``forgather train``. ``--rates`` takes each o
 
 The number: the sum of the losses of all targets of the whole held-out split, in sequences as they are trained on, over
 the bytes of those targets; its standard error is over documents. Every model is measured by the same function here,
-from its Hugging Face directory. Two recipes are compared by the differences of their runs with equal seeds: a sign-flip
-test (exact up to 16 seeds), with Holm's correction over the claims of a table. Times are of the processor, one thread.
+from its Hugging Face directory. ``table`` chooses each recipe's rate by the runs with seeds below ``--fresh`` and shows
+the runs of that rate with the seeds from there on, where there are any. Two recipes are compared by the differences of
+their runs with equal seeds: Student's t-test, with Holm's correction over the claims of a table. Times are of the
+processor, one thread.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ import itertools
 import json
 import math
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -387,14 +388,11 @@ def table(arguments: argparse.Namespace) -> None:
     rows, claims, reached = [], [], []
     curves: dict[tuple[Any, ...], dict[str, list[tuple[int, float, float]]]] = defaultdict(lambda: defaultdict(list))
     for (size, corpus, precision, budget), recipes in sorted(cells.items(), key=str):
-        best: dict[str, dict[int, dict[str, Any]]] = {}
-        for (name, _), runs in recipes.items():
-            if name not in best or _mean(runs) < _mean(best[name]):
-                best[name] = runs
+        best = _at_best_rates(recipes, arguments.fresh)
         if isinstance(budget, str):  # "400 steps of plain"
             steps, _, _, name = budget.split()
-            of_base = [runs for (n, _), runs in cells[size, corpus, precision, int(steps)].items() if n == name]
-            base, against = min(of_base, key=_mean, default={}), name
+            base = _at_best_rates(cells[size, corpus, precision, int(steps)], arguments.fresh).get(name, {})
+            against = name
         else:
             base, against = best.get(arguments.base, {}), arguments.base
         for name, runs in sorted(best.items(), key=lambda item: _mean(item[1])):
@@ -404,7 +402,7 @@ def table(arguments: argparse.Namespace) -> None:
             claim = None
             if name != against and len(pairs) > 1:
                 claim = len(claims)
-                claims.append(sign_flip(pairs))
+                claims.append(paired_t(pairs))
             error = statistics.mean(record["standard_error"] for record in runs.values())
             seconds = statistics.median(record["seconds"] for record in runs.values())
             difference = f"{statistics.mean(pairs):+.4f}" if pairs and name != against else ""
@@ -438,6 +436,19 @@ def table(arguments: argparse.Namespace) -> None:
     _print_table(ours.split(", "), reached)
 
 
+def _at_best_rates(
+    recipes: dict[tuple[str, str], dict[int, dict[str, Any]]], fresh: int
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """Of each recipe the runs at the rate that did best with seeds below ``fresh``: those with other seeds, if any."""
+    best: dict[str, tuple[float, dict[int, dict[str, Any]]]] = {}
+    for (name, _), runs in recipes.items():
+        tuned = {seed: record for seed, record in runs.items() if seed < fresh}
+        mean = _mean(tuned) if tuned else math.inf
+        if name not in best or mean < best[name][0]:
+            best[name] = mean, {seed: record for seed, record in runs.items() if seed >= fresh} or runs
+    return {name: runs for name, (_, runs) in best.items()}
+
+
 def _tokens_to_reach(loss: float, points: Sequence[tuple[int, float, float]]) -> float | None:
     """Between two complete runs, of which each decayed to its own end: over the logarithm of the tokens, a line.
 
@@ -460,16 +471,18 @@ def _mean(runs: dict[int, dict[str, Any]]) -> float:
     return statistics.mean(record["nats_per_byte"] for record in runs.values())
 
 
-def sign_flip(differences: Sequence[float]) -> float:
-    """Two-sided p of the mean of paired differences: in how many of all choices of signs it is as far from 0."""
-    seen = abs(sum(differences)) - 1e-12
-    if len(differences) <= 16:
-        signs: Any = itertools.product((1, -1), repeat=len(differences))
-        total = 2 ** len(differences)
-    else:
-        draw, total = random.Random(0), 1 << 16
-        signs = (draw.choices((1, -1), k=len(differences)) for _ in range(total))
-    return sum(abs(sum(s * d for s, d in zip(each, differences, strict=True))) >= seen for each in signs) / total
+def paired_t(differences: Sequence[float]) -> float:
+    """Two-sided p of Student's t-test of the mean of paired differences, of which there are two at least.
+
+    The tail beyond t, over the angle atan(t / sqrt(n)), in which the density is a power of a cosine: Simpson's rule.
+    """
+    spread, n = statistics.stdev(differences), len(differences) - 1
+    t = math.inf if spread == 0 else abs(statistics.mean(differences)) * math.sqrt(n + 1) / spread
+    low, pieces = math.atan(t / math.sqrt(n)), 2000
+    width = (math.pi / 2 - low) / pieces
+    weights = [1, *[4, 2] * (pieces // 2 - 1), 4, 1]
+    area = sum(w * max(0.0, math.cos(low + k * width)) ** (n - 1) for k, w in enumerate(weights)) * width / 3
+    return 2 * area * math.gamma((n + 1) / 2) / (math.sqrt(math.pi) * math.gamma(n / 2))
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -482,7 +495,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Loss over the learning rate, a line for each recipe, a panel for each size and corpus."""
+    """Loss over the learning rate at equal tokens, a line for each recipe, a panel for each size and corpus."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -491,9 +504,12 @@ def plot(arguments: argparse.Namespace) -> None:
     panels: dict[tuple[str, str], dict[str, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(dict))
     for record in read(arguments.out):
         job = job_of(record)
-        panels[job.size, job.corpus][job.recipe].setdefault(job.rate, []).append(record["nats_per_byte"])
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
-    for axis, ((size, corpus), recipes) in zip(axes[0], sorted(panels.items()), strict=True):
+        if job.steps == arguments.steps and not job.as_long_as:
+            panels[job.size, job.corpus][job.recipe].setdefault(job.rate, []).append(record["nats_per_byte"])
+    across = (len(panels) + 1) // 2
+    figure, axes = pyplot.subplots(2, across, figsize=(4.5 * across, 7), squeeze=False)
+    cells = sorted(panels.items(), key=lambda item: (item[0][1] != "stdlib", list(SIZES).index(item[0][0])))
+    for axis, ((size, corpus), recipes) in zip(axes.flat, cells, strict=False):
         for name, points in sorted(recipes.items()):
             rates = sorted(points)
             axis.plot(rates, [statistics.mean(points[rate]) for rate in rates], marker="o", label=name)
@@ -518,8 +534,10 @@ def main() -> None:
     runner.add_argument("--as-long-as", default=None, metavar="RECIPE")
     tabulator = commands.add_parser("table")
     tabulator.add_argument("--base", default="plain")
+    tabulator.add_argument("--fresh", type=int, default=11, help="no rate is chosen by seeds from here on")
     painter = commands.add_parser("plot")
     painter.add_argument("picture", type=Path)
+    painter.add_argument("--steps", type=int, default=400)
     for each in (runner, tabulator, painter):
         each.add_argument("--out", type=Path, default=Path("quality.jsonl"))
     single = commands.add_parser("one")
