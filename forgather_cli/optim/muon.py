@@ -25,22 +25,11 @@ from forgather_cli.shards import is_sharded, local, row_group
 _BATCH = 1 << 22
 """Numbers that a GPU orthogonalises together: large matrices gain nothing from company, and would take memory."""
 _MOMENTUM_START = 0.85
-_POLAR_EXPRESS = (
-    (8.2193, -23.3375, 16.6266),
-    (3.9641, -2.8377, 0.5158),
-    (3.4369, -2.4752, 0.4761),
-    (2.4901, -1.8343, 0.4368),
-)
-"""Coefficients of x, x^3 and x^5, for one step each: the best approximations of 1, one after the other, for singular
-values from 0.003 to 1 (Amsel et al. 2025, arXiv 2505.16932). All but the last are for values 2 % larger, since rounding
-to bf16 lifts some above 1, where the first is steep and those after it run away: without that one run in five was lost.
-"""
 
 
 class Muon(torch.optim.Muon):
     """``torch.optim.Muon`` with its arguments, and
 
-    ns_steps: None for four steps with polynomials of their own (Polar Express), as good as five with one polynomial.
     momentum_warmup_steps: steps in which the momentum rises from 0.85 to ``momentum``, along a line; counted in each
     parameter's state as ``step``.
     cautious_weight_decay: only weights that the step moves towards zero decay (Chen et al. 2025, arXiv 2510.12402).
@@ -115,14 +104,14 @@ def orthogonalised(updates: Tensor, group: dict[str, Any]) -> Tensor:
     """Of one matrix (A, B), or of each of several (N, A, B), something near the closest one whose rows or columns are
     orthonormal: singular values between 0.7 and 1.2. ``updates`` is bf16, as is the result.
 
-    Newton-Schulz iteration: odd polynomials of fifth degree.
+    Newton-Schulz iteration: an odd polynomial of fifth degree, several times.
     """
     tall = updates.size(-2) > updates.size(-1)
     x = updates.mT if tall else updates
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    steps = group["ns_steps"]
-    for a, b, c in _POLAR_EXPRESS if steps is None else itertools.repeat(group["ns_coefficients"], steps):
+    a, b, c = group["ns_coefficients"]
+    for _ in range(group["ns_steps"]):
         square = x @ x.mT
         x = add_product(x, add_product(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

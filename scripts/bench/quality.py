@@ -53,6 +53,7 @@ SIZES = {  # overrides; parameters with bytes
         "model.num_hidden_layers=6",
         "model.num_attention_heads=6",
     ),  # 10.8 M
+    "60m": ("model=60m",),  # 25.6 M with bytes: for the transfer of settings over width
 }
 CORPORA = ("stdlib", "prose")
 _OLD = "lr_scheduler=cosine model.qk_norm=false model.zero_init_outputs=false"

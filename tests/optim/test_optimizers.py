@@ -38,8 +38,8 @@ OPTIONS: list[OptimizerOption] = [
     AdamWSettings(),
     AdamWSettings(fused=False),
     AdafactorSettings(),
-    MuonSettings(momentum_warmup_steps=0, ns_steps=5),
-    MuonSettings(momentum=0.9, momentum_warmup_steps=3, cautious_weight_decay=True, ns_steps=5),
+    MuonSettings(momentum_warmup_steps=0),
+    MuonSettings(momentum=0.9, momentum_warmup_steps=3, cautious_weight_decay=True),
     SGDSettings(),
     SGDSettings(momentum=0.9, nesterov=True),
     Target("torch.optim.NAdam", {"momentum_decay": 0.01}),
@@ -221,7 +221,7 @@ def group(regex: str = "x", optimizer: OptimizerOption | None = None, **settings
         (AdamWSettings(groups=group(betas=[0.9, 1.0])), r"mine.settings.betas: must be two numbers"),
         (AdamWSettings(groups=group(lr=1.0, lr_scale=2.0)), r"mine.settings: lr and lr_scale exclude each other"),
         (MuonSettings(groups=group(nesterov=1)), r"mine.settings.nesterov: must be true or false, got 1"),
-        (MuonSettings(groups=group(ns_steps=0)), r"mine.settings.ns_steps: must be a positive whole number, or null, got 0"),
+        (MuonSettings(groups=group(ns_steps=0)), r"mine.settings.ns_steps: must be a positive whole number, got 0"),
         (MuonSettings(groups=group(adjust_lr="big")), r"mine.settings.adjust_lr: must be one of original, match"),
         (AdafactorSettings(groups=group(beta2_decay=0.8)), r"mine.settings.beta2_decay: must be a number, at most 0"),
         (AdamWSettings(groups={"default": GroupSettings(regex="x")}), r"groups.default: this name stands for"),
@@ -349,22 +349,6 @@ def test_matrices_together_are_orthogonalised_as_alone(shape: tuple[int, int]):
     values = torch.linalg.svdvals(together)
     assert values.min() > 0.5
     assert values.max() < 1.3
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (64, 192), (192, 64)])
-@pytest.mark.parametrize("rank", [1, 2, 64])  # at rank 1 the largest singular value is 1, and bf16 may lift it
-def test_polar_express_beside_a_singular_value_decomposition(shape: tuple[int, int], rank: int):
-    group = next(g for g in build(MuonSettings(), TinyModel()).param_groups if "ns_steps" in g)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        update = torch.randn(shape[0], rank, generator=generator) @ torch.randn(rank, shape[1], generator=generator)
-        u, values, v = torch.linalg.svd(update.bfloat16().double(), full_matrices=False)
-        large = values > 0.03 * values.norm()
-        found = u.mT @ orthogonalised(update.bfloat16(), group).double() @ v.mT
-        diagonal = found.diagonal()[large]
-        assert diagonal.min() > 0.7, diagonal
-        assert diagonal.max() < 1.25, diagonal
-        assert (found - found.diagonal().diag())[large][:, large].norm() < 0.1 * large.sum() ** 0.5
 
 
 UNCOMPILED = """

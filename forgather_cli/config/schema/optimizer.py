@@ -130,7 +130,7 @@ class MuonSettings(_Optimizer):
     momentum_warmup_steps: Count = 200
     nesterov: bool = True
     cautious_weight_decay: bool = False
-    ns_steps: PositiveInt | None = None  # null: four, Polar Express
+    ns_steps: PositiveInt = 5
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     betas: Betas = (0.9, 0.95)  # of AdamW
     eps: PositiveFloat = 1e-8  # of AdamW
@@ -197,8 +197,8 @@ def _value_problem(key: str, value: Any, option: _Optimizer) -> str | None:
         wanted = "two numbers from 0 up to below 1"
     elif key == "momentum_warmup_steps":
         good, wanted = isinstance(value, int) and value >= 0, "a whole number, at least 0"
-    elif key == "ns_steps":
-        good, wanted = value is None or (isinstance(value, int) and value > 0), "a positive whole number, or null"
+    elif isinstance(known[key], int):
+        good, wanted = isinstance(value, int) and value > 0, "a positive whole number"
     elif key == "beta2_decay":
         good, wanted = _is_number(value) and value <= 0, "a number, at most 0"
     else:
