@@ -146,10 +146,13 @@ def words_of(job: Job, output_dir: Path) -> list[str]:
 
 def run_one(job: Job) -> dict[str, Any]:
     """Train and measure; returns what is written to ``--out`` besides the job."""
-    import torch
-
     from forgather_cli.config.load import load_config
     from forgather_cli.data.build import load_data
+    from forgather_cli.launch.processes import keep_heap
+
+    if job.recipe not in RIVALS:
+        keep_heap()  # as the command does
+    import torch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +165,7 @@ def run_one(job: Job) -> dict[str, Any]:
         else:
             model, parameters = _ours(config, root)
         seconds = time.process_time() - begin
-        documents = nats_of_documents(model, data)
+        documents = nats_of_documents(model, data, job.precision)
     nats, size = (sum(column) for column in zip(*documents, strict=True))
     return {
         "nats_per_byte": nats / size,
@@ -276,8 +279,11 @@ def _Both(*optimizers: Any) -> Any:
     return Both()
 
 
-def nats_of_documents(model: Any, data: Any) -> list[tuple[float, int]]:
-    """(sum of the losses of its targets, their bytes) of each held-out document; documents end with the end token."""
+def nats_of_documents(model: Any, data: Any, precision: str) -> list[tuple[float, int]]:
+    """(sum of the losses of its targets, their bytes) of each held-out document; documents end with the end token.
+
+    In the precision of training: a model that transformers' Trainer has trained in bf16 computes in it ever after.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -293,7 +299,8 @@ def nats_of_documents(model: Any, data: Any) -> list[tuple[float, int]]:
         for start in range(0, len(data.eval), 16):
             batch = data.eval.__getitems__(list(range(start, min(start + 16, len(data.eval)))))
             ids, labels = batch["input_ids"].long(), batch["labels"].long()
-            logits = model(input_ids=ids).logits[:, :-1].float()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                logits = model(input_ids=ids).logits[:, :-1].float()
             losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
             for target, loss in zip(labels[:, 1:].flatten().tolist(), losses.tolist(), strict=True):
                 if target == -100:
