@@ -12,8 +12,8 @@ _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 HALF_PRODUCTS = ("bf16", "bf16_true", "fp16", "fp8")
 """Options of ``precision`` whose matrices and activations are half precision, or less."""
 
-_FRAGMENTS = 0.08
-"""Of a rank's tensors: glibc's heap took 1 to 22 % more over nano to 160m under every strategy, most on one device
+_FRAGMENTS = 0.15
+"""Of a rank's tensors: glibc's heap took 6 to 27 % more over nano to 60m, most on one device
 (torch 2.13, glibc 2.36; ``trainer/process.py`` says why)."""
 
 

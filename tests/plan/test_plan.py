@@ -134,7 +134,7 @@ def test_memory_is_what_tensors_take_and_fragments_between_them(tmp_path: Path) 
     made = plan(tmp_path, 1, "trainer=single", "async_save=false").fullest
     kinds = (made.weights, made.gradients, made.optimizer, made.activations, made.buffers)
     assert made.tensors == sum(kind or 0 for kind in kinds)
-    assert 0.05 * made.tensors < made.fragments == made.total - made.tensors < 0.1 * made.tensors
+    assert 0.1 * made.tensors < made.fragments == made.total - made.tensors < 0.2 * made.tensors
 
 
 def test_half_precisions(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def fit(tmp_path: Path, mib: int, *overrides: str) -> Fit:
 
 
 def test_the_largest_is_the_largest_divisor_that_is_predicted_to_fit(tmp_path: Path) -> None:
-    found = fit(tmp_path, 55)
+    found = fit(tmp_path, 58)
     assert found.largest.micro_batch == 12
-    assert predicted(tmp_path, 12) <= 55 * MIB < predicted(tmp_path, 16)
+    assert predicted(tmp_path, 12) <= 58 * MIB < predicted(tmp_path, 16)
     assert found.largest.memory == predicted(tmp_path, 12)
     assert (found.now, found.fits, found.most) == (4, True, 96)
     assert found.sizes == [1, 2, 3, 4, 6, 8, 12]
@@ -88,7 +88,7 @@ def predicted(tmp_path: Path, size: int) -> int:
 
 
 def test_ways_to_more_are_listed_cheapest_first_with_what_they_bring(tmp_path: Path) -> None:
-    found = fit(tmp_path, 30, "model.vocab_size=2048")
+    found = fit(tmp_path, 32, "model.vocab_size=2048")
     names = [" ".join(way.overrides) for way in found.ways]
     assert names[0] == "loss=linear_cross_entropy"
     assert "precision=bf16_true" in names[1:]
@@ -97,9 +97,9 @@ def test_ways_to_more_are_listed_cheapest_first_with_what_they_bring(tmp_path: P
     assert times["loss=linear_cross_entropy"] == 1
     for way in found.ways:
         assert (way.micro_batch or 0) > (found.largest.micro_batch or 0)
-        assert (way.memory or 0) <= 30 * MIB
+        assert (way.memory or 0) <= 32 * MIB
     ranks = fit(
-        tmp_path, 30, "trainer=ddp", "nproc_per_node=2", "hidden_size=256", "num_attention_heads=4", "seq_len=64"
+        tmp_path, 32, "trainer=ddp", "nproc_per_node=2", "hidden_size=256", "num_attention_heads=4", "seq_len=64"
     )
     assert ("trainer=fsdp2",) in [way.overrides for way in ranks.ways]
 

@@ -37,7 +37,7 @@ COMMANDS = {  # and what must stand there whole
     "plan data=synthetic model=nano trainer=pipeline n_microbatches=4 --params": [
         "model.layers.1.post_attention_layernorm.weight", "memory of the rank", "embedding, 0",
     ],
-    "plan data=synthetic model=tiny --fit --memory 800MiB": ["micro-batch", "gradient_checkpointing=true"],
+    "plan data=synthetic model=tiny --fit --memory 850MiB": ["micro-batch", "gradient_checkpointing=true"],
     "config options trainer": ["Pipeline parallel: every rank holds some of the layers."],
     "config recipes": ["pretrain_1b_accelerate"],
     f"config diff {RUNS[0]} {RUNS[1]}": [*RUNS, "learning_rate", "data.files", "[corpora/second.jsonl]"],
