@@ -99,7 +99,8 @@ def main() -> None:
     base = statistics.median(arms[0].whole[1:])
     for arm in arms:
         whole, update = statistics.median(arm.whole[1:]), statistics.median(arm.update[1:])
-        print(f"{arm.name:18}{whole:10.1f} ms{whole / base:7.2f} of AdamW's; update{update:8.1f} ms, {update / whole:.1%}")
+        share = f"update{update:8.1f} ms, {update / whole:.1%}"
+        print(f"{arm.name:18}{whole:10.1f} ms{whole / base:7.2f} of AdamW's; {share}")
 
 
 if __name__ == "__main__":

@@ -515,16 +515,20 @@ def plot(arguments: argparse.Namespace) -> None:
         if job.steps == arguments.steps and not job.as_long_as:
             panels[job.size, job.corpus][job.recipe].setdefault(job.rate, []).append(record["nats_per_byte"])
     across = (len(panels) + 1) // 2
-    figure, axes = pyplot.subplots(2, across, figsize=(4.5 * across, 7), squeeze=False)
+    figure, axes = pyplot.subplots(2, across, figsize=(4.5 * across, 7.5), squeeze=False)
     cells = sorted(panels.items(), key=lambda item: (item[0][1] != "stdlib", list(SIZES).index(item[0][0])))
+    names = sorted({name for _, recipes in cells for name in recipes})
+    for axis in axes.flat[len(cells) :]:
+        axis.set_axis_off()
     for axis, ((size, corpus), recipes) in zip(axes.flat, cells, strict=False):
-        for name, points in sorted(recipes.items()):
+        for n, name in enumerate(names):
+            points = recipes.get(name, {})
             rates = sorted(points)
-            axis.plot(rates, [statistics.mean(points[rate]) for rate in rates], marker="o", label=name)
+            axis.plot(rates, [statistics.mean(points[r]) for r in rates], marker="o", color=f"C{n}", label=name)
         axis.set(title=f"{size}, {corpus}", xscale="log", xlabel="learning rate", ylabel="nats per byte, held out")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(arguments.picture, dpi=150)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=len(names))
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(arguments.picture, dpi=120)
 
 
 def main() -> None:
