@@ -56,9 +56,7 @@ class Arm:
             for n, each in enumerate(self.optimizer.optimizers):
                 if isinstance(each, torch.optim.Muon):
                     parameters = [p for group in each.param_groups for p in group["params"]]
-                    self.optimizer.optimizers[n] = torch.optim.Muon(
-                        parameters, lr=1e-3, adjust_lr_fn="match_rms_adamw"
-                    )
+                    self.optimizer.optimizers[n] = torch.optim.Muon(parameters, lr=1e-3, adjust_lr_fn="match_rms_adamw")
         generator = torch.Generator().manual_seed(0)
         shape = (args.rows, args.seq_len + 1)
         self.ids = torch.randint(0, args.vocab, shape, generator=generator).to(device)
