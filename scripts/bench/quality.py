@@ -5,7 +5,7 @@
         [--corpora stdlib prose] [--seeds 1 2 3] [--rates 1e-3 1.4e-3 2e-3] [--steps 400] [--jobs 2]
         [--out quality.jsonl]
     python scripts/bench/quality.py run 'mine: learning_rate=1e-2 optimizer.momentum=0.9'
-    python scripts/bench/quality.py table [--base plain] [--fresh 11] [--out quality.jsonl]
+    python scripts/bench/quality.py table [--base default] [--fresh 11] [--out scripts/bench/quality.jsonl]
     python scripts/bench/quality.py plot PICTURE.png [--out quality.jsonl]
 
 ``run`` adds a line to ``--out`` for each run that is not there yet. A recipe is a name of the table below, or a name of
@@ -108,7 +108,8 @@ def prose(folder: Path) -> Path:
     if path.exists():
         return path
     seen: set[str] = set()
-    with path.with_suffix(".part").open("w", encoding="utf-8") as file:
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with part.open("w", encoding="utf-8") as file:
         for name in ("torch", "transformers", "numpy", "matplotlib", "pandas", "accelerate", "datasets", "torchao"):
             package = Path(sys.prefix) / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages" / name
             for source in sorted(package.rglob("*.py")):
@@ -117,7 +118,7 @@ def prose(folder: Path) -> Path:
                 text = "\n\n".join(paragraphs)
                 if len(text) >= 2000:
                     file.write(json.dumps({"text": text}) + "\n")
-    path.with_suffix(".part").rename(path)
+    part.replace(path)
     return path
 
 
@@ -384,64 +385,66 @@ def _equal_time_steps(done: list[dict[str, Any]], name: str, size: str, corpus: 
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """Every recipe at its best rate, against ``--base`` at its best with as many tokens, or in as much time; and what
-    each needs to reach the loss of ``--base``'s longest runs."""
+    """Every recipe at its best rate beside ``--base`` at its own, with as many tokens or in as much time; and what
+    ``--base`` needs to reach the loss of each."""
     cells: dict[tuple[Any, ...], dict[tuple[str, str], dict[int, dict[str, Any]]]] = defaultdict(
         lambda: defaultdict(dict)
     )
     for record in read(arguments.out):
         job = job_of(record)
-        cell = cells[job.size, job.corpus, job.precision, job.as_long_as or job.steps]
-        cell[job.recipe, job.words][job.seed] = record
-    rows, claims, reached = [], [], []
-    curves: dict[tuple[Any, ...], dict[str, list[tuple[int, float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for (size, corpus, precision, budget), recipes in sorted(cells.items(), key=str):
+        if job.precision == arguments.precision:
+            cell = cells[job.size, job.corpus, job.as_long_as or job.steps]
+            cell[job.recipe, job.words][job.seed] = record
+    rows, claims = [], []
+    rivals: dict[tuple[str, str], list[tuple[str, int, float, float]]] = defaultdict(list)
+    curves: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
+    sizes = list(SIZES)
+    order = {cell: (cell[1] != "stdlib", sizes.index(cell[0]), isinstance(cell[2], str), cell[2]) for cell in cells}
+    for size, corpus, budget in sorted(cells, key=order.__getitem__):
+        recipes = cells[size, corpus, budget]
         best = _at_best_rates(recipes, arguments.fresh)
+        against, base = arguments.base, best.get(arguments.base, {})
         if isinstance(budget, str):  # "400 steps of plain"
-            steps, _, _, name = budget.split()
-            base = _at_best_rates(cells[size, corpus, precision, int(steps)], arguments.fresh).get(name, {})
-            against = name
-        else:
-            base, against = best.get(arguments.base, {}), arguments.base
+            steps, _, _, against = budget.split()
+            base = _at_best_rates(cells[size, corpus, int(steps)], arguments.fresh).get(against, {})
         for name, runs in sorted(best.items(), key=lambda item: _mean(item[1])):
             pairs = [runs[s]["nats_per_byte"] - base[s]["nats_per_byte"] for s in sorted(runs.keys() & base.keys())]
             first = next(iter(runs.values()))
-            spread = statistics.stdev(r["nats_per_byte"] for r in runs.values()) if len(runs) > 1 else 0.0
-            claim = None
-            if name != against and len(pairs) > 1:
-                claim = len(claims)
-                claims.append(paired_t(pairs))
-            error = statistics.mean(record["standard_error"] for record in runs.values())
+            tried = sorted({job_of(record).rate for (each, _), own in recipes.items() if each == name
+                            for record in own.values()})  # fmt: skip
+            difference, claim = "", None
+            if name != against and pairs:
+                difference = f"{statistics.mean(pairs):+.3f}"
+                if len(pairs) > 1:
+                    claim = len(claims)
+                    claims.append(paired_t(pairs))
+            spread = f"{statistics.stdev(r['nats_per_byte'] for r in runs.values()):.3f}" if len(runs) > 1 else ""
             seconds = statistics.median(record["seconds"] for record in runs.values())
-            difference = f"{statistics.mean(pairs):+.4f}" if pairs and name != against else ""
             rows.append(
-                [size, corpus, precision, f"{budget}", name, f"{job_of(first).rate:.2g}", f"{len(runs)}",
-                 f"{_mean(runs):.4f}", f"{spread:.4f}", f"{error:.3f}", against, difference, claim,
-                 f"{first['tokens'] / 1e6:.2f} M", f"{seconds:.0f}"]
+                [size, corpus, f"{budget}", name, f"{job_of(first).rate:g}", " ".join(f"{rate:g}" for rate in tried),
+                 " ".join(map(str, sorted(runs))), f"{_mean(runs):.3f}", spread, against, difference, claim,
+                 f"{seconds:.0f}"]
             )  # fmt: skip
-            if not isinstance(budget, str):
-                curves[size, corpus, precision][name].append((first["tokens"], _mean(runs), seconds))
+            if isinstance(budget, str):
+                continue
+            if name == arguments.base:
+                curves[size, corpus].append((first["tokens"], _mean(runs), seconds))
+            else:
+                rivals[size, corpus].append((name, first["tokens"], _mean(runs), seconds))
     corrected = holm(claims)
     for row in rows:
-        row[12] = "" if row[12] is None else f"{corrected[row[12]]:.3f}"
-    names = "size, corpus, precision, steps or time, recipe, rate, seeds, nats per byte, spread of seeds, error over"
-    columns = [*f"{names} documents, minus, difference, p (Holm), tokens, s of one core".split(", ")]
-    _print_table(columns, rows)
-    for cell, recipes in curves.items():
-        if arguments.base not in recipes:
-            continue
-        tokens, loss, seconds = max(recipes[arguments.base])
-        for name, points in recipes.items():
-            if name != arguments.base and (needed := _tokens_to_reach(loss, sorted(points))):
-                speed = statistics.median(t / s for t, _, s in points)
-                shares = f"{needed / tokens:.2f}", f"{needed / speed / seconds:.2f}"
-                reached.append([*cell, name, f"{needed / 1e6:.2f} M", *shares, f"{tokens / 1e6:.2f} M"])
-    print()
-    base = arguments.base
-    ours = (
-        f"size, corpus, precision, recipe, tokens to the loss of {base}, share of its tokens, of its time, its tokens"
-    )
-    _print_table(ours.split(", "), reached)
+        row[11] = "" if row[11] is None else f"{corrected[row[11]]:.2g}"
+    names = "size, corpus, steps or time, recipe, rate, rates tried, seeds, nats per byte, spread, minus, difference"
+    _print_table(f"{names}, p (Holm), s of one core".split(", "), rows)
+    reached = []
+    for place, others in rivals.items():
+        for name, tokens, loss, seconds in others if curves[place] else []:
+            time_per_token = statistics.median(own / count for count, _, own in curves[place])
+            under, needed = _tokens_to_reach(loss, sorted(curves[place]))
+            shares = (f"{under}{share:.2f}" for share in (needed / tokens, needed * time_per_token / seconds))
+            reached.append([*place, name, f"{tokens // 2048}", f"{loss:.3f}", *shares])
+    print(f"\nWhat {arguments.base} needs for the loss of the others, between complete runs:\n")
+    _print_table(["size", "corpus", "recipe", "steps", "nats per byte", "share of tokens", "share of time"], reached)
 
 
 def _at_best_rates(
@@ -457,15 +460,18 @@ def _at_best_rates(
     return {name: runs for name, (_, runs) in best.items()}
 
 
-def _tokens_to_reach(loss: float, points: Sequence[tuple[int, float, float]]) -> float | None:
+def _tokens_to_reach(loss: float, points: Sequence[tuple[int, float, float]]) -> tuple[str, float]:
     """Between two complete runs, of which each decayed to its own end: over the logarithm of the tokens, a line.
 
-    None where no two lengths have the loss between them. ``points`` are (tokens, loss, seconds), shortest first.
+    ``points`` are (tokens, loss, seconds), shortest first. Where ``loss`` is not between two of them the sign of the
+    bound comes first: "<" with the tokens of the shortest run, ">" with those of the longest.
     """
+    if loss >= points[0][1]:
+        return "<", points[0][0]
     for (few, above, _), (many, below, _) in itertools.pairwise(points):
-        if above >= loss >= below and above > below:
-            return few * (many / few) ** ((above - loss) / (above - below))
-    return None
+        if above >= loss > below:
+            return "", few * (many / few) ** ((above - loss) / (above - below))
+    return ">", points[-1][0]
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -545,7 +551,8 @@ def main() -> None:
     runner.add_argument("--jobs", type=int, default=2)
     runner.add_argument("--as-long-as", default=None, metavar="RECIPE")
     tabulator = commands.add_parser("table")
-    tabulator.add_argument("--base", default="plain")
+    tabulator.add_argument("--base", default="default")
+    tabulator.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     tabulator.add_argument("--fresh", type=int, default=11, help="no rate is chosen by seeds from here on")
     painter = commands.add_parser("plot")
     painter.add_argument("picture", type=Path)
