@@ -387,14 +387,14 @@ def _equal_time_steps(done: list[dict[str, Any]], name: str, size: str, corpus: 
 def table(arguments: argparse.Namespace) -> None:
     """Every recipe at its best rate beside ``--base`` at its own, with as many tokens or in as much time; and what
     ``--base`` needs to reach the loss of each."""
-    cells: dict[tuple[Any, ...], dict[tuple[str, str], dict[int, dict[str, Any]]]] = defaultdict(
+    cells: dict[tuple[Any, ...], dict[tuple[str, float], dict[int, dict[str, Any]]]] = defaultdict(
         lambda: defaultdict(dict)
     )
     for record in read(arguments.out):
         job = job_of(record)
         if job.precision == arguments.precision:
             cell = cells[job.size, job.corpus, job.as_long_as or job.steps]
-            cell[job.recipe, job.words][job.seed] = record
+            cell[job.recipe, job.rate][job.seed] = record
     rows, claims = [], []
     rivals: dict[tuple[str, str], list[tuple[str, int, float, float]]] = defaultdict(list)
     curves: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
@@ -410,8 +410,7 @@ def table(arguments: argparse.Namespace) -> None:
         for name, runs in sorted(best.items(), key=lambda item: _mean(item[1])):
             pairs = [runs[s]["nats_per_byte"] - base[s]["nats_per_byte"] for s in sorted(runs.keys() & base.keys())]
             first = next(iter(runs.values()))
-            tried = sorted({job_of(record).rate for (each, _), own in recipes.items() if each == name
-                            for record in own.values()})  # fmt: skip
+            tried = sorted(rate for each, rate in recipes if each == name)
             difference, claim = "", None
             if name != against and pairs:
                 difference = f"{statistics.mean(pairs):+.3f}"
@@ -448,7 +447,7 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 def _at_best_rates(
-    recipes: dict[tuple[str, str], dict[int, dict[str, Any]]], fresh: int
+    recipes: dict[tuple[str, float], dict[int, dict[str, Any]]], fresh: int
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Of each recipe the runs at the rate that did best with seeds below ``fresh``: those with other seeds, if any."""
     best: dict[str, tuple[float, dict[int, dict[str, Any]]]] = {}
