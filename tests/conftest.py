@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     collect_less()
+    # a shell's background job ignores SIGINT, and so would every process that a test starts and interrupts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     home = tempfile.TemporaryDirectory(prefix="forgather-tests-")
     config.add_cleanup(home.cleanup)
     os.environ["XDG_CONFIG_HOME"] = home.name
