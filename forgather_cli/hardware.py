@@ -18,11 +18,17 @@ _SM80 = (8, 0)  # Ampere, the first with bf16 in its tensor cores
 
 
 @cache
-def processor() -> tuple[str, tuple[str, ...]]:
-    """This machine's processor: its name, and its instructions that matrix products depend on (AVX512-BF16, ...)."""
+def cpuinfo() -> dict[str, str]:
+    """What Linux says of the last core, by its names ("model name", "flags", ...); empty elsewhere."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
-    said = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines}  # of the last core
+    return {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines}
+
+
+@cache
+def processor() -> tuple[str, tuple[str, ...]]:
+    """This machine's processor: its name, and its instructions that matrix products depend on (AVX512-BF16, ...)."""
+    said = cpuinfo()
     flags = (said.get("flags") or said.get("Features") or "").split()
     known = tuple(name for flag, name in _INSTRUCTIONS.items() if flag in flags)
     return said.get("model name") or platform.machine(), known

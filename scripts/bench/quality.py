@@ -5,7 +5,8 @@
         [--corpora stdlib prose] [--seeds 1 2 3] [--rates 1e-3 1.4e-3 2e-3] [--steps 400] [--jobs 2]
         [--out quality.jsonl]
     python scripts/bench/quality.py run 'mine: learning_rate=1e-2 optimizer.momentum=0.9'
-    python scripts/bench/quality.py table [--base default] [--fresh 11] [--out scripts/bench/quality.jsonl]
+    python scripts/bench/quality.py table [--base default] [--fresh 11] [--precision bf16]
+        [--out scripts/bench/quality.jsonl]
     python scripts/bench/quality.py plot PICTURE.png [--out quality.jsonl]
 
 ``run`` adds a line to ``--out`` for each run that is not there yet. A recipe is a name of the table below, or a name of
@@ -16,8 +17,8 @@ The number: the sum of the losses of all targets of the whole held-out split, in
 the bytes of those targets; its standard error is over documents. Every model is measured by the same function here,
 from its Hugging Face directory. ``table`` chooses each recipe's rate by the runs with seeds below ``--fresh`` and shows
 the runs of that rate with the seeds from there on, where there are any. Two recipes are compared by the differences of
-their runs with equal seeds: Student's t-test, with Holm's correction over the claims of a table. Times are of the
-processor, one thread.
+their runs with equal seeds: Student's t-test, with Holm's correction over the claims of a table. Times are seconds of
+one thread, of runs on the same processor: this one's for ``--as-long-as``, that of the file's last run in ``table``.
 """
 
 from __future__ import annotations
@@ -177,7 +178,15 @@ def run_one(job: Job) -> dict[str, Any]:
         "parameters": parameters,
         "tokens": job.steps * 8 * config.data.seq_len,
         "seconds": seconds,
+        "processor": _processor(),
     }
+
+
+def _processor() -> str:
+    """Name, family and model, as "AMD EPYC 26/2": hypervisors hide the rest."""
+    from forgather_cli.hardware import cpuinfo, processor
+
+    return f"{processor()[0]} {cpuinfo().get('cpu family', '')}/{cpuinfo().get('model', '')}"
 
 
 def _ours(config: Any, root: Path) -> tuple[Any, int]:
@@ -367,17 +376,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _equal_time_steps(done: list[dict[str, Any]], name: str, size: str, corpus: str, arguments: Any) -> int:
-    """Steps of ``name`` in the processor time of ``--as-long-as``'s ``--steps``, from the times measured so far."""
+    """Steps of ``name`` in the time of ``--as-long-as``'s ``--steps``, from the times this processor took so far."""
 
     def second_per_step(recipe: str) -> float:
         times = [
             record["seconds"] / record["job"]["steps"]
             for record in done
             if (record["job"]["recipe"], record["job"]["size"], record["job"]["corpus"]) == (recipe, size, corpus)
+            and record.get("processor") == _processor()
         ]
         if not times:
             raise SystemExit(
-                f"--as-long-as: no run of {recipe} at {size} on {corpus} in {arguments.out} yet; run it first"
+                f"--as-long-as: no run of {recipe} at {size} on {corpus} by this processor in {arguments.out} yet; "
+                "run it first"
             )
         return statistics.median(times)
 
@@ -390,27 +401,33 @@ def table(arguments: argparse.Namespace) -> None:
     cells: dict[tuple[Any, ...], dict[tuple[str, float], dict[int, dict[str, Any]]]] = defaultdict(
         lambda: defaultdict(dict)
     )
-    for record in read(arguments.out):
+    times: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    records = read(arguments.out)
+    for record in records:
         job = job_of(record)
         if job.precision == arguments.precision:
-            cell = cells[job.size, job.corpus, job.as_long_as or job.steps]
-            cell[job.recipe, job.rate][job.seed] = record
+            processor = record.get("processor", "")
+            # in equal time every run has the steps that fitted by the times there were
+            budget = (0, job.as_long_as, processor) if job.as_long_as else (job.steps, "", "")
+            cells[job.size, job.corpus, *budget][job.recipe, job.rate][job.seed] = record
+            if processor == records[-1].get("processor", ""):
+                times[job.size, job.corpus, *budget, job.recipe].append(record["seconds"])
     rows, claims = [], []
-    rivals: dict[tuple[str, str], list[tuple[str, int, float, float]]] = defaultdict(list)
-    curves: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
-    sizes = list(SIZES)
-    order = {cell: (cell[1] != "stdlib", sizes.index(cell[0]), isinstance(cell[2], str), cell[2]) for cell in cells}
-    for size, corpus, budget in sorted(cells, key=order.__getitem__):
-        recipes = cells[size, corpus, budget]
-        best = _at_best_rates(recipes, arguments.fresh)
+    curves: dict[tuple[str, str], dict[str, list[tuple[float, float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for cell in sorted(cells, key=lambda cell: (*_place(*cell[:2]), cell[3:], cell[2])):
+        size, corpus, _, as_long_as, _ = cell
+        best = _at_best_rates(cells[cell], arguments.fresh)
         against, base = arguments.base, best.get(arguments.base, {})
-        if isinstance(budget, str):  # "400 steps of plain"
-            steps, _, _, against = budget.split()
-            base = _at_best_rates(cells[size, corpus, int(steps)], arguments.fresh).get(against, {})
+        if as_long_as:  # "400 steps of plain"
+            others, _, _, against = as_long_as.split()
+            base = _at_best_rates(cells[size, corpus, int(others), "", ""], arguments.fresh).get(against, {})
         for name, runs in sorted(best.items(), key=lambda item: _mean(item[1])):
             pairs = [runs[s]["nats_per_byte"] - base[s]["nats_per_byte"] for s in sorted(runs.keys() & base.keys())]
-            first = next(iter(runs.values()))
-            tried = sorted(rate for each, rate in recipes if each == name)
+            jobs = [job_of(record) for record in runs.values()]
+            fewest, most = min(job.steps for job in jobs), max(job.steps for job in jobs)
+            steps = f"{most}" if fewest == most else f"{fewest}-{most}"
+            tokens = statistics.mean(record["tokens"] for record in runs.values())
+            tried = sorted(rate for each, rate in cells[cell] if each == name)
             difference, claim = "", None
             if name != against and pairs:
                 difference = f"{statistics.mean(pairs):+.3f}"
@@ -418,32 +435,42 @@ def table(arguments: argparse.Namespace) -> None:
                     claim = len(claims)
                     claims.append(paired_t(pairs))
             spread = f"{statistics.stdev(r['nats_per_byte'] for r in runs.values()):.3f}" if len(runs) > 1 else ""
-            seconds = statistics.median(record["seconds"] for record in runs.values())
+            error = statistics.mean(record["standard_error"] for record in runs.values())
+            seconds = statistics.median(times[*cell, name]) if times[*cell, name] else math.nan
             rows.append(
-                [size, corpus, f"{budget}", name, f"{job_of(first).rate:g}", " ".join(f"{rate:g}" for rate in tried),
-                 " ".join(map(str, sorted(runs))), f"{_mean(runs):.3f}", spread, against, difference, claim,
-                 f"{seconds:.0f}"]
+                [size, corpus, f"{steps}, as long as {as_long_as}" if as_long_as else steps, name, f"{jobs[0].rate:g}",
+                 " ".join(f"{rate:g}" for rate in tried),
+                 " ".join(map(str, sorted(runs))), f"{_mean(runs):.3f}", spread, f"{error:.3f}", against,
+                 difference, claim, f"{seconds:.0f}".replace("nan", "")]
             )  # fmt: skip
-            if isinstance(budget, str):
-                continue
-            if name == arguments.base:
-                curves[size, corpus].append((first["tokens"], _mean(runs), seconds))
-            else:
-                rivals[size, corpus].append((name, first["tokens"], _mean(runs), seconds))
+            if name == arguments.base or not as_long_as:
+                curves[size, corpus][name].append((tokens, _mean(runs), seconds))
     corrected = holm(claims)
     for row in rows:
-        row[11] = "" if row[11] is None else f"{corrected[row[11]]:.2g}"
-    names = "size, corpus, steps or time, recipe, rate, rates tried, seeds, nats per byte, spread, minus, difference"
-    _print_table(f"{names}, p (Holm), s of one core".split(", "), rows)
+        row[12] = "" if row[12] is None else f"{corrected[row[12]]:.2g}"
+    names = "size, corpus, steps, recipe, rate, rates tried, seeds, nats per byte, spread, error over documents"
+    _print_table(f"{names}, minus, difference, p (Holm), s of one core".split(", "), rows)
     reached = []
-    for place, others in rivals.items():
-        for name, tokens, loss, seconds in others if curves[place] else []:
-            time_per_token = statistics.median(own / count for count, _, own in curves[place])
-            under, needed = _tokens_to_reach(loss, sorted(curves[place]))
-            shares = (f"{under}{share:.2f}" for share in (needed / tokens, needed * time_per_token / seconds))
-            reached.append([*place, name, f"{tokens // 2048}", f"{loss:.3f}", *shares])
+    for place, recipes in curves.items():
+        if not (own := sorted(recipes.pop(arguments.base, []))):
+            continue
+        paces = [seconds / tokens for tokens, _, seconds in own if math.isfinite(seconds)]
+        second_per_token = statistics.median(paces or [math.nan])
+        for name, points in recipes.items():
+            for tokens, loss, seconds in points:
+                bound, needed = _tokens_to_reach(loss, own)
+                time = needed * second_per_token
+                texts = f"{needed / 1e6:.2f} M", f"{needed / tokens:.2f}", f"{time:.0f}", f"{time / seconds:.2f}"
+                shown = ("" if "nan" in text else bound + text for text in texts)
+                reached.append([*place, name, f"{tokens // 2048:.0f}", f"{loss:.3f}", *shown])
     print(f"\nWhat {arguments.base} needs for the loss of the others, between complete runs:\n")
-    _print_table(["size", "corpus", "recipe", "steps", "nats per byte", "share of tokens", "share of time"], reached)
+    columns = "size, corpus, recipe, steps, nats per byte, tokens, share of tokens, s of one core, share of time"
+    _print_table(columns.split(", "), reached)
+
+
+def _place(size: str, corpus: str) -> tuple[bool, int]:
+    """Where a size and a corpus come in tables and pictures."""
+    return corpus != "stdlib", list(SIZES).index(size)
 
 
 def _at_best_rates(
@@ -459,7 +486,7 @@ def _at_best_rates(
     return {name: runs for name, (_, runs) in best.items()}
 
 
-def _tokens_to_reach(loss: float, points: Sequence[tuple[int, float, float]]) -> tuple[str, float]:
+def _tokens_to_reach(loss: float, points: Sequence[tuple[float, float, float]]) -> tuple[str, float]:
     """Between two complete runs, of which each decayed to its own end: over the logarithm of the tokens, a line.
 
     ``points`` are (tokens, loss, seconds), shortest first. Where ``loss`` is not between two of them the sign of the
@@ -521,7 +548,7 @@ def plot(arguments: argparse.Namespace) -> None:
             panels[job.size, job.corpus][job.recipe].setdefault(job.rate, []).append(record["nats_per_byte"])
     across = (len(panels) + 1) // 2
     figure, axes = pyplot.subplots(2, across, figsize=(4.5 * across, 7.5), squeeze=False)
-    cells = sorted(panels.items(), key=lambda item: (item[0][1] != "stdlib", list(SIZES).index(item[0][0])))
+    cells = sorted(panels.items(), key=lambda item: _place(*item[0]))
     names = sorted({name for _, recipes in cells for name in recipes})
     for axis in axes.flat[len(cells) :]:
         axis.set_axis_off()

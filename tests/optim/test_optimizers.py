@@ -30,7 +30,7 @@ from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.eager import unguard_step
 from forgather_cli.optim.groups import describe
 from forgather_cli.optim.in_backward import FusedBackward
-from forgather_cli.optim.muon import orthogonalised
+from forgather_cli.optim.muon import Muon, orthogonalised
 from forgather_cli.optim.state import ParameterOptimizer
 
 LR, DECAY = 1e-2, 0.1
@@ -349,6 +349,22 @@ def test_matrices_together_are_orthogonalised_as_alone(shape: tuple[int, int]):
     values = torch.linalg.svdvals(together)
     assert values.min() > 0.5
     assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (160, 48), (48, 160), (16, 16)])
+def test_muon_has_the_bits_of_torchs_for_matrices_that_go_together(shape: tuple[int, int]):
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for _ in range(5)]
+    ours, theirs = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
+    settings = {"lr": LR, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = [Muon(ours, **settings), torch.optim.Muon(theirs, **settings)]
+    for _ in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(shape, generator=generator)
+            other.grad = mine.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
 UNCOMPILED = """
