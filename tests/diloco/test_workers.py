@@ -89,10 +89,15 @@ def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out
     """One worker is killed and comes back; the weights can be computed again, and no sample is used twice."""
     with served(tmp_path, "diloco.mode=async", "diloco.keep_submissions=true") as server:
         own = ("max_steps=24", "callbacks.diloco.dylu=true")
-        first, second = worker(server, "a", *own), worker(server, "b", *own, "global_batch_size=8")
-        until(lambda: is_at(server, 3))
+        stands = "+callbacks.glitch={_target_:diloco.glitches.Slow,after:1}"
+        first, second = worker(server, "a", *own, stands), worker(server, "b", *own, stands, "global_batch_size=8")
+        for name in "ab":
+            until((tmp_path / name / "slow").exists)
+        (tmp_path / "a" / "go").touch()
+        until(lambda: is_at(server, 3))  # the second and third of a's rounds passed while b stood in its first
         first.process.send_signal(signal.SIGKILL)
         first.finish()
+        (tmp_path / "b" / "go").touch()
         until(lambda: second.process.poll() is not None)
         first = worker(server, "a", *own)
         for process in (first, second):
