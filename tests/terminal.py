@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
 import re
+import select
 import shlex
 import struct
 import subprocess
@@ -37,10 +39,12 @@ class Terminal:
                 assert pipe.read() == ""  # it has opened the terminal
         os.close(slave)
         self.output = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
 
     def read_until(self, pattern: str | None) -> None:
-        """Read until the output matches; None: to the end."""
+        """Read until the output matches; None: to the end. Fails after two minutes of silence."""
         while pattern is None or not re.search(pattern, self.output):
+            assert select.select([self.master], [], [], 120)[0], f"no {pattern!r} in {self.output!r}"
             try:
                 chunk = os.read(self.master, 65536)
             except OSError:  # Linux's end of a pseudo terminal
@@ -48,7 +52,7 @@ class Terminal:
             if not chunk:
                 assert pattern is None, f"no {pattern!r} in {self.output}"
                 return
-            self.output += chunk.decode(errors="replace")
+            self.output += self._decoder.decode(chunk)
 
     def close(self) -> int:
         """Close the terminal, as a lost connection does; returns the exit code."""
