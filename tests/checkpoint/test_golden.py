@@ -25,9 +25,12 @@ from forgather_cli.config.load import reload_config
 from forgather_cli.config.schema import Config
 from forgather_cli.run_dir import RunDir
 
-SAME, PARITY, ROUNDED, MUON = 1e-6, 1e-5, 1e-2, 0.02
-"""Relative differences: in the same layout; in another one (SPEC's table of guarantees); of losses where steps round to
-bf16 or fp16, or each rank trained by itself; and of the update, where Muon rounds to bf16."""
+SAME, PARITY, HALF, ROUNDED, UPDATE = 1e-6, 1e-5, 1e-3, 1e-2, 0.02
+"""Relative differences: in the same layout; in another one (docs/strategies.md); after steps that round to bf16 or fp16
+in the same layout, where a processor's products sum in an order of its own (on an Intel with AVX512-FP16 norms are up
+to 3.5e-5 from those that an AMD stored, updates 0.01, and the commit that stored them has the same bits there; with
+``ONEDNN_MAX_CPU_ISA=AVX512_CORE`` the fp16 run is the stored one again); of losses where such steps were in another
+layout, or each rank trained by itself; and of the update after steps that round."""
 
 STORED = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
 ELSEWHERE = [name for name in STORED if not name.startswith("single") and name != "ddp-shards"]
@@ -47,9 +50,15 @@ def test_every_case_is_stored() -> None:
 
 @pytest.mark.parametrize("name", STORED)
 def test_a_golden_run_goes_on_as_it_would_have(tmp_path: Path, name: str) -> None:
-    run = go_on(name, tmp_path / name)
-    assert_near(new_records(run), expected_records(name), SAME)
-    assert_weights(run, name, SAME)
+    run, saved = go_on(name, tmp_path / name), settings_of(name)
+    found, expected = new_records(run), expected_records(name)
+    if saved["precision"]["type"] != "fp32" or saved["optimizer"]["type"] == "muon":
+        assert_near(found[:1], expected[:1], PARITY if saved["precision"]["type"] == "fp32" else HALF)
+        assert_near(found, expected, HALF)
+        assert share_of_update(run, name) <= UPDATE
+    else:
+        assert_near(found, expected, SAME)
+        assert_weights(run, name, SAME)
     assert_notes(run)
 
 
@@ -60,7 +69,7 @@ def test_a_golden_run_goes_on_on_one_device(tmp_path: Path, name: str) -> None:
     if saved["optimizer"]["type"] == "muon":
         assert_near(found[:1], expected[:1], PARITY)
         assert_losses(found, expected, ROUNDED)
-        assert share_of_update(run, name) <= MUON
+        assert share_of_update(run, name) <= UPDATE
     elif saved["precision"]["type"] != "fp32" or "local" in name:
         assert_losses(found[:1], expected[:1], PARITY)  # the weights are those that were saved, or their mean
         assert_losses(found, expected, ROUNDED)
