@@ -155,7 +155,7 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
         torchao = extras.get("quantize", {}).get("torchao") or find_spec("torchao")
         kernels = all(find_spec(package) for package in ("liger_kernel", "cut_cross_entropy"))
         return {
-            "bf16": "fast" if bf16_on(str(device))[0] else "emulated",
+            "bf16": "fast" if bf16_on(str(device))[0] else "slow",
             "fp16": "fast" if fp16 else "emulated",
             "fp8": fp8 if torchao else "needs forgather[quantize]",
             "flash attention": "yes" if _has_flash_attention(device) else "no",

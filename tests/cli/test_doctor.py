@@ -47,7 +47,7 @@ def test_a_machine_that_can_train(machine: Path, capsys: pytest.CaptureFixture[s
     assert "kernels" in found["extras"]
     cpu = found["devices"][-1] if not torch.backends.mps.is_available() else found["devices"][-2]
     assert (cpu["name"], cpu["runs"]["fp8"], cpu["runs"]["loss=liger"]) == ("cpu", "emulated", "needs CUDA")
-    assert cpu["runs"]["bf16"] in ("fast", "emulated")
+    assert cpu["runs"]["bf16"] in ("fast", "slow")
     assert len(found["devices"]) >= 1 + torch.cuda.device_count()
     assert found["room"]["outputs"]["path"] == str(machine / "outputs")
     assert found["room"]["cache"] == {

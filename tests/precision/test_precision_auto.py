@@ -21,19 +21,27 @@ SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_ev
          "callbacks=minimal", "warmup_steps=1", "max_steps=1", "device=cpu"]  # fmt: skip
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, *instructions: str) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, *instructions: str, name: str = "a processor") -> None:
     """Another processor."""
-    monkeypatch.setattr(hardware, "processor", lambda: ("a processor", instructions))
+    monkeypatch.setattr(hardware, "processor", lambda: (name, instructions))
 
 
 def test_processors_that_multiply_fast_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     has = getattr(torch.cpu, "get_capabilities", dict)()  # torch asks the processor itself
     if "avx512_bf16" in has:
-        assert bf16_on("cpu")[0] == (has["avx512_bf16"] or has["amx_bf16"])
+        here = hardware.processor()[1]
+        assert (has["avx512_bf16"], has["amx_bf16"]) == ("AVX512-BF16" in here, "AMX-BF16" in here)
     for instructions, fast in ((("AVX512", "AMX-BF16"), True), (("AVX512-BF16",), True), (("AVX2", "AVX512"), False)):
         pretend(monkeypatch, *instructions)
         assert bf16_on("cpu")[0] == fast
     assert not bf16_on("mps")[0]
+    sapphire_rapids = ("AVX512", "AVX512-BF16", "AVX512-FP16")
+    for instructions, fast in ((sapphire_rapids, False), ((*sapphire_rapids, "AMX-BF16"), True),
+                               (sapphire_rapids[:2], True)):  # fmt: skip
+        pretend(monkeypatch, *instructions, name="Intel(R) Xeon(R) Processor")
+        assert bf16_on("cpu")[0] == fast
+    pretend(monkeypatch, *sapphire_rapids, name="AMD EPYC")
+    assert bf16_on("cpu")[0]
 
 
 def test_gpus_that_multiply_fast_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
