@@ -52,8 +52,8 @@ def bf16_on(device: str) -> tuple[bool, str]:
     name, instructions = processor()
     found = [each for each in instructions if each in _FAST_BF16]
     if name.startswith("Intel") and "AVX512-FP16" in instructions and "AMX-BF16" not in found:
-        # From Sapphire Rapids on, where a virtual machine hides AMX: bf16 products take 1.9 times as long as those of fp32
-        # (85 and 160 GFLOP/s of a core, family 6, model 207, torch 2.13), a step of the default recipe 1.41 times.
+        # From Sapphire Rapids on, where a virtual machine hides AMX: 85 GFLOP/s of a core in bf16, 160 in fp32
+        # (family 6, model 207, torch 2.13); a step of the default recipe takes 1.41 times as long.
         return False, "this Intel has no AMX, without which its bf16 is slower than fp32"
     return bool(found), f"this processor has {found[0] if found else 'neither AVX512-BF16 nor AMX'}"
 

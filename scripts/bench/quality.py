@@ -18,7 +18,7 @@ the bytes of those targets; its standard error is over documents. Every model is
 from its Hugging Face directory. ``table`` chooses each recipe's rate by the runs with seeds below ``--fresh`` and shows
 the runs of that rate with the seeds from there on, where there are any. Two recipes are compared by the differences of
 their runs with equal seeds: Student's t-test, with Holm's correction over the claims of a table. Times are seconds of
-one thread, of runs on the same processor: this one's for ``--as-long-as``, that of the file's last run in ``table``.
+one thread, of runs on the same processor: this one's for ``--as-long-as``, that of most runs in ``table``.
 """
 
 from __future__ import annotations
@@ -403,6 +403,7 @@ def table(arguments: argparse.Namespace) -> None:
     )
     times: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     records = read(arguments.out)
+    timed_on = statistics.mode(record["processor"] for record in records if "processor" in record)
     for record in records:
         job = job_of(record)
         if job.precision == arguments.precision:
@@ -410,7 +411,7 @@ def table(arguments: argparse.Namespace) -> None:
             # in equal time every run has the steps that fitted by the times there were
             budget = (0, job.as_long_as, processor) if job.as_long_as else (job.steps, "", "")
             cells[job.size, job.corpus, *budget][job.recipe, job.rate][job.seed] = record
-            if processor == records[-1].get("processor", ""):
+            if processor == timed_on:
                 times[job.size, job.corpus, *budget, job.recipe].append(record["seconds"])
     rows, claims = [], []
     curves: dict[tuple[str, str], dict[str, list[tuple[float, float, float]]]] = defaultdict(lambda: defaultdict(list))
