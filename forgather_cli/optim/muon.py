@@ -4,9 +4,10 @@ https://kellerjordan.github.io/posts/muon/), for whole matrices and for matrices
 ``torch.optim.Muon`` has neither a warmup of its momentum nor a cautious weight decay, takes matrices one by one, and is
 slow on DTensors: every product of its Newton-Schulz iteration gathers its operands and sums over ranks in bf16, so that
 84 small matrices took 4.4 s per step instead of 0.2 s, and an update moved by 7 % (torch 2.13,
-``torch/optim/_muon.py``, two gloo ranks). Without the added settings the numbers here are its numbers, on a CPU bit for
-bit. Matrices of one shape go together all the same, as threads wait for each other in small products: the default
-recipe's 28 take 31 ms in place of 46 with two threads, 50 in place of 54 with one (AVX512-BF16, torch 2.13).
+``torch/optim/_muon.py``, two gloo ranks). Without the added settings the numbers here are its numbers, on a CPU that is
+fast in bf16 bit for bit. Matrices of one shape go together all the same, as threads wait for each other in small
+products: the default recipe's 28 take 31 ms in place of 46 with two threads, 50 in place of 54 with one (AVX512-BF16,
+torch 2.13).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forgather_cli.hardware import bf16_on
 from forgather_cli.shards import is_sharded, local, row_group
 
 _BATCH = 1 << 22
@@ -109,17 +111,21 @@ def orthogonalised(updates: Tensor, group: dict[str, Any]) -> Tensor:
     """Of one matrix (A, B), or of each of several (N, A, B), something near the closest one whose rows or columns are
     orthonormal: singular values between 0.7 and 1.2. ``updates`` is bf16, as is the result.
 
-    Newton-Schulz iteration: an odd polynomial of fifth degree, several times.
+    Newton-Schulz iteration: an odd polynomial of fifth degree, several times. In fp32 on a CPU that is slow in bf16:
+    where it has AVX2 alone torch's bf16 products take 80 times as long as fp32's (2 and 160 GFLOP/s of a core, torch
+    2.13), and a step of the default recipe took 15 s in place of 0.3.
     """
     tall = updates.size(-2) > updates.size(-1)
     x = updates.mT if tall else updates
+    if x.device.type == "cpu" and not bf16_on("cpu")[0]:
+        x = x.float()
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     a, b, c = group["ns_coefficients"]
     for _ in range(group["ns_steps"]):
         square = x @ x.mT
         x = add_product(x, add_product(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return (x.mT if tall else x).bfloat16()
 
 
 def _apply(parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:

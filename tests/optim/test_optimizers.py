@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from processors import pretend
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import (
@@ -321,7 +322,8 @@ def plain_torch(option: OptimizerOption, model: nn.Module) -> list[torch.optim.O
 
 
 @every_option
-def test_equals_plain_torch(option: OptimizerOption):
+def test_equals_plain_torch(option: OptimizerOption, monkeypatch: pytest.MonkeyPatch):
+    pretend(monkeypatch, "AVX512-BF16")
     model, other = TinyModel(), TinyModel()
     optimizers, theirs = build(option, model), plain_torch(option, other)
     for step in range(4):
@@ -352,7 +354,10 @@ def test_matrices_together_are_orthogonalised_as_alone(shape: tuple[int, int]):
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (160, 48), (48, 160), (16, 16)])
-def test_muon_has_the_bits_of_torchs_for_matrices_that_go_together(shape: tuple[int, int]):
+def test_muon_has_the_bits_of_torchs_for_matrices_that_go_together(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    pretend(monkeypatch, "AVX512-BF16")
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for _ in range(5)]
     ours, theirs = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
@@ -365,6 +370,24 @@ def test_muon_has_the_bits_of_torchs_for_matrices_that_go_together(shape: tuple[
         for optimizer in optimizers:
             optimizer.step()
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(3, 48, 160), (160, 48)])
+def test_muon_rounds_once_where_the_processor_is_slow_in_bf16(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    group = next(g for g in build(MuonSettings(), TinyModel()).param_groups if "ns_steps" in g)
+    a, b, c = group["ns_coefficients"]
+    updates = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = updates.double() if shape[-1] > shape[-2] else updates.double().mT
+    expected = expected / expected.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(group["ns_steps"]):
+        square = expected @ expected.mT
+        expected = a * expected + (b * square + c * square @ square) @ expected
+    expected = expected if shape[-1] > shape[-2] else expected.mT
+    for instruction, equal in (("AVX2", True), ("AVX512-BF16", False)):
+        pretend(monkeypatch, instruction)
+        found = orthogonalised(updates, group)
+        assert found.dtype == torch.bfloat16
+        assert ((found - expected).abs() <= 2**-8 * expected.abs() + 1e-5).all() == equal
 
 
 UNCOMPILED = """

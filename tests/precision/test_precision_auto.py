@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from processors import pretend
 from program import forgather
 
 from forgather_cli import hardware
@@ -19,11 +20,6 @@ from forgather_cli.trainer import TrainingArguments
 
 SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "warmup_steps=1", "max_steps=1", "device=cpu"]  # fmt: skip
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, *instructions: str, name: str = "a processor") -> None:
-    """Another processor."""
-    monkeypatch.setattr(hardware, "processor", lambda: (name, instructions))
 
 
 def test_processors_that_multiply_fast_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
