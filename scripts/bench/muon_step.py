@@ -4,7 +4,8 @@
     python scripts/bench/muon_step.py                             # the default recipe's step: tiny, 2,048 bytes
     python scripts/bench/muon_step.py --model 60m --vocab 16384 --seq-len 1024 --rows 4 --accumulate 16 --reps 2
 
-Prints the medians of the whole step (forward, backward, clipping, update; bf16 autocast) and of the update alone.
+Prints the medians of the whole step (forward, backward, clipping, update) and of the update alone, in the
+precision that ``precision=auto`` stands for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
+
+from forgather_cli.hardware import bf16_on
 
 
 def arguments() -> argparse.Namespace:
@@ -71,7 +74,7 @@ class Arm:
     def step(self) -> None:
         begin = self.now()
         for _ in range(self.args.accumulate):
-            with torch.autocast(self.args.device, dtype=torch.bfloat16):
+            with torch.autocast(self.args.device, dtype=torch.bfloat16, enabled=bf16_on(self.args.device)[0]):
                 logits = self.model(self.ids[:, :-1])
             F.cross_entropy(logits.float().flatten(0, 1), self.ids[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -93,7 +96,8 @@ def main() -> None:
         for arm in arms[rep % 3 :] + arms[: rep % 3]:
             arm.step()
     tokens = args.rows * args.seq_len * args.accumulate
-    print(f"{args.model}, {tokens:,} tokens per step, {args.device}, {args.threads} threads, medians of {args.reps}")
+    precision = "bf16" if bf16_on(args.device)[0] else "fp32"
+    print(f"{args.model}, {tokens:,} tokens per step, {precision}, {args.threads} threads, medians of {args.reps}")
     base = statistics.median(arms[0].whole[1:])
     for arm in arms:
         whole, update = statistics.median(arm.whole[1:]), statistics.median(arm.update[1:])
