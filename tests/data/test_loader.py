@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -425,6 +431,38 @@ def test_evaluation_limits() -> None:
     for size in (1, 2):
         shares = [EvalLoader(Numbers(23), batch_size=4, rank=r, size=size, max_samples=10) for r in range(size)]
         assert sorted(i for share in shares for batch in eval_numbers(share) for i in batch) == list(range(10))
+
+
+KILLED = """
+import os, signal, time
+from pathlib import Path
+from torch.utils.data import IterableDataset
+from forgather_cli.data.loaders.workers import Workers, start_workers, worker_loader
+
+trainer = os.getpid()
+
+class Kills(IterableDataset):
+    def __iter__(self):  # before torch's watchdog, which is content with the parent that it finds
+        Path(f"pid-{os.getpid()}").touch()
+        while len(list(Path().glob("pid-*"))) < 2:
+            time.sleep(0.01)
+        os.kill(trainer, signal.SIGKILL)
+        time.sleep(1)
+        return iter(())
+
+start_workers(worker_loader(Kills(), Workers(2), 0))
+"""
+
+
+def test_workers_of_a_trainer_that_is_killed_as_they_start_end(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment).returncode == -signal.SIGKILL
+    left = [file.name.removeprefix("pid-") for file in tmp_path.glob("pid-*")]
+    assert len(left) == 2
+    deadline = time.monotonic() + 60
+    while any(Path("/proc", pid, "cwd").exists() for pid in left):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_evaluation_with_workers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def worker_loader(dataset: Any, workers: Workers, seed: int, **kwargs: Any) -> A
 
     if workers.num:
         kwargs |= {"prefetch_factor": workers.prefetch_factor or 2, "persistent_workers": workers.persistent}
-        kwargs["worker_init_fn"] = partial(_ignore_sigterm_of_others, os.getpid())
+        kwargs["worker_init_fn"] = partial(_end_with_trainer_alone, os.getpid())
     generator = torch.Generator().manual_seed(seed & (1 << 63) - 1)
     kwargs.setdefault("collate_fn", _unchanged)
     with warnings.catch_warnings():
@@ -45,13 +47,22 @@ def _unchanged(value: Any) -> Any:  # a worker that is spawned cannot be sent a 
     return value
 
 
-def _ignore_sigterm_of_others(trainer: int, worker: int) -> None:
-    """In a worker: end by a SIGTERM of the process ``trainer`` alone, which may not be its parent (Python 3.14's fork
-    server). A scheduler sends one to workers, which training still needs.
+def _end_with_trainer_alone(trainer: int, worker: int) -> None:
+    """In a worker: end when the process ``trainer`` ends, and by its SIGTERM, but by nobody else's. A scheduler sends
+    one to workers, which training still needs.
 
     torch's worker loop has set a handler in C that ends them at once (torch 2.13, ``_set_worker_signal_handlers``). A
     handler does not learn who has sent the signal, a thread that waits for it does. Not where there is no sigwaitinfo.
+    Its watchdog looks whether the parent has changed since the worker was up: one whose trainer was killed before that
+    would stay for ever. ``trainer`` may not be the parent (Python 3.14's fork server).
     """
+    if parent := multiprocessing.parent_process():
+
+        def outlive() -> None:
+            wait_for([parent.sentinel])
+            os._exit(0)
+
+        threading.Thread(target=outlive, daemon=True).start()
     if not hasattr(signal, "sigwaitinfo"):
         return
 
