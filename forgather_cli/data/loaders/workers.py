@@ -56,6 +56,15 @@ def _end_with_trainer_alone(trainer: int, worker: int) -> None:
     Its watchdog looks whether the parent has changed since the worker was up: one whose trainer was killed before that
     would stay for ever. ``trainer`` may not be the parent (Python 3.14's fork server).
     """
+    if hasattr(signal, "sigwaitinfo"):
+
+        def wait() -> None:
+            while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+                continue
+            os._exit(0)
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any thread starts: each inherits it
+        threading.Thread(target=wait, daemon=True).start()
     if parent := multiprocessing.parent_process():
 
         def outlive() -> None:
@@ -63,16 +72,6 @@ def _end_with_trainer_alone(trainer: int, worker: int) -> None:
             os._exit(0)
 
         threading.Thread(target=outlive, daemon=True).start()
-    if not hasattr(signal, "sigwaitinfo"):
-        return
-
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-            continue
-        os._exit(0)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def start_workers(loader: Any) -> Iterator[Any]:
