@@ -20,6 +20,7 @@ How a fact gets from where it happens to those that act on it:
                                            a broken connection, or torchrun's SIGTERM: then    the other ranks
                                            they check whether the processes of their node live
     the launcher's death  the kernel       the signal set by PR_SET_PDEATHSIG (processes.py)   its ranks
+    a trainer's death     the kernel       a pipe that it held open (data/loaders/workers.py)  its data workers
     where a rank stands   a rank, asked    ``stands/<rank>`` in the ranks' store               the rank that asks
     how the run ended     rank 0, or the   ``RUN/exit.json`` (exit_status.py)                  everybody else
                           launcher

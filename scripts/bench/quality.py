@@ -403,7 +403,7 @@ def table(arguments: argparse.Namespace) -> None:
     )
     times: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     records = read(arguments.out)
-    timed_on = statistics.mode(record["processor"] for record in records if "processor" in record)
+    timed_on = statistics.mode([record["processor"] for record in records if "processor" in record] or [""])
     for record in records:
         job = job_of(record)
         if job.precision == arguments.precision:

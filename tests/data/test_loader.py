@@ -24,6 +24,7 @@ from forgather_cli.data.loaders.collate import Step, default_collate
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.samples import SyntheticDataset
 from forgather_cli.errors import DataError
+from forgather_cli.launch.processes import is_running
 from forgather_cli.trainer.build import _loader_settings
 
 
@@ -457,10 +458,10 @@ start_workers(worker_loader(Kills(), Workers(2), 0))
 def test_workers_of_a_trainer_that_is_killed_as_they_start_end(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment).returncode == -signal.SIGKILL
-    left = [file.name.removeprefix("pid-") for file in tmp_path.glob("pid-*")]
+    left = [int(file.name.removeprefix("pid-")) for file in tmp_path.glob("pid-*")]
     assert len(left) == 2
     deadline = time.monotonic() + 60
-    while any(Path("/proc", pid, "cwd").exists() for pid in left):
+    while any(map(is_running, left)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -53,8 +53,8 @@ def _end_with_trainer_alone(trainer: int, worker: int) -> None:
 
     torch's worker loop has set a handler in C that ends them at once (torch 2.13, ``_set_worker_signal_handlers``). A
     handler does not learn who has sent the signal, a thread that waits for it does. Not where there is no sigwaitinfo.
-    Its watchdog looks whether the parent has changed since the worker was up: one whose trainer was killed before that
-    would stay for ever. ``trainer`` may not be the parent (Python 3.14's fork server).
+    torch's watchdog looks whether the parent has changed since the worker was up: a worker whose trainer was killed
+    before that would stay for ever. ``trainer`` may not be the parent (Python 3.14's fork server).
     """
     if hasattr(signal, "sigwaitinfo"):
 
