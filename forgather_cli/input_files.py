@@ -260,7 +260,9 @@ def parse_yaml(text: str) -> Any:
         finally:
             made.dispose()
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        said = " ".join(str(error).split())
+        # The libyaml of PyYAML 6.0.4 has a bound of its own, and its scanner is ahead of the events counted above.
+        raise ValueError(f"it is nested too deeply: {said}" if "nesting depth" in said else said) from error
 
 
 def _expanded(node: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:

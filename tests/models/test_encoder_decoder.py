@@ -120,6 +120,33 @@ def test_generation_with_and_without_a_cache_writes_the_same() -> None:
     assert torch.equal(one[0], written(do_sample=False)[1])
 
 
+def test_the_class_that_is_written_generates_the_same_with_a_cache(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    from forgather_cli.models.hf.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
+
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    special = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 63}
+    theirs = Qwen3ForSeq2SeqLM(Qwen3EncDecConfig(vocab_size=64, num_key_value_heads=2, **shape, **special)).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in theirs.parameters():  # so large that no text repeats one token
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    ids = torch.randint(1, 60, (2, 9), generator=generator)
+    for beams in (1, 3):
+        cached, whole = (
+            theirs.generate(ids, max_new_tokens=12, do_sample=False, num_beams=beams, use_cache=cached)
+            for cached in (True, False)
+        )
+        assert len(whole.unique()) > 4
+        assert torch.equal(cached, whole)
+
+
 def test_other_sources_are_refused(source: Path, tmp_path: Path) -> None:
     transformers.LlamaConfig().save_pretrained(tmp_path / "llama")
     with pytest.raises(ModelError, match=r"model\.init_from: .*is no Qwen3 model but llama"):

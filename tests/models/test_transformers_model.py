@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,38 @@ def test_a_cache_and_padding_change_nothing(name: str) -> None:
         mask[0, :5] = 0
         padded, alone = model(ids, attention_mask=mask), model(ids[:1, 5:])
         torch.testing.assert_close(padded[:1, 5:], alone, rtol=1e-4, atol=1e-5)
+
+
+NO_CACHE = {
+    "mamba2": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "state_size": 8,
+        "num_heads": 4,
+        "head_dim": 16,
+        "n_groups": 1,
+    },
+    "openai-gpt": {"n_embd": 32, "n_layer": 1, "n_head": 2},
+}
+
+
+@pytest.mark.parametrize("name", NO_CACHE)
+def test_a_class_that_takes_no_cache_says_so_once_and_writes_the_same(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = library().AutoConfig.for_model(name, vocab_size=V, **NO_CACHE[name])
+    theirs = library().AutoModelForCausalLM.from_config(config)
+    model = CausalLM(theirs, lambda: theirs).eval()
+    caplog.set_level(logging.INFO, "forgather_cli")
+
+    def written(**options: bool) -> Tensor:
+        return generate(partial(model_logits, model), tokens(), max_new_tokens=4, do_sample=False, **options)
+
+    assert torch.equal(written(use_cache=False), first := written())
+    assert torch.equal(written(), first)
+    said = [record.getMessage() for record in caplog.records if "keeps no keys" in record.getMessage()]
+    assert len(said) == 1
+    assert type(model.theirs).__name__ in said[0]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3_moe"])

@@ -7,6 +7,7 @@ E hidden size.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from forgather_cli.errors import ModelError
 from forgather_cli.models.cache import KVCache
 from forgather_cli.models.hf.init import InitialValues
 from forgather_cli.shards import fill_local
+
+logger = logging.getLogger(__name__)
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
@@ -42,7 +45,11 @@ class CausalLM(nn.Module):
         self._theirs = (theirs,)  # in a tuple: not a submodule, its parameters have no second name
         self._twin = twin
         self._accepted = frozenset(inspect.signature(theirs.forward).parameters)
-        self._isolates = self._has_plain_head = False
+        # The argument of forward that takes keys and values: `past_key_values` up to transformers 5.23, then `cache`. A
+        # class with a state (Mamba) keeps no positions in it.
+        names = () if getattr(theirs, "_is_stateful", False) else ("cache", "past_key_values")
+        self._cache_name = next((name for name in names if name in self._accepted), None)
+        self._isolates = self._has_plain_head = self._said_no_cache = False
         limit = getattr(theirs.config.get_text_config(), "max_position_embeddings", None)
         vocabulary = theirs.get_input_embeddings()
         rows = [m.num_embeddings for m in theirs.modules() if isinstance(m, nn.Embedding) and m is not vocabulary]
@@ -148,15 +155,20 @@ class CausalLM(nn.Module):
         past = 0
         if cache is not None:
             cache.limit = self.max_positions
-        is_stateful = getattr(self.theirs, "_is_stateful", False)  # its state has no positions
-        if cache is not None and "past_key_values" in self._accepted and not is_stateful:
+        if cache is not None and self._cache_name:
             from transformers import DynamicCache
 
             past = cache.length
             cache.theirs = cache.theirs or DynamicCache(config=self.config)
-            inputs["past_key_values"] = cache.theirs
+            inputs[self._cache_name] = cache.theirs
+        elif cache is not None and not self._said_no_cache:
+            self._said_no_cache = True
+            logger.info(
+                "%s keeps no keys and values between calls: each token it writes takes it over the whole text again",
+                type(self.theirs).__name__,
+            )
         if "use_cache" in self._accepted:
-            inputs["use_cache"] = "past_key_values" in inputs
+            inputs["use_cache"] = self._cache_name in inputs
         self.theirs.training = self.training  # its submodules are ours, which the trainer puts into modes itself
         if self.max_positions is not None and past + input_ids.shape[1] > self.max_positions:
             raise ModelError(
@@ -170,13 +182,13 @@ class CausalLM(nn.Module):
         if mask is not None and "position_ids" in self._accepted and inputs.get("position_ids") is None:
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + input_ids.shape[1]]
         out = self.theirs(input_ids=input_ids, **inputs)
-        if cache is not None and "past_key_values" in inputs:
+        if cache is not None and self._cache_name in inputs:
             cache.length += input_ids.shape[1]
         return out
 
     def _run_isolated(self, input_ids: Tensor, documents: Tensor, **inputs: Any) -> Any:
         """transformers reads borders from positions that begin anew, where it is given no mask."""
-        if "past_key_values" in inputs:
+        if self._cache_name in inputs:
             raise ValueError("document_ids and cache exclude each other")
         name = type(self.theirs).__name__
         if "position_ids" not in self._accepted or getattr(self.theirs, "_is_stateful", False):

@@ -18,12 +18,15 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+# What generate hands on and looks for in the output: `past_key_values` up to transformers 5.23, `cache` from 5.24.
+CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
+
 
 class Qwen3EncDecConfig(PreTrainedConfig):
     """Flat: both stacks have ``num_hidden_layers`` layers of one shape."""
 
     model_type = "qwen3_encdec"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
 
     vocab_size: int = 151936
     hidden_size: int = 1024
@@ -317,18 +320,20 @@ class Qwen3ForSeq2SeqLM(Qwen3EncDecPreTrainedModel, GenerationMixin):
         past_key_values=None,
         labels=None,
         use_cache=None,
+        cache=None,
         **kwargs,
     ):
         """Logits (B, T, V); ``labels[t]`` is what position t of the decoder predicts, -100 = nothing."""
+        cache = past_key_values if cache is None else cache
         if decoder_input_ids is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask=attention_mask)
         memory = encoder_outputs[0]
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and labels is None and past_key_values is None:
-            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if use_cache and labels is None and cache is None:
+            cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        past = 0 if cache is None else cache.get_seq_length()
         x = self.model.embed_tokens(decoder_input_ids)
         T, device = x.shape[1], x.device
         cos, sin = self.model.rotary_emb(positions_of(x, past, decoder_attention_mask))
@@ -343,11 +348,9 @@ class Qwen3ForSeq2SeqLM(Qwen3EncDecPreTrainedModel, GenerationMixin):
             cross_mask = attention_mask[:, None, None, :].bool()
             has_keys = cross_mask.any(-1, keepdim=True)
             cross_mask = cross_mask | ~has_keys
-        x = self.model.decoder(x, memory, cos, sin, mask, is_causal, cross_mask, has_keys, past_key_values, past > 0)
+        x = self.model.decoder(x, memory, cos, sin, mask, is_causal, cross_mask, has_keys, cache, past > 0)
         logits = self.lm_head(x)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
-        return Seq2SeqLMOutput(
-            loss=loss, logits=logits, past_key_values=past_key_values, encoder_last_hidden_state=memory
-        )
+        return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory, **{CACHE: cache})
