@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from forgather_cli.trainer import Trainer, TrainingArguments, TrainOutput
 
-__version__ = "0.1.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "AdafactorSettings",

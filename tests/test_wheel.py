@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from forgather_cli import __version__
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -32,7 +34,7 @@ def test_the_wheel_has_every_option_and_recipe_and_nothing_else(wheel: Path) -> 
         assert files
         assert {f"forgather_cli/{file}" for file in files} <= names
     assert "forgather_cli/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {"forgather_cli", "forgather-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"forgather_cli", f"forgather-{__version__}.dist-info"}
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[
 
     Why it failed is shown here, once. Nothing is left of it, but the ranks' logs where they are needed to understand.
     """
-    from forgather_cli.config.decode import dump_tree
+    from forgather_cli.config.decode import dump_saved
     from forgather_cli.launch.exit_status import ExitStatus, Kind
     from forgather_cli.launch.processes import keep, temporary_folder
     from forgather_cli.launch.rank_log import lasting_output
@@ -191,7 +191,7 @@ def _on_ranks(loaded: Loaded, layout: Layout, request: dict[str, Any]) -> tuple[
     with lasting_output(), temporary_folder("eval") as folder:
         run = RunDir(folder)
         run.logs.mkdir()
-        run.config.write_text(dump_tree({**loaded.tree, "output_dir": str(folder)}), encoding="utf-8")
+        run.config.write_text(dump_saved({**loaded.tree, "output_dir": str(folder)}), encoding="utf-8")
         run.evaluation.write_text(json.dumps(request), encoding="utf-8")
         status = launch_ranks(layout, run, run.config, conclude_run)
         report = {} if status.failed else json.loads(run.report.read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from forgather_cli import __version__
 from forgather_cli.config import mistakes
 from forgather_cli.config.compose import references, resolved, written
 from forgather_cli.config.mistakes import Naming
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _T = TypeVar("_T")
+_VERSION = "forgather_version"
 
 
 def decode(tree: dict[str, Any], *, naming: Naming | None = None, unresolved: Collection[str] = ()) -> Config:
@@ -125,15 +127,21 @@ def dump_tree(tree: dict[str, Any]) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
+def dump_saved(tree: dict[str, Any]) -> str:
+    """YAML text of a run's ``config.yaml``: the version that writes it, then the tree."""
+    return dump_tree({_VERSION: __version__, **tree})
+
+
 def load_tree(path: Path) -> dict[str, Any]:
-    """The plain tree in a YAML file that ``dump_tree`` wrote; of 0.2 with what later settings were there.
+    """The plain tree in a YAML file that ``dump_saved`` wrote; of 0.2 with what later settings were there.
 
     Raises ConfigError if it cannot be read.
     """
     tree = read_yaml(path, lambda why: ConfigError(f"{why}; give a run directory with its config.yaml"))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")
-    if isinstance(tree.get("data"), dict) and isinstance(tree.get("model"), dict):
+    version = tree.pop(_VERSION, None)  # 0.2 and before wrote none
+    if version is None and isinstance(tree.get("data"), dict) and isinstance(tree.get("model"), dict):
         _complete_0_2(tree["data"], tree["model"])
     directory = RunDir(path.parent).first_directory()
     if directory is None or directory == Path.cwd():

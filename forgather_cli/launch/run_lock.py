@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from forgather_cli import __version__
 from forgather_cli.errors import SetupError, TrainingError
 from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import MISTAKE, ExitStatus, Kind, newest_step, write_exit_record
@@ -24,7 +25,7 @@ _HIDDEN = ".before-"
 _HELD: dict[int, Path] = {}
 """The locks that this process holds: descriptor -> file."""
 _TAKING = threading.Lock()
-_PACKAGES = ("forgather", "torch", "hydra-core", "omegaconf", "safetensors", "tokenizers", "torchdata", "numpy")
+_PACKAGES = ("torch", "hydra-core", "omegaconf", "safetensors", "tokenizers", "torchdata", "numpy")
 
 
 class RunLock:
@@ -344,7 +345,7 @@ def _remove_tree(directory: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages a run depends on, without importing them."""
-    found = {"python": sys.version.split()[0]}
+    found = {"forgather": __version__, "python": sys.version.split()[0]}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

@@ -184,7 +184,7 @@ def _find_batch_size(
     could not agree on anything. The sequences of one optimizer step stay the same, so the losses do too. What is tried
     is written to ``path``, the config of this start: ranks read it, and a resume uses it.
     """
-    from forgather_cli.config.decode import dump_tree, load_tree
+    from forgather_cli.config.decode import dump_saved, load_tree
 
     before = held.run.checkpoint_steps()
     status, name = train_once(config), "auto_find_batch_size"
@@ -203,7 +203,7 @@ def _find_batch_size(
             "resume_from_checkpoint": True if has_saved else config.resume_from_checkpoint,
         }
         config = replace(config, **tree)
-        held.write(path, dump_tree({**load_tree(path), **tree}))
+        held.write(path, dump_saved({**load_tree(path), **tree}))
         gc.collect()  # trainers are cycles, and CUDA's allocator keeps what it has got
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -286,14 +286,14 @@ def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False
     """Write the files of this start; returns the config with its directory, and its file. ``again``: a restart of all
     ranks by whoever started them.
     """
-    from forgather_cli.config.decode import dump_tree
+    from forgather_cli.config.decode import dump_saved
 
     for note in loaded.notes:
         print(note, flush=True)
     root = held.run.root
     config = replace(loaded.config, output_dir=str(root))
     path = held.prepare(
-        dump_tree({**loaded.tree, "output_dir": str(root)}),
+        dump_saved({**loaded.tree, "output_dir": str(root)}),
         origin_of(loaded),
         overwrite=config.overwrite_output_dir and config.resume_from_checkpoint is not True and not again,
         resume=config.resume_from_checkpoint is not False or again,

@@ -109,12 +109,12 @@ def _trial_config(config: Config, made: RunPlan, micro_batch: int) -> Config:
 
 def _peak(config: Config, budget: Budget) -> int:
     """Peak memory of a trial. Raises RuntimeError as an allocator would if it has no room, SetupError if it fails."""
-    from forgather_cli.config.decode import dump_tree, to_tree
+    from forgather_cli.config.decode import dump_saved, to_tree
 
     with temporary_folder("fit") as folder:
         run = RunDir(folder / "run")
         run.root.mkdir()
-        run.config.write_text(dump_tree(to_tree(replace(config, output_dir=str(run.root)))), encoding="utf-8")
+        run.config.write_text(dump_saved(to_tree(replace(config, output_dir=str(run.root)))), encoding="utf-8")
         command = [sys.executable, "-m", "forgather_cli", "resume", str(run.root)]  # in its saved state: from the start
         of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # the trial is in no world of others
         environment = {name: value for name, value in os.environ.items() if name not in of_a_rank}

@@ -22,7 +22,7 @@ from torch import nn
 
 from forgather_cli.callbacks.base import CallbackList, TrainerCallback
 from forgather_cli.callbacks.build import build_callbacks
-from forgather_cli.config.decode import dump_tree, to_tree
+from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import (
     Config,
@@ -318,7 +318,7 @@ class RunFiles:
                 held = stack.enter_context(RunLock(self._run_dir.root))
                 started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
                 held.prepare(
-                    dump_tree(self.tree),
+                    dump_saved(self.tree),
                     {**self._origin, "started_at": started_at},
                     overwrite=run.args.overwrite_output_dir and not resume,
                     resume=resume or self._has_trained,

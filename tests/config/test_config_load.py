@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from program import modules_after
 
+from forgather_cli import __version__
 from forgather_cli.cli.evaluate import config_to_evaluate
-from forgather_cli.config.decode import decode, dump_tree, load_saved, load_tree, to_tree
+from forgather_cli.config.decode import decode, dump_saved, dump_tree, load_saved, load_tree, to_tree
 from forgather_cli.config.load import load_config, load_resumed, reload_config
 from forgather_cli.config.schema import (
     CosineSettings,
@@ -254,3 +255,12 @@ def test_own_groups_come_before_the_shipped_one_and_a_saved_order_stays(tmp_path
     assert list(load_resumed(saved, []).config.optimizer.groups) == ["no_decay", "head", "embed"]
     resumed = load_resumed(saved, ["+optimizer.groups.norms={regex: norm}"]).config
     assert list(resumed.optimizer.groups) == ["norms", "no_decay", "head", "embed"]
+
+
+def test_a_saved_config_says_which_version_wrote_it_and_one_without_is_completed_as_0_2_trained(tmp_path: Path) -> None:
+    tree = dict(load_config(None, ["tokenizer=bytes"]).tree)
+    tree["data"] = {key: value for key, value in tree["data"].items() if key != "add_bos"}
+    saved = write(tmp_path / "config.yaml", dump_saved(tree))
+    assert f"forgather_version: {__version__}\n" in saved.read_text()
+    assert load_saved(saved).data.add_bos is None
+    assert load_saved(write(tmp_path / "older.yaml", dump_tree(tree))).data.add_bos is False
