@@ -22,9 +22,9 @@ from forgather_cli.cli.output import (
     write_json,
 )
 from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_overrides, local_source, quoted
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.launch.place import joined
-from forgather_cli.run_dir import RunDir, run_of
+from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -166,7 +166,10 @@ def _config_for(source: Path, overrides: list[str], reads: Collection[str] | Non
         return load_resumed(run.newest_config(), overrides, reads=reads, edited={"callbacks": {}})
     from forgather_cli.config.load import load_config
 
-    where = quoted(source.resolve())
+    directory = model_in(source.resolve())
+    if not is_model_directory(directory):
+        raise ModelError(f"{source}: has no config.json, and no run's config.yaml says how to build the model")
+    where = quoted(directory)
     model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}", "precision=fp32"]
     return load_config("default", [*model, *overrides])
 

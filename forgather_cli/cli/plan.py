@@ -24,6 +24,7 @@ from forgather_cli.cli.output import (
 )
 from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load
 from forgather_cli.errors import ConfigError
+from forgather_cli.hub import check_model
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -83,6 +84,7 @@ def plan(
     if memory is not None or confirms:
         raise ConfigError(f"{'--confirm' if memory is None else '--memory'}: needs --fit")
     config = compose(words).config
+    check_model(config)
     callback = config.callbacks.diloco
     if step_time is not None and not of_server and callback is None:
         raise ConfigError("--step-time: needs +callbacks.diloco={} or settings of its server (diloco.sync_every=500)")
@@ -319,6 +321,7 @@ def show_fit(
     from forgather_cli.plan.fit import budget_of, find_fit
 
     config = config_with([])
+    check_model(config)
     with only_json(as_json):
         made = make_plan(config)
         fit = find_fit(config, made.micro_batch, budget_of(config, memory), config_with)
