@@ -56,6 +56,24 @@ def test_the_file_asks_for_what_the_config_needs(script: Script, monkeypatch: py
     assert (here["ntasks-per-node"], here["gres"]) == ("3", "gpu:3")
 
 
+def test_slurm_reads_every_line_and_bash_runs_the_rest(script: Script) -> None:
+    text = script(*WORDS)
+    file = Path("job.sbatch")
+    file.write_text(text)
+    assert subprocess.run(["bash", "-n", file], check=False).returncode == 0
+    lines = text.splitlines()
+    first = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))  # there Slurm stops
+    assert not any("#SBATCH" in line for line in lines[first:])
+    asked = options(text)
+    assert asked["output"] == "%x-%j.out"
+    assert "open-mode" in asked  # of a job that is requeued
+    assert not asked.keys() & {"account", "partition"}
+    filled = options(re.sub("^##SBATCH", "#SBATCH", text, flags=re.MULTILINE))
+    assert filled.keys() - asked.keys() == {"account", "partition"}
+    assert next(line for line in lines[first:] if line.startswith("# ")).startswith("# Ranks end one after another")
+    assert any(line.startswith("# module load") for line in lines[:first])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
