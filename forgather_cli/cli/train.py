@@ -26,7 +26,7 @@ def train(
     words: Words = None,
     config_dir: ConfigDir = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show config, plan and command; train nothing, write nothing.")
+        bool, typer.Option("--dry-run", help="Show plan, command and config; train nothing, write nothing.")
     ] = False,
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="One run for each combination of [cyan]key=a,b,c[/].")
@@ -113,7 +113,7 @@ def train_command(loaded: Loaded, words: list[str] | None, config_dir: Path | No
 
 
 def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
-    """Print the config, the plan and the command, for ``--dry-run``."""
+    """Print the plan, the command and the config, for ``--dry-run``."""
     from forgather_cli.cli.config import print_config
     from forgather_cli.cli.plan import plan_document, print_plan
     from forgather_cli.hub import check_model
@@ -132,9 +132,9 @@ def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
             {**document, "output_dir": str(output_dir(loaded)), "launch": {**asdict(layout), "world": layout.world}}
         )
         return
-    print_config(loaded)
-    for note in loaded.notes:
-        typer.echo(note)
     print_plan(made)
     typer.echo(f"\nwould train in  {output_dir(loaded)}\nby the command  {shlex.join(command)}")
-    typer.echo(f"ranks           {layout.describe()}")
+    typer.echo(f"ranks           {layout.describe()}\n")
+    for note in loaded.notes:
+        typer.echo(note)
+    print_config(loaded)
