@@ -77,7 +77,7 @@ def evaluate(
     if as_json:
         print_json(document)
     else:
-        shown = {**document, "split": _split(loaded.config.data)}
+        shown = {**document, "split": _split(loaded.config.data, document["data"])}
         facts = {label: _shown(key, value) for key, label in _SHOWN.items() if (value := shown.get(key)) is not None}
         in_all = document["data"].get("eval_samples")
         if in_all and document["eval_samples"] < in_all:
@@ -219,15 +219,20 @@ _SHOWN = {
 }
 
 
-def _split(data: Any) -> str | None:
-    """What an evaluation takes of a data option, with the setting that says so; None where no setting does."""
+def _split(data: Any, facts: dict[str, Any]) -> str | None:
+    """What an evaluation takes of a data option, with the setting that says so; None where no setting does.
+
+    The fraction is of documents, whose lengths differ: in ``facts`` are the tokens.
+    """
     files, held_out = (getattr(data, name, None) for name in ("eval_files", "eval_fraction"))
     if files:
         names = next((name for name in ("files", "data_files") if getattr(data, name, None) == files), "eval_files")
         return f"all of data.{names}"
     if held_out is None or getattr(data, "eval_split", None):
         return None
-    return f"{100 * held_out:g} % that are held out (data.eval_fraction)"
+    train, tokens = facts.get("train_tokens"), facts.get("eval_tokens")
+    share = f"{tokens / (train + tokens):.2%} of the tokens, " if train and tokens else ""
+    return f"{share}held out by data.eval_fraction={held_out:g}"
 
 
 def _shown(key: str, value: Any) -> str:
