@@ -52,6 +52,8 @@ class RunDir:
     checkpoints = _In("checkpoints")
     rollbacks = _In("rollbacks.jsonl")
     """Each rollback to a checkpoint, with the samples that it skips."""
+    data_files = _In("data_files.json")
+    """By the data's fingerprint: hash of each file, by path."""
     control = _In("control")
     """Commands that jobs in this directory were given, with their answers."""
     diloco_worker = _In("diloco_worker")
