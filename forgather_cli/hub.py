@@ -41,7 +41,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     changes: dict[str, Any] = {}
     if path is not None and is_hub_name(path):
         changes["model"] = replace(model, path=str(local_model(path, "model.path", weights=weights)))
-    elif (named := named_directory(config)) is not None and is_checkpoint(named[1]):
+    elif (named := _named_directory(config)) is not None and is_checkpoint(named[1]):
         changes["model"] = replace(model, **{named[0]: str(model_in(named[1]))})
     if isinstance(tokenizer, str) and is_hub_name(tokenizer):
         name = "model.path" if tokenizer == path else "data.tokenizer"
@@ -51,7 +51,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     return replace(config, **changes) if changes else config
 
 
-def named_directory(config: Config) -> tuple[str, Path] | None:
+def _named_directory(config: Config) -> tuple[str, Path] | None:
     """The setting of ``model`` that names a directory here with its weights, and the directory; None without one."""
     for name in () if isinstance(config.model, Target) else ("path", "init_from"):
         path = getattr(config.model, name, None)
@@ -62,7 +62,7 @@ def named_directory(config: Config) -> tuple[str, Path] | None:
 
 def check_model(config: Config) -> None:
     """Raise ModelError if the directory that gives the model's weights holds none. Imports nothing that takes time."""
-    named = named_directory(config)
+    named = _named_directory(config)
     if named is None or is_model_directory(model_in(named[1])):
         return
     setting, path = f"model.{named[0]}", named[1]

@@ -44,11 +44,10 @@ def compare_configs(
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
     if "data" in wanted and content:
-        why = changed_files or "other files, another tokenizer, another Python's standard library, or another seed of "
-        why += "" if changed_files else "synthetic data"
+        others = "other files, another tokenizer, another Python's standard library, or another seed of synthetic data"
         refused += _refusals(changed, "data", "leave data out of resume_components") or [
             f"data: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, {content[1][:8]} "
-            f"here): {why}; bring them back, or leave data out of resume_components"
+            f"here): {changed_files or others}; bring them back, or leave data out of resume_components"
         ]
     logged = [
         f"{_typed(path)}: {before!r} in the checkpoint, {after!r} from here on"
@@ -71,7 +70,9 @@ def changed_files(run: RunDir, fingerprint: str, files: Mapping[str, str], saved
     Of a run that has kept none, those changed since ``saved``, the time of a checkpoint (ISO 8601).
     """
     before = _recorded(run).get(fingerprint)
-    if not isinstance(before, dict) or not all(before.values()) or not all(files.values()):
+    if not isinstance(before, dict) or not all(
+        isinstance(each, str) and each for each in (*before.values(), *files.values())
+    ):
         try:
             since = datetime.fromisoformat(saved).timestamp()
             newer = [path for path in files if os.stat(path).st_mtime > since]

@@ -151,10 +151,11 @@ def launched_alone(environ: Mapping[str, str] = os.environ) -> str:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
         if not any("accelerate" in word for word in words):  # another program has left its variables
             return ""
-        options = dict(
-            (name.lstrip("-").replace("-", "_"), value or follows)
-            for (name, _, value), follows in zip((word.partition("=") for word in words), [*words[1:], ""], strict=True)
-        )
+        parts = [word.partition("=") for word in words]
+        options = {
+            name.lstrip("-").replace("-", "_"): value or follows
+            for (name, _, value), follows in zip(parts, [*words[1:], ""], strict=True)
+        }
         base = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
         file = Path(options.get("config_file") or f"{base}/accelerate/default_config.yaml").expanduser()
         tree = read_yaml(file) if file.is_file() else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ def test_training_goes_on_from_its_weights(lone: Path, tmp_path: Path, layout: l
     assert curve == tiny.training_curve(tmp_path / "model")
     assert forgather("train", *SMALL, *AGAIN, f"output_dir={tmp_path / 'fresh'}") == 0
     assert curve != tiny.training_curve(tmp_path / "fresh")
+    log = (tmp_path / "whole/logs/rank-0.log").read_text()
+    assert re.search(r"eval split +[\d,]+ tokens \(\d+\.\d\d% of all\)", log)
     assert forgather("resume", str(tmp_path / "whole"), "max_steps=3") == 0
 
 
