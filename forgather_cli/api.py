@@ -54,12 +54,12 @@ def compose(*words: str, config_dir: Path | str | None = None, **settings: Any) 
     from forgather_cli.launch.layout import plan_layout
     from forgather_cli.launch.memory import check_memory
     from forgather_cli.launch.place import joined
-    from forgather_cli.launch.start import check_packages, choose_precision, origin_of, output_dir
+    from forgather_cli.launch.start import check_surroundings, choose_precision, origin_of, output_dir
     from forgather_cli.worker import build
 
     loaded = load(words, None if config_dir is None else Path(config_dir), trust_config=True)
     config = loaded.config
-    check_packages(config)
+    check_surroundings(config)
     if not isinstance(config.trainer, SingleSettings | Target):
         raise ConfigError(
             f"trainer: compose trains in this process on one device, got {config.trainer.type}; leave it out, or run "

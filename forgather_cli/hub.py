@@ -1,4 +1,7 @@
-"""Models of the Hugging Face hub by name, OWNER/NAME: where their files are on this machine, downloaded once."""
+"""Where the files of a model are on this machine: of a directory, a checkpoint, or one of the Hugging Face hub.
+
+Those of the hub, by name, OWNER/NAME, are downloaded once.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from forgather_cli.config.schema import Config
-from forgather_cli.errors import SetupError
+from forgather_cli.config.schema import Config, Target
+from forgather_cli.errors import ModelError, SetupError
+from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -27,7 +31,8 @@ def is_hub_name(text: str) -> bool:
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """``config`` with the directories of what ``model.path`` and ``data.tokenizer`` name on the hub.
+    """``config`` with the directories of what ``model.path``, ``model.init_from`` and ``data.tokenizer`` name: files of
+    the hub, and of a checkpoint its model.
 
     ``weights``: download those too. Raises SetupError.
     """
@@ -36,10 +41,42 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     changes: dict[str, Any] = {}
     if path is not None and is_hub_name(path):
         changes["model"] = replace(model, path=str(local_model(path, "model.path", weights=weights)))
+    elif (named := _named_directory(config)) is not None and is_checkpoint(named[1]):
+        changes["model"] = replace(model, **{named[0]: str(model_in(named[1]))})
     if isinstance(tokenizer, str) and is_hub_name(tokenizer):
         name = "model.path" if tokenizer == path else "data.tokenizer"
         changes["data"] = replace(data, tokenizer=str(local_model(tokenizer, name, weights=False)))
+    elif isinstance(tokenizer, str) and is_checkpoint(at := Path(tokenizer).expanduser()):
+        changes["data"] = replace(data, tokenizer=str(model_in(at)))
     return replace(config, **changes) if changes else config
+
+
+def _named_directory(config: Config) -> tuple[str, Path] | None:
+    """The setting of ``model`` that names a directory here with its weights, and the directory; None without one."""
+    for name in () if isinstance(config.model, Target) else ("path", "init_from"):
+        path = getattr(config.model, name, None)
+        if path is not None and not (name == "path" and is_hub_name(path)):
+            return name, Path(path).expanduser()
+    return None
+
+
+def check_model(config: Config) -> None:
+    """Raise ModelError if the directory that gives the model's weights holds none. Imports nothing that takes time."""
+    named = _named_directory(config)
+    if named is None or is_model_directory(model_in(named[1])):
+        return
+    setting, path = f"model.{named[0]}", named[1]
+    if not path.is_dir():
+        raise ModelError(f"{setting}: no such directory: {path}; give a model directory or a checkpoint")
+    if is_checkpoint(path):
+        raise ModelError(
+            f"{setting}: {path} is a checkpoint of a model that code of its run builds (no model/config.json); set "
+            f"model._target_ as there, resume_from_checkpoint={path} and resume_components=[model]"
+        )
+    if steps := RunDir(path).checkpoint_steps():
+        newest = RunDir(path).checkpoint(steps[-1])
+        raise ModelError(f"{setting}: {path} is a run; give one of its checkpoints, {setting}={newest}")
+    raise ModelError(f"{setting}: {path} has no config.json; give a model directory or a checkpoint")
 
 
 def local_model(name: str, what: str, *, weights: bool = True) -> Path:

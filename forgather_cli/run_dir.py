@@ -52,6 +52,8 @@ class RunDir:
     checkpoints = _In("checkpoints")
     rollbacks = _In("rollbacks.jsonl")
     """Each rollback to a checkpoint, with the samples that it skips."""
+    data_files = _In("data_files.json")
+    """By the data's fingerprint: hash of each file, by path."""
     control = _In("control")
     """Commands that jobs in this directory were given, with their answers."""
     diloco_worker = _In("diloco_worker")
@@ -183,18 +185,27 @@ def run_of(source: Path) -> RunDir | None:
     A directory with ``config.json`` is a model whatever else lies there.
     """
     source = source.resolve()
-    candidates = [source]
-    if step_of(source) is not None or _AVERAGE.match(source.name):
-        candidates.append(source.parent.parent)
-    elif step_of(source.parent) is not None:
-        candidates.append(source.parent.parent.parent)
-    runs = (RunDir(root) for root in candidates if not is_model_directory(root))
-    return next((run for run in runs if run.config.exists()), None)
+    runs = [RunDir(source)]
+    inside = source.parent if step_of(source.parent) is not None else source
+    if step_of(inside) is not None or _AVERAGE.match(inside.name):
+        above = RunDir(inside.parent.parent)
+        runs += [above] if above.checkpoints == inside.parent else []  # else it was copied away from its run
+    return next((run for run in runs if run.config.exists() and not is_model_directory(run.root)), None)
 
 
 def is_model_directory(path: Path) -> bool:
     """True for a Hugging Face directory. Reads the disk."""
     return (path / "config.json").exists()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True for a published checkpoint, in its run or copied away from it. Reads the disk."""
+    return (path / "manifest.json").exists()
+
+
+def model_in(path: Path) -> Path:
+    """Where the model is that a directory holds: in a checkpoint's ``model/``, else in itself. Reads the disk."""
+    return path / "model" if is_checkpoint(path) else path
 
 
 def is_name(text: str) -> bool:

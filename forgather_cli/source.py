@@ -19,7 +19,7 @@ from forgather_cli.models.build import build_model, directory_option, initialize
 from forgather_cli.models.init import allocate
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.transform import cast_parameters
-from forgather_cli.run_dir import RunDir, is_model_directory, run_of
+from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, run_of
 from forgather_cli.trainer.checkpoints import load_model
 
 _SLACK = 1_000_000  # numbers; tied weights and rows for new tokens are not stored
@@ -128,7 +128,7 @@ def _from_directory(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | 
 
 def _reader(source: Path) -> Reader | None:
     """The checkpoint that ``source`` stands for; None if it is a model directory."""
-    if (source / "manifest.json").exists():
+    if is_checkpoint(source):
         return open_whole(source)
     if is_model_directory(source):
         return None

@@ -133,6 +133,7 @@ def build(
         on_stop=on_stop,
         config_tree=tree,
         data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
+        data_files=data.files,
         run_files=run_files,
     )
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
+
+from forgather_cli.errors import SetupError
+from forgather_cli.input_files import read_json_object, write_whole
+from forgather_cli.run_dir import RunDir
 
 # worth a line in the log; all else is free to change
 _LOGGED = (
@@ -15,14 +24,19 @@ _MAY_MOVE = (
 )  # fmt: skip
 """Paths of things that are compared by their content, or by names and shapes; who reads the samples, not which."""
 
+_FEW = 5  # files that are named
+
 Differences = dict[str, tuple[Any, Any]]
 
 
-def compare_configs(saved: dict[str, Any], now: dict[str, Any], wanted: set[str]) -> tuple[list[str], list[str]]:
+def compare_configs(
+    saved: dict[str, Any], now: dict[str, Any], wanted: set[str], changed_files: str = ""
+) -> tuple[list[str], list[str]]:
     """(what forbids to resume, what is worth a line in the log), one sentence per setting.
 
     ``saved`` and ``now`` hold the resolved config tree (``config``) and the description of the data (``data``, of which
     the ``fingerprint`` counts). Model shape and data are refused unless that component is left out of ``wanted``.
+    ``changed_files``: what has become of the data's files, where that is known.
     """
     changed = differences(saved.get("config") or {}, now.get("config") or {})
     content = differences(saved.get("data") or {}, now.get("data") or {}).get("fingerprint")
@@ -30,10 +44,10 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any], wanted: set[str]
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
     if "data" in wanted and content:
+        others = "other files, another tokenizer, another Python's standard library, or another seed of synthetic data"
         refused += _refusals(changed, "data", "leave data out of resume_components") or [
             f"data: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, {content[1][:8]} "
-            "here): other files, another tokenizer, another Python's standard library, or another seed of synthetic "
-            "data; bring them back, or leave data out of resume_components"
+            f"here): {changed_files or others}; bring them back, or leave data out of resume_components"
         ]
     logged = [
         f"{_typed(path)}: {before!r} in the checkpoint, {after!r} from here on"
@@ -41,6 +55,58 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any], wanted: set[str]
         if _is_below(path, _LOGGED)
     ]
     return refused, logged
+
+
+def record_files(run: RunDir, fingerprint: str, files: Mapping[str, str]) -> None:
+    """Keep in the run which files its data are, once; what other starts have read stays. Raises OSError."""
+    known = _recorded(run)
+    if files and fingerprint not in known:
+        write_whole(run.data_files, json.dumps({**known, fingerprint: dict(files)}))
+
+
+def changed_files(run: RunDir, fingerprint: str, files: Mapping[str, str], saved: str) -> str:
+    """What has become of the files that the data with ``fingerprint`` were, in words; empty where it is not known.
+
+    Of a run that has kept none, those changed since ``saved``, the time of a checkpoint (ISO 8601).
+    """
+    before = _recorded(run).get(fingerprint)
+    if not isinstance(before, dict) or not all(
+        isinstance(each, str) and each for each in (*before.values(), *files.values())
+    ):
+        try:
+            since = datetime.fromisoformat(saved).timestamp()
+            newer = [path for path in files if os.stat(path).st_mtime > since]
+        except (OSError, ValueError):
+            newer = []
+        return _listed(newer, "changed since the checkpoint was saved")
+    # by content: a file that was only moved is the same
+    gone, new = Counter(before.values()), Counter(files.values())
+    other = [path for path, each in files.items() if each not in gone]
+    missing = [path for path, each in before.items() if each not in new]
+    kinds = {
+        "changed": [path for path in other if path in before],
+        "new": [path for path in other if path not in before],
+        "gone": [path for path in missing if path not in files],
+    }
+    told = [_listed(paths, kind) for kind, paths in kinds.items() if paths]
+    if not told and gone != new:
+        told = ["a file is there more often or less often than before"]
+    if not told and list(before.values()) != list(files.values()):
+        told = ["the files are the same, in another order"]
+    return ", ".join(told)
+
+
+def _recorded(run: RunDir) -> dict[str, Any]:
+    try:
+        return read_json_object(run.data_files, limit=None)
+    except SetupError:
+        return {}
+
+
+def _listed(paths: Sequence[str], kind: str) -> str:
+    """``a.txt and b.txt (changed)``, with as many as one reads."""
+    more = [f"{len(paths) - _FEW} more"] if len(paths) > _FEW else []
+    return f"{' and '.join([*paths[:_FEW], *more])} ({kind})" if paths else ""
 
 
 def _refusals(changed: Differences, group: str, remedy: str) -> list[str]:

@@ -429,7 +429,7 @@ def restore_components(
             component.object.load_state_dict(state)
     if foreign:
         log.info(
-            "%s: what %d ranks or their groups saved for themselves starts fresh here: %s",
-            reader.path, saved, ", ".join(foreign),
+            "%s: each rank has its own %s, which starts fresh, since the ranks are others (then %d, now %d)",
+            reader.path, " and ".join(foreign), saved, size,
         )  # fmt: skip
     return fresh + foreign

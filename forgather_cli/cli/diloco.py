@@ -39,7 +39,7 @@ from forgather_cli.cli.words import (
 from forgather_cli.errors import ConfigError, ControlError, SetupError
 from forgather_cli.input_files import read_json_object, read_text
 from forgather_cli.launch.place import joined
-from forgather_cli.run_dir import RunDir, is_model_directory, run_of
+from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,7 +95,7 @@ def _composed(source: str, overrides: list[str], config_dir: Path | None) -> tup
     path, start = Path(source), source
     run = run_of(path) if path.is_dir() else None
     if path.is_dir() and run is None:
-        if not is_model_directory(path):
+        if not is_model_directory(model_in(path)):
             raise SetupError(f"{source}: is no run, no checkpoint and no model directory; give one, or a recipe")
         start = "default"
         recipes = ["model=pretrained", f"model.path={quoted(path)}", f"data.tokenizer={quoted(path)}", *recipes]

@@ -22,9 +22,9 @@ from forgather_cli.cli.output import (
     write_json,
 )
 from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_overrides, local_source, quoted
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.launch.place import joined
-from forgather_cli.run_dir import RunDir, run_of
+from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -77,7 +77,7 @@ def evaluate(
     if as_json:
         print_json(document)
     else:
-        shown = {**document, "split": _split(loaded.config.data)}
+        shown = {**document, "split": _split(loaded.config.data, document["data"])}
         facts = {label: _shown(key, value) for key, label in _SHOWN.items() if (value := shown.get(key)) is not None}
         in_all = document["data"].get("eval_samples")
         if in_all and document["eval_samples"] < in_all:
@@ -166,7 +166,10 @@ def _config_for(source: Path, overrides: list[str], reads: Collection[str] | Non
         return load_resumed(run.newest_config(), overrides, reads=reads, edited={"callbacks": {}})
     from forgather_cli.config.load import load_config
 
-    where = quoted(source.resolve())
+    directory = model_in(source.resolve())
+    if not is_model_directory(directory):
+        raise ModelError(f"{source}: has no config.json, and no run's config.yaml says how to build the model")
+    where = quoted(directory)
     model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}", "precision=fp32"]
     return load_config("default", [*model, *overrides])
 
@@ -216,15 +219,20 @@ _SHOWN = {
 }
 
 
-def _split(data: Any) -> str | None:
-    """What an evaluation takes of a data option, with the setting that says so; None where no setting does."""
+def _split(data: Any, facts: dict[str, Any]) -> str | None:
+    """What an evaluation takes of a data option, with the setting that says so; None where no setting does.
+
+    The fraction is of documents, whose lengths differ: in ``facts`` are the tokens.
+    """
     files, held_out = (getattr(data, name, None) for name in ("eval_files", "eval_fraction"))
     if files:
         names = next((name for name in ("files", "data_files") if getattr(data, name, None) == files), "eval_files")
         return f"all of data.{names}"
     if held_out is None or getattr(data, "eval_split", None):
         return None
-    return f"{100 * held_out:g} % that are held out (data.eval_fraction)"
+    train, tokens = facts.get("train_tokens"), facts.get("eval_tokens")
+    share = f"{tokens / (train + tokens):.2%} of the tokens, " if train and tokens else ""
+    return f"{share}held out by data.eval_fraction={held_out:g}"
 
 
 def _shown(key: str, value: Any) -> str:

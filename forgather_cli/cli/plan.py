@@ -24,6 +24,7 @@ from forgather_cli.cli.output import (
 )
 from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load
 from forgather_cli.errors import ConfigError
+from forgather_cli.hub import check_model
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -83,6 +84,7 @@ def plan(
     if memory is not None or confirms:
         raise ConfigError(f"{'--confirm' if memory is None else '--memory'}: needs --fit")
     config = compose(words).config
+    check_model(config)
     callback = config.callbacks.diloco
     if step_time is not None and not of_server and callback is None:
         raise ConfigError("--step-time: needs +callbacks.diloco={} or settings of its server (diloco.sync_every=500)")
@@ -319,6 +321,7 @@ def show_fit(
     from forgather_cli.plan.fit import budget_of, find_fit
 
     config = config_with([])
+    check_model(config)
     with only_json(as_json):
         made = make_plan(config)
         fit = find_fit(config, made.micro_batch, budget_of(config, memory), config_with)
@@ -329,8 +332,9 @@ def show_fit(
             found = confirm(config, made, fit.sizes, fit.budget, partial(print, file=sys.stderr, flush=True))
     if as_json:
         document = {**asdict(fit), "fits": fit.fits, "confirmed": None if found is None else asdict(found)}
+        document |= {"limit": fit.limit, "free": fit.free}
         document["budget"]["usable"] = fit.budget.usable
-        del document["sizes"]
+        del document["sizes"], document["beyond"]
         document["largest"] = {key: document["largest"][key] for key in ("micro_batch", "memory")}
         print_json(document)
     elif found is not None:
@@ -345,13 +349,19 @@ def print_fit(fit: Fit, config: Config, made: RunPlan) -> None:
     back = f"{human_bytes(budget.kept_back)} of it kept back for the process"
     fits = "fits" if fit.fits else f"does not fit into {human_bytes(budget.usable)}"
     now = f"{fit.now} sequence{'s' if fit.now != 1 else ''} at a time"
-    print_facts(
-        {
-            "memory": f"{human_bytes(budget.total)} ({budget.source}), {back}",
-            "now": f"{now}, about {human_bytes(fit.now_memory)}: {fits}",
-            "largest": _largest(fit, config, made),
-        }
-    )
+    facts = {
+        "memory": f"{human_bytes(budget.total)} ({budget.source}), {back}",
+        "now": f"{now}, about {human_bytes(fit.now_memory)}: {fits}",
+        "largest": _largest(fit, config, made),
+    }
+    if fit.largest.micro_batch is not None and fit.limit is not None:
+        if fit.beyond is not None:
+            limit, size = f"memory: the next size, {fit.beyond[0]}, needs about {human_bytes(fit.beyond[1])}", ""
+        else:
+            limit = f"global_batch_size={config.global_batch_size}, not memory"
+            size = "; a larger one, or a larger model or seq_len, has room"
+        facts["limited by"] = f"{limit}; {human_bytes(fit.free)} stay free{size}"
+    print_facts(facts)
     if fit.ways:
         typer.echo("To fit more:")
         columns = (

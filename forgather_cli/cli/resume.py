@@ -46,7 +46,7 @@ def resume(
         with contextlib.chdir(directory):
             raise typer.Exit(resume_server(run_dir, check_overrides(overrides), config_dir))
     with contextlib.chdir(directory):  # for all that the run reads, its own modules and its ranks too
-        raise typer.Exit(run_training(joined(overrides or []), compose))
+        raise typer.Exit(run_training(joined(overrides or []), compose, RunDir(run_dir)))
 
 
 def _edited(run_dir: Path) -> dict[str, Any]:

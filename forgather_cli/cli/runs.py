@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -23,12 +26,15 @@ from forgather_cli.cli.output import (
 )
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import or_latest
-from forgather_cli.errors import SetupError
+from forgather_cli.errors import ConfigError, SetupError, did_you_mean
+from forgather_cli.launch.exit_status import State
 from forgather_cli.launch.run_lock import is_held, remove_run
 from forgather_cli.report.runs import OUTPUTS, last_change, runs_below
-from forgather_cli.report.summary import holder_of, summarize_or_state
+from forgather_cli.report.summary import holder_of, state_of, summarize_or_state
 from forgather_cli.run_dir import RunDir
 
+_ENDED = get_args(State)
+_SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _STYLES = {"running": "bold", "failed": "red", "diverged": "red"}
 
 app = typer.Typer(cls=Group, help="List runs and remove some.", no_args_is_help=True)
@@ -72,14 +78,38 @@ def list_(
 @app.command(cls=Command)
 def remove(
     run_dirs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Runs, or latest.", callback=or_latest, show_default=False),
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Runs, or latest; with --state or --older-than directories in which to look for runs (outputs).",
+            callback=or_latest,
+            show_default=False,
+        ),
+    ] = None,
+    states: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state", metavar="STATE", help=f"Those that ended so ({', '.join(_ENDED)}); may be given several times."
+        ),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Those in which nothing has changed for so long: 90m, 12h, 30d, 8w."),
+    ] = None,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete runs with their checkpoints, metrics and logs. Files that are not of a run stay where they are."""
-    runs = [*{path.resolve(): RunDir(path) for path in run_dirs}.values()]  # each once
+    """Delete runs with their checkpoints, metrics and logs. Files that are not of a run stay where they are.
+
+    Without RUN, [cyan]--state[/] and [cyan]--older-than[/] choose among the runs below outputs: never one in which a
+    job runs, nor one without an end that another machine has written to in the last day.
+    """
+    if states or older_than is not None:
+        runs = _chosen(run_dirs or [OUTPUTS], states or _ENDED, older_than)
+    elif run_dirs:
+        runs = [*{path.resolve(): RunDir(path) for path in run_dirs}.values()]  # each once
+    else:
+        raise ConfigError("runs remove: names no run; give runs, or choose some with --state or --older-than")
     for run in runs:
         holder = holder_of(run)
         if holder is None:  # every job of ours writes that, and a config.yaml may be anybody's
@@ -90,7 +120,7 @@ def remove(
                 f"{run.root}: {where} runs there, nothing was removed; stop it first: forgather control stop {run.root}"
             )
     sizes = [sum(size_of(path) for path in run.own_files() if not path.is_symlink()) for run in runs]
-    if not yes:
+    if runs and not yes:
         check_answerable("runs remove", "--yes", as_json=as_json)
         for run, size in zip(runs, sizes, strict=True):
             typer.echo(f"{run.root}: {human_bytes(size)}")
@@ -104,4 +134,30 @@ def remove(
     if as_json:
         print_json(removed)
     else:
-        typer.echo(f"freed {human_bytes(sum(sizes))}")
+        typer.echo(f"freed {human_bytes(sum(sizes))}" if runs else "there is no such run; nothing was removed")
+
+
+def _chosen(places: Sequence[Path], states: Sequence[str], older_than: str | None) -> list[RunDir]:
+    """Runs in or below ``places`` that ended as one of ``states`` says, ``older_than`` ago; none in which a job runs.
+
+    Raises ConfigError for another state, or an age that is none.
+    """
+    for state in states:
+        if state not in _ENDED:
+            near = did_you_mean(state, _ENDED)
+            raise ConfigError(f"--state: must be one of {', '.join(_ENDED)}, got {state!r};{near} give one of them")
+    found = re.fullmatch(r"(\d{1,6})([mhdw])", older_than or "0m")
+    if found is None:
+        raise ConfigError(f"--older-than: must be a number of m, h, d or w, such as 12h or 30d, got {older_than!r}")
+    before = time.time() - int(found[1]) * _SECONDS[found[2]]
+    if missing := next((path for path in places if not path.is_dir() and path != OUTPUTS), None):
+        raise SetupError(f"{missing}: no such directory; give runs, or directories that hold runs")
+    chosen = {}
+    for run in (run for path in places if path.is_dir() for run in runs_below(path)):
+        holder, state, changed = holder_of(run), state_of(run)[0], last_change(run)
+        if holder is None or is_held(run) or state not in states or changed > before:
+            continue
+        if state == "cut" and holder.is_running is None and changed > time.time() - _SECONDS["d"]:
+            continue  # of another machine, where it may still run
+        chosen[run.root.resolve()] = run
+    return [*chosen.values()]

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,10 +16,9 @@ from forgather_cli.cli.output import AsJson, only_json, print_json
 from forgather_cli.cli.words import ConfigDir, Words, load, split_words
 from forgather_cli.errors import ConfigError
 from forgather_cli.launch.place import Place, joined
+from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from forgather_cli.config.load import Loaded
 
 
@@ -26,7 +26,7 @@ def train(
     words: Words = None,
     config_dir: ConfigDir = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show config, plan and command; train nothing, write nothing.")
+        bool, typer.Option("--dry-run", help="Show plan, command and config; train nothing, write nothing.")
     ] = False,
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="One run for each combination of [cyan]key=a,b,c[/].")
@@ -87,20 +87,22 @@ def train(
         loaded = load(words, config_dir, trust_config=True)
         _show(loaded, train_command(loaded, words, config_dir), as_json)
         return
-    raise typer.Exit(run_training(place, partial(load, words, config_dir, trust_config=True)))
+    named = [word.partition("=")[2].strip("'\"") for word in words or [] if word.startswith("output_dir=")]
+    run = RunDir(Path(named[-1])) if named else None
+    raise typer.Exit(run_training(place, partial(load, words, config_dir, trust_config=True), run))
 
 
-def run_training(place: Place | None, compose: Callable[[], Loaded]) -> int:
+def run_training(place: Place | None, compose: Callable[[], Loaded], run: RunDir | None = None) -> int:
     """Train the config that ``compose`` returns, in this process or in ranks that it starts; returns the exit code.
 
     ``place``: this process's rank where torchrun or the like has started it, else None. Of such ranks only rank 0
-    composes; it shares the config with the others.
+    composes; it shares the config with the others. ``run``: the run's directory, where the command names it.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
     from forgather_cli.launch import start
     from forgather_cli.worker import work
 
-    return start.launch(compose(), work) if place is None else start.join(place, compose, work)
+    return start.launch(compose(), work) if place is None else start.join(place, compose, work, run)
 
 
 def train_command(loaded: Loaded, words: list[str] | None, config_dir: Path | None) -> list[str]:
@@ -111,14 +113,16 @@ def train_command(loaded: Loaded, words: list[str] | None, config_dir: Path | No
 
 
 def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
-    """Print the config, the plan and the command, for ``--dry-run``."""
+    """Print the plan, the command and the config, for ``--dry-run``."""
     from forgather_cli.cli.config import print_config
     from forgather_cli.cli.plan import plan_document, print_plan
+    from forgather_cli.hub import check_model
     from forgather_cli.launch.layout import plan_layout
     from forgather_cli.launch.start import check_best_metric, output_dir
     from forgather_cli.plan import make_plan
 
     check_best_metric(loaded.config)
+    check_model(loaded.config)
     layout = plan_layout(loaded.config, loaded.given)
     with only_json(as_json):
         made = make_plan(loaded.config)
@@ -128,9 +132,9 @@ def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
             {**document, "output_dir": str(output_dir(loaded)), "launch": {**asdict(layout), "world": layout.world}}
         )
         return
-    print_config(loaded)
-    for note in loaded.notes:
-        typer.echo(note)
     print_plan(made)
     typer.echo(f"\nwould train in  {output_dir(loaded)}\nby the command  {shlex.join(command)}")
-    typer.echo(f"ranks           {layout.describe()}")
+    typer.echo(f"ranks           {layout.describe()}\n")
+    for note in loaded.notes:
+        typer.echo(note)
+    print_config(loaded)

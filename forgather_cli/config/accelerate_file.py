@@ -20,7 +20,7 @@ from forgather_cli.config.deepspeed_file import (
     read_deepspeed_json,
 )
 from forgather_cli.config.translation import ALWAYS_SO, Section, Translation
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.input_files import read_json, read_yaml
 
 _FSDP_ALWAYS_SO = (
@@ -137,6 +137,38 @@ def fsdp_settings(keys: dict[str, Any]) -> dict[str, Any]:
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """True in a rank that ``accelerate launch`` has started. Other programs leave its variables too, but no ranks."""
     return "RANK" in environ and "ACCELERATE_MIXED_PRECISION" in environ
+
+
+def launched_alone(environ: Mapping[str, str] = os.environ) -> str:
+    """A line where ``accelerate launch``, asked for several processes, has started this one alone; else empty.
+
+    It does so for any distributed_type but those of GPUs, and on CPUs without mpirun. Its variables do not say for how
+    many it was asked: they are looked for on its command line and in its file.
+    """
+    if "RANK" in environ or "ACCELERATE_MIXED_PRECISION" not in environ:
+        return ""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+        if not any("accelerate" in word for word in words):  # another program has left its variables
+            return ""
+        parts = [word.partition("=") for word in words]
+        options = {
+            name.lstrip("-").replace("-", "_"): value or follows
+            for (name, _, value), follows in zip(parts, [*words[1:], ""], strict=True)
+        }
+        base = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+        file = Path(options.get("config_file") or f"{base}/accelerate/default_config.yaml").expanduser()
+        tree = read_yaml(file) if file.is_file() else {}
+        asked = int(options.get("num_processes") or tree.get("num_processes") or 1)
+        kind = tree.get("distributed_type", "NO")
+    except (OSError, SetupError, ValueError, AttributeError):
+        return ""
+    if asked < 2:
+        return ""
+    return (
+        f"accelerate launch: num_processes is {asked}, but for distributed_type {kind} it starts one process here; "
+        f"forgather starts the ranks itself: forgather train trainer=ddp nproc_per_node={asked}"
+    )
 
 
 def launched_trainer(environ: Mapping[str, str] = os.environ) -> str | None:

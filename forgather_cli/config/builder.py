@@ -8,7 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.accelerate_file import LAUNCHED, accelerate_settings, is_launched, launched_settings
+from forgather_cli.config.accelerate_file import (
+    LAUNCHED,
+    accelerate_settings,
+    is_launched,
+    launched_alone,
+    launched_settings,
+)
 from forgather_cli.config.compose import plain, references, written
 from forgather_cli.config.decode import decode, option_types, to_tree
 from forgather_cli.config.mistakes import Naming
@@ -50,7 +56,7 @@ class ConfigBuilder:
     given: dict[str, Change] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What became of the lines of Accelerate's file."""
+    """What became of the lines of Accelerate's file, and that its launcher has started one process alone."""
     read_from: dict[str, Path] = field(default_factory=dict)
     """Path -> Accelerate's file that sets it."""
 
@@ -221,6 +227,9 @@ class ConfigBuilder:
         try:
             if isinstance(name, str) and name != "???":
                 source, found = f"accelerate_config={name}", accelerate_settings(Path(name), own_decoder=own_decoder)
+            elif name is None and kinds.get("trainer") == "single" and (alone := launched_alone()):
+                self.notes = [alone]
+                return
             elif name is None and is_launched():
                 source, found = LAUNCHED, launched_settings(sharded=sharded, own_decoder=own_decoder)
             else:

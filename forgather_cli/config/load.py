@@ -25,7 +25,7 @@ from forgather_cli.config.recipe import Recipe, read_recipe
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_text
-from forgather_cli.run_dir import RunDir, is_model_directory, step_of
+from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in, run_of, step_of
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,17 @@ def reload_config(
         raise ConfigError(f"{run.root}: no such directory; give the directory of a run")
     if is_model_directory(run.root):
         raise ConfigError(f"{run.root}: is a model directory (config.json); give a run, or train model=pretrained")
-    if not run.config.exists() and step_of(run.root) is not None:
-        root = run.root.resolve().parent.parent
-        raise ConfigError(f"{run.root}: is a checkpoint; give its run, forgather resume {root}")
+    if is_checkpoint(run.root) or (not run.config.exists() and step_of(run.root) is not None):
+        around = run_of(run.root)
+        if around is not None and around.root != run.root.resolve():
+            raise ConfigError(f"{run.root}: is a checkpoint; give its run, forgather resume {around.root}")
+        further = f"forgather train model.path={run.root}"
+        if not is_model_directory(model_in(run.root)):  # code of its run builds the model
+            further = f"forgather train RECIPE resume_from_checkpoint={run.root} resume_components=[model]"
+        raise ConfigError(
+            f"{run.root}: is a checkpoint, and no run is around it to go on with; train its weights further, in a run "
+            f"of its own: {further}"
+        )
     if not run.config.exists():
         raise ConfigError(f"{run.root}: is not a run's directory (no config.yaml); start one with forgather train")
     of_new_runs = {

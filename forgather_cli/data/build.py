@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,14 @@ def load_data(
         return _synthetic(option, seed)
     cache = Cache(option.cache_dir, progress)
     if isinstance(option, Ul2Settings):
-        return _denoised(option, cache, seed, num_sentinels)
-    if isinstance(option, Seq2SeqSettings):
-        return _pairs(option, cache, num_sentinels)
-    if isinstance(option, HfSettings) and option.streaming:
-        return _stream(option, cache, seed)
-    data, tokenizer = _tokenized(option, cache)
-    return _pack(option, data, tokenizer, cache)
+        made = _denoised(option, cache, seed, num_sentinels)
+    elif isinstance(option, Seq2SeqSettings):
+        made = _pairs(option, cache, num_sentinels)
+    elif isinstance(option, HfSettings) and option.streaming:
+        made = _stream(option, cache, seed)
+    else:
+        made = _pack(option, *_tokenized(option, cache), cache)
+    return replace(made, files=cache.files)
 
 
 def check_own_tokenizer(data: DataOption, model: ModelOption) -> None:

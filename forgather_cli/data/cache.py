@@ -99,6 +99,8 @@ class Cache:
             base = os.environ.get("XDG_CACHE_HOME")
             directory = (Path(base) if base else Path.home() / ".cache") / "forgather"
         self.root, self.progress, self._may_build = Path(directory).expanduser(), progress, build
+        self.files: dict[str, str] = {}
+        """Of each file whose content was asked for its hash, empty where that is not known, by path."""
 
     def use(self, kind: str, key: str) -> None:
         """Keep an entry, which may have to be built yet, from ``remove_entry``, and remember the time."""

@@ -30,6 +30,8 @@ class DataSplits:
     """Plain values for logs: type, documents, tokens and samples of each split, origin, what was replaced."""
     stated_vocab_size: int | None = None
     """``vocab_size`` as custom data state it."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Hash of each file that was read, empty where it is not known, by path; none where files are not ours to read."""
 
     @property
     def vocab_size(self) -> int | None:

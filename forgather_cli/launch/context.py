@@ -29,6 +29,7 @@ class RankContext:
     conclude_run: Callable[[ExitStatus], None] = lambda status: None
     """Called with the job's status if this process ends at once (``RunLock.conclude``)."""
     run: RunDir | None = None
+    """What the command names, until it is known for sure."""
     log: LogFile | None = None
     stop: StopSignal = field(init=False)
     step: int | None = None

@@ -65,9 +65,13 @@ def launched(node: int, attempt: int, environ: MutableMapping[str, str] = os.env
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Place:
-    size = _number(environ, "WORLD_SIZE")
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK is set)"
+    tasks = environ.get("SLURM_PROCID"), environ.get("SLURM_STEP_NUM_TASKS")
+    if by != "torchrun" and tasks == (str(rank), str(size)):  # a script has set RANK by them
+        by = "Slurm"
     return Place(
-        rank=_number(environ, "RANK"),
+        rank=rank,
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", 0),
         local_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
@@ -75,7 +79,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
         port=_number(environ, "MASTER_PORT", 0 if size == 1 else None),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        by="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK is set)",
+        by=by,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from forgather_cli import __version__
 from forgather_cli.errors import SetupError, TrainingError
 from forgather_cli.input_files import write_whole
-from forgather_cli.launch.exit_status import MISTAKE, ExitStatus, Kind, newest_step, write_exit_record
+from forgather_cli.launch.exit_status import MISTAKE, ExitStatus, Kind, newest_step, resume_command, write_exit_record
 from forgather_cli.run_dir import RunDir
 
 _HIDDEN = ".before-"
@@ -71,8 +71,8 @@ class RunLock:
         run = self.run
         if run.is_used() and not (resume or overwrite):
             raise SetupError(
-                f"output_dir: {run.root} already holds a run; continue it with resume_from_checkpoint=true, "
-                "or delete it by overwrite_output_dir=true"
+                f"output_dir: {run.root} already holds a run; resume it with {resume_command(run)} (in a script: "
+                "resume_from_checkpoint=true), choose another one, or delete it by overwrite_output_dir=true"
             )
         with _writing(run.root):
             if run.is_used() and overwrite:
@@ -246,7 +246,17 @@ def remove_run(run: RunDir) -> list[Path]:
 def _files_of(run: RunDir) -> list[Path]:
     """What a run of ours leaves directly in its directory; other files are not touched."""
     starts = [run.later_config(n) for n in run.later_starts()]
-    files = [run.metrics, run.rollbacks, run.samples, run.exit, run.hang, run.config, run.origin, *starts]
+    files = [
+        run.metrics,
+        run.rollbacks,
+        run.data_files,
+        run.samples,
+        run.exit,
+        run.hang,
+        run.config,
+        run.origin,
+        *starts,
+    ]
     files += [run.diloco, run.diloco_address, run.diloco_token, run.diloco_workers, run.rounds]
     folders = [run.logs, run.tensorboard, run.trackers, run.checkpoints, run.control]
     folders += [run.diloco_worker, run.submissions, run.weights]

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -28,8 +29,9 @@ from forgather_cli.config.schema import (
     QATSettings,
     Target,
 )
-from forgather_cli.errors import CheckpointError, ConfigError, ForgatherError, SetupError, did_you_mean
+from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
 from forgather_cli.hardware import without_auto
+from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.error_report import report_failure
 from forgather_cli.launch.exit_status import (
@@ -37,7 +39,6 @@ from forgather_cli.launch.exit_status import (
     FAILED,
     ExitStatus,
     Kind,
-    from_error,
     read_exit_record,
     resume_command,
 )
@@ -66,7 +67,7 @@ def launch(loaded: Loaded, work: Work) -> int:
 
     Raises ConfigError and SetupError before the run directory is locked; later errors are shown and logged here.
     """
-    check_packages(loaded.config)
+    check_surroundings(loaded.config)
     check_best_metric(loaded.config)
     layout = plan_layout(loaded.config, loaded.given)
     check_memory(loaded.config, layout)
@@ -103,7 +104,7 @@ def launch(loaded: Loaded, work: Work) -> int:
 @lasting_output()
 def serve(loaded: Loaded, work: Work) -> int:
     """Do ``work`` here that takes the place of training, whatever the config says of ranks; returns the exit code."""
-    check_packages(loaded.config)
+    check_surroundings(loaded.config)
     with RunLock(output_dir(loaded)) as held:
         config, _ = _begin(held, loaded, plan_layout(loaded.config, loaded.given))
         rank = RankContext(Place(), conclude_run=partial(_conclude_run, held))
@@ -113,35 +114,32 @@ def serve(loaded: Loaded, work: Work) -> int:
 
 
 @lasting_output()
-def join(place: Place, compose: Callable[[], Loaded], work: Work) -> int:
+def join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir | None = None) -> int:
     """Train as one rank of a world that torchrun or Slurm has started; returns the exit code, 0 after a signal too.
 
-    Only rank 0 composes the config and locks the run directory; the others wait until it shares them. Raises
-    ConfigError and SetupError like ``launch``, on rank 0.
+    Only rank 0 composes the config and locks the run directory; the others wait until it shares them. ``run``: the run
+    that the command names, which a signal before that leaves as it was found.
     """
     enter(place)
-    rank = RankContext(place)
-    if place.rank > 0:
-        return _left(rank, run_rank(rank, wait_for_start, work))
-    try:
-        loaded = compose()
-        check_packages(loaded.config)
-        check_best_metric(loaded.config)
-        layout = plan_layout(loaded.config, loaded.given, place)
-        check_memory(loaded.config, layout)
-        rendezvous = rank.connect()
-        again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
-        with RunLock(Path(again) if again else output_dir(loaded)) as held:
+    rank = RankContext(place, run=run)
+    with ExitStack() as stack:
+
+        def begin(rank: RankContext) -> Start:
+            loaded = compose()
+            check_surroundings(loaded.config)
+            check_best_metric(loaded.config)
+            layout = plan_layout(loaded.config, loaded.given, place)
+            check_memory(loaded.config, layout)
+            rendezvous = rank.connect()
+            again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
+            held = stack.enter_context(RunLock(Path(again) if again else output_dir(loaded)))
+            rank.run, rank.conclude_run = held.run, partial(_conclude_run, held)
             config, _ = _begin(held, choose_precision(loaded, held.run), layout, again=again is not None)
-            rank.conclude_run = partial(_conclude_run, held)
-            status = run_rank(rank, lambda _: Start(held.run, config), work)
-            _conclude_run(held, status)
-        return _left(rank, status)
-    except ForgatherError as error:
-        if (rendezvous := rank.connect()) is not None:  # the other ranks end too, and print nothing
-            rendezvous.fail(from_error(0, error))
-            rendezvous.leave()
-        raise
+            return Start(held.run, config)
+
+        status = run_rank(rank, wait_for_start if place.rank else begin, work)
+        rank.conclude_run(status)
+    return _left(rank, status)
 
 
 def _left(rank: RankContext, status: ExitStatus) -> int:
@@ -334,8 +332,11 @@ def _conclude_run(held: RunLock, status: ExitStatus) -> None:
 # ----------------------------------------------------------------------------------------- checks before ranks start
 
 
-def check_packages(config: Config) -> None:
-    """Raise SetupError, with the command that installs it, for a package that is missing; imports none of them."""
+def check_surroundings(config: Config) -> None:
+    """Raise SetupError for what the config needs and this machine lacks, before anything is imported that takes time:
+    a model in the directory of ``model.path``, and packages, with the command that installs them.
+    """
+    check_model(config)
     if isinstance(config.precision, FP8Settings | QATSettings) and find_spec("torchao") is None:
         what = f"precision={config.precision.type}"
         raise SetupError(f"{what}: needs the package torchao; pip install 'forgather[quantize]'")

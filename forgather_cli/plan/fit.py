@@ -144,11 +144,23 @@ class Fit:
     """The largest micro-batch that ``global_batch_size`` allows; None without one."""
     sizes: list[int]
     """Micro-batches that are possible, up to the largest that fits."""
+    beyond: tuple[int, int] | None
+    """The next possible micro-batch, which does not fit, and its bytes; None where there is none."""
     ways: list[Room] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
         return self.now_memory <= self.budget.usable
+
+    @property
+    def limit(self) -> str | None:
+        """What keeps the micro-batch from being larger: ``global_batch_size``, or ``memory``; None if nothing does."""
+        return "memory" if self.beyond is not None else "global_batch_size" if self.most is not None else None
+
+    @property
+    def free(self) -> int:
+        """Bytes that the largest micro-batch leaves."""
+        return self.budget.usable - (self.largest.memory or 0)
 
 
 def find_fit(config: Config, now: int, budget: Budget, load: Load) -> Fit:
@@ -157,8 +169,9 @@ def find_fit(config: Config, now: int, budget: Budget, load: Load) -> Fit:
     largest = _largest(sizes, needed, budget)
     most = sizes[-1] if config.global_batch_size is not None else None
     reached = [size for size in sizes if size <= (largest.micro_batch or 0)]
-    fit = Fit(budget, now, needed(now), largest, needed(sizes[0]), most, reached)
-    if largest.micro_batch == sizes[-1]:
+    beyond = None if len(reached) == len(sizes) else (sizes[len(reached)], needed(sizes[len(reached)]))
+    fit = Fit(budget, now, needed(now), largest, needed(sizes[0]), most, reached, beyond)
+    if beyond is None:
         return fit
 
     def room(overrides: tuple[str, ...]) -> Room | None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.average import average_run
-from forgather_cli.checkpoint.compare import compare_configs
+from forgather_cli.checkpoint.compare import changed_files, compare_configs, record_files
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
 from forgather_cli.checkpoint.format import plan
 from forgather_cli.checkpoint.load import Reader, best_valid, instead_of, named, newest_valid, restore_components
@@ -26,6 +27,7 @@ from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.input_files import COUNT, FieldError, check_fields
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.optim.state import check_group_states, merge_group_states
+from forgather_cli.run_dir import run_of
 from forgather_cli.shards import box_of, local, not_finite
 from forgather_cli.trainer.run import Run
 from forgather_cli.trainer.states import CallbackStates, RandomState, StrategyState, ToCompare, TrainerState
@@ -48,6 +50,7 @@ class Checkpoints:
     def __init__(self, run: Run, callbacks: Mapping[str, Any]) -> None:
         """``callbacks``: the run's, by name."""
         self._run, self._callbacks = run, callbacks
+        self._has_recorded_files = False
         self.average_failure: str | None = None
         """Why the average at the end could not be written."""
         self._checkpointer = Checkpointer(
@@ -82,6 +85,10 @@ class Checkpoints:
         """
         run, identity = self._run, self._identity()
         run.check_weights_are_equal()
+        if run.world.rank == 0 and not self._has_recorded_files:
+            with suppress(OSError):  # the save itself will say so
+                record_files(run.run_dir, str(run.data_description.get("fingerprint")), run.data_files)
+            self._has_recorded_files = True
         run.metrics.fold()
         return self._checkpointer.save(
             run.state.global_step,
@@ -199,7 +206,11 @@ class Checkpoints:
         components = run.args.resume_components
         wanted: set[str] = {*COMPONENTS} if components == "all" else {*components}
         if identity := reader.identity():
-            refused, logged = compare_configs(identity, self._identity(), wanted)
+            run_dir, before = run_of(reader.path) or run.run_dir, (identity.get("data") or {}).get("fingerprint")
+            files = ""
+            if before != run.data_description.get("fingerprint"):
+                files = changed_files(run_dir, str(before), run.data_files, reader.manifest.created)
+            refused, logged = compare_configs(identity, self._identity(), wanted, files)
             if refused:
                 raise CheckpointError(f"cannot resume from {reader.path}:\n" + "\n".join(refused))
             for line in logged:

@@ -39,6 +39,8 @@ class Run:
     config_tree: dict[str, Any]
     """The settings as checkpoints hold them; empty where they are not known."""
     data_description: dict[str, Any]
+    data_files: dict[str, str]
+    """Hash of each file of the data, by path (``DataSplits.files``)."""
     world: World
     cpu_group: Any
     """Of all ranks, for host tensors and objects; None on one device."""
@@ -151,12 +153,14 @@ def _row_tokens(facts: dict[str, Any]) -> int | None:
 
 
 def _split(facts: dict[str, Any], split: str) -> str:
-    """``11,690,159 tokens in 693 documents, 45,665 sequences of 256``."""
+    """``11,690,159 tokens in 693 documents, 45,665 sequences of 256``; of evaluation with its share."""
     tokens, documents, samples = (facts.get(f"{split}_{fact}") for fact in _SPLIT_FACTS)
     if not samples:
         return ""
     of_documents = f" in {documents:,} document{'s' if documents > 1 else ''}" if documents else ""
-    source = f"{tokens:,} tokens{of_documents}, " if tokens else ""
+    train = facts.get("train_tokens") if split == "eval" else None
+    share = f" ({tokens / (train + tokens):.2%} of all)" if train and tokens else ""
+    source = f"{tokens:,} tokens{share}{of_documents}, " if tokens else ""
     of = f" of {row}" if (row := _row_tokens(facts)) else ""
     return f"{source}{samples:,} sequences{of}"
 

@@ -111,6 +111,7 @@ class Trainer:
         on_stop: Callable[[int], None] = lambda signum: None,
         config_tree: dict[str, Any] | None = None,
         data_description: dict[str, Any] | None = None,
+        data_files: dict[str, str] | None = None,
         run_files: RunFiles | None = None,
         **unknown: Any,
     ) -> None:
@@ -181,6 +182,7 @@ class Trainer:
             run_dir=run_dir,
             config_tree=config_tree or {},
             data_description=data_description or {},
+            data_files=data_files or {},
             world=here,
             cpu_group=group,
             strategy=strategy,

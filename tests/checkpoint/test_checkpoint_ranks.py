@@ -603,7 +603,7 @@ def test_what_starts_fresh_is_one_line_unless_it_is_required(tmp_path: Path, cap
     caplog.set_level(logging.INFO, "forgather_cli")
     assert restore_components(reader, [rng, Component("trainer", Box(), Sharing.GLOBAL)], world_size=2) == ["rng"]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{reader.path}: what 1 ranks or their groups saved for themselves starts fresh here: rng"
+        f"{reader.path}: each rank has its own rng, which starts fresh, since the ranks are others (then 1, now 2)"
     ]
     with pytest.raises(CheckpointError, match="rng was saved by each of 1 ranks for itself"):
         restore_components(reader, [Component("rng", Box(), Sharing.PER_RANK, required=True)], world_size=2)

@@ -361,10 +361,8 @@ def test_pretrained_directories(program: Program, trained: Path, kind: str, mess
 
 def test_a_used_directory_names_both_remedies(program: Program, trained: Path) -> None:
     said = program.refuses("train", *SYNTHETIC, "output_dir=trained")
-    assert said == (
-        "output_dir: trained already holds a run; continue it with resume_from_checkpoint=true, or delete it by "
-        "overwrite_output_dir=true"
-    )
+    assert said.startswith("output_dir: trained already holds a run; resume it with forgather resume trained ")
+    assert said.endswith("or delete it by overwrite_output_dir=true")
 
 
 def test_a_mistake_in_an_overwriting_run_costs_nothing(program: Program, trained: Path) -> None:
@@ -540,6 +538,34 @@ def test_resume_with_another_tokenizer_packing_or_text(program: Program) -> None
         assert program.refuses("resume", "run", "max_steps=3", *overrides.split()).splitlines()[1].startswith(start)
     Path("ok.txt").write_text("other text of mine\n" * 300)
     assert "data: the samples are not those" in program.refuses("resume", "run", "max_steps=3")
+
+
+def test_files_of_the_data_that_are_others_are_named(program: Program) -> None:
+    """By their content; and in a run that has not kept that, by their times."""
+    corpus = Path("corpus")
+    corpus.mkdir()
+    for name in "abcd":
+        (corpus / f"{name}.txt").write_text(f"text {name}\n" * 100)
+        os.utime(corpus / f"{name}.txt", (1e9, 1e9))
+    words = [*SMALL, "data=text", "data.files=[corpus/*.txt]", "cache_dir=cache"]
+    assert program("train", *words, "max_steps=2", "output_dir=run").code == 0
+    assert program("resume", "run", "max_steps=3").code == 0  # the same ones
+    (corpus / "a.txt").rename(corpus / "moved.txt")
+    (corpus / "b.txt").write_text("another text\n" * 100)
+    (corpus / "c.txt").unlink()
+    (corpus / "e.txt").write_text("more text\n" * 100)
+    said = program.refuses("resume", "run", "max_steps=4")
+    at = corpus.resolve()
+    assert f"{at}/b.txt (changed), {at}/e.txt (new), {at}/c.txt (gone); bring them back" in said
+    assert "moved" not in said
+    assert "a.txt" not in said
+    (Path("run") / "data_files.json").unlink()
+    os.utime(corpus / "b.txt", (9e9, 9e9))
+    os.utime(corpus / "e.txt", (1e9, 1e9))
+    said = program.refuses("resume", "run", "max_steps=4")
+    assert f"here): {at}/b.txt (changed since the checkpoint was saved); bring" in said
+    assert program("resume", "run", "max_steps=4", "resume_components=[model]").code == 0
+    assert len(json.loads((Path("run") / "data_files.json").read_text())) == 1
 
 
 def test_moments_of_another_shape_are_not_listed_by_the_hundred(program: Program, trained: Path) -> None:

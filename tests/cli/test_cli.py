@@ -241,12 +241,14 @@ def test_options_and_recipes_are_listed_with_descriptions(forgather: Forgather) 
     assert all(each["name"] in table for infos in options.values() for each in infos)
 
 
-def test_dry_run_shows_config_plan_and_command_and_writes_nothing(forgather: Forgather) -> None:
+def test_dry_run_shows_plan_and_command_then_the_config_and_writes_nothing(forgather: Forgather) -> None:
     done = forgather("train", *SMALL, "max_steps=3", "--dry-run")
     assert done.code == 0, done.err
     assert "max_steps: 3" in done.out
     assert "tokens per step" in done.out
     assert "by the command  forgather train default model=nano" in done.out
+    order = [done.out.index(text) for text in ("tokens per step", "by the command", "max_steps: 3")]
+    assert order == sorted(order)
     document = forgather("train", *SMALL, "max_steps=3", "--dry-run", "--json").json()
     assert document["config"]["max_steps"] == 3
     assert document["plan"]["steps"] == 3

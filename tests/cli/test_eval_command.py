@@ -159,6 +159,16 @@ def test_files_without_a_word_on_the_split_are_evaluated_whole(
     assert found["eval_samples"] == -(-(size + 1) // SEQ_LEN)
     half = evaluate(str(run), own, "eval_files=[]", "eval_fraction=0.5")
     assert half["data"]["eval_tokens"] == pytest.approx(size / 2, rel=0.1)
+    # the fraction is of documents: told is that of the tokens
+    Path("a.txt").write_text("a text that is short, but not too short\n")
+    Path("b.txt").write_text("a text that is rather long\n" * 40)
+    split = ["files=[a.txt,b.txt]", "eval_files=[]", "eval_fraction=0.9999999"]  # all documents but the first
+    capsys.readouterr()
+    assert forgather("eval", str(run), *split, "--output", "split.json") == 0
+    facts = json.loads(Path("split.json").read_text())["data"]
+    share = facts["eval_tokens"] / (facts["train_tokens"] + facts["eval_tokens"])
+    assert 0.9 < share < 0.99
+    assert f"{share:.2%} of the tokens, held out by data.eval_fraction=1" in capsys.readouterr().out
     assert config_to_evaluate(run, [own, "max_eval_samples=2"])[0].config.max_eval_samples == 2
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,49 @@ def test_what_is_no_run_or_runs_still_is_not_removed(outputs: Path, capsys: pyte
     job.end()
     assert forgather("runs", "remove", f"{outputs}/between", "--yes") == 0
     assert not (outputs / "between").exists()
+
+
+def test_runs_are_chosen_by_state_and_age(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def removed(*words: str) -> list[str]:
+        return [each["run"] for each in documents(capsys, "runs", "remove", "--yes", *words)]
+
+    now = time.time()
+    recent = make_run(outputs / "recent", now - 3600, ended=False)
+    elsewhere = make_run(outputs / "elsewhere", now - 3600, ended=False)  # its machine may run it still
+    (recent / ".lock").write_text(f"pid 999999999 on {socket.gethostname()}\n")
+    os.utime(recent / ".lock", (now - 3600, now - 3600))
+    other = make_run(outputs / "lightning", 1e9, ended=False)  # of a program with the same names
+    (other / ".lock").unlink()
+    job = Job(make_run(outputs / "running", 1e9, ended=False))
+    assert removed("--state", "failed") == []
+    assert removed("--state", "cut", "--older-than", "30d") == ["outputs/default/new"]
+    assert removed("--state=cut", "--older-than=90m") == []
+    assert removed("--state=cut", "--older-than=59m") == ["outputs/recent"]
+    assert removed("outputs/default", "--state=done", "--state=failed") == ["outputs/default/old"]
+    assert removed("--older-than", "10w") == ["outputs/between"]
+    assert sorted(outputs.iterdir()) == [outputs / "default", elsewhere, other, outputs / "running"]
+    job.end()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "runs remove: names no run"),
+        (["--state", "cutt"], "--state: must be one of done, .*, got 'cutt'; did you mean cut"),
+        (["--state", "running"], "--state: must be one of"),
+        (["--older-than", "1.5d"], "--older-than: must be a number of m, h, d or w, .*, got '1.5d'"),
+        (["--older-than", "30"], "--older-than: .*, got '30'"),
+        (["--older-than", "99999999d"], "--older-than: .*, got '99999999d'"),
+        (["nowhere", "--state", "cut"], "nowhere: no such directory"),
+        (["--state", "cut"], "asks first, and nobody can answer here; use --yes"),
+    ],
+)
+def test_what_chooses_no_runs(
+    outputs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forgather("runs", "remove", *words) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert (outputs / "default/new").is_dir()
 
 
 def test_removing_asks_first(outputs: Path) -> None:

@@ -276,6 +276,24 @@ def test_layer_classes_of_another_model_are_looked_for_where_it_is_built(tmp_pat
 HERE = {"main_process_ip": None, "main_process_port": 0, "machine_rank": 0, "num_machines": 1, "num_processes": 2}
 
 
+def test_a_launcher_that_starts_one_process_though_it_is_asked_for_two_is_told_of(tmp_path: Path) -> None:
+    config = {"distributed_type": "NO", "num_processes": 2, "use_cpu": True, "mixed_precision": "no"}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "notes.py").write_text(
+        "import json\n"
+        "from forgather_cli.config.load import load_config\n"
+        "words = ([], ['trainer=ddp', 'nproc_per_node=2'])\n"
+        "print(json.dumps([load_config('default', each).notes for each in words]))\n"
+    )
+    words = ["--config_file", "one.yaml", "notes.py"]
+    with Process(*words, module="accelerate.commands.launch", cwd=tmp_path, cold=True) as job:
+        assert job.finish() == 0, job.output
+    [line], of_ddp = json.loads(job.lines[-1])
+    assert line.startswith("accelerate launch: num_processes is 2, but for distributed_type NO it starts one process")
+    assert line.endswith("forgather train trainer=ddp nproc_per_node=2")
+    assert of_ddp == []  # which starts the two itself
+
+
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """``launch(fsdp, **changes)`` writes a file, which it returns, and sets the variables that accelerate itself

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -53,6 +54,24 @@ def test_the_file_asks_for_what_the_config_needs(script: Script, monkeypatch: py
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     here = options(script(*WORDS, "device=auto", "trainer=ddp", "global_batch_size=6"))
     assert (here["ntasks-per-node"], here["gres"]) == ("3", "gpu:3")
+
+
+def test_slurm_reads_every_line_and_bash_runs_the_rest(script: Script) -> None:
+    text = script(*WORDS)
+    file = Path("job.sbatch")
+    file.write_text(text)
+    assert subprocess.run(["bash", "-n", file], check=False).returncode == 0
+    lines = text.splitlines()
+    first = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))  # there Slurm stops
+    assert not any("#SBATCH" in line for line in lines[first:])
+    asked = options(text)
+    assert asked["output"] == "%x-%j.out"
+    assert "open-mode" in asked  # of a job that is requeued
+    assert not asked.keys() & {"account", "partition"}
+    filled = options(re.sub("^##SBATCH", "#SBATCH", text, flags=re.MULTILINE))
+    assert filled.keys() - asked.keys() == {"account", "partition"}
+    assert next(line for line in lines[first:] if line.startswith("# ")).startswith("# Ranks end one after another")
+    assert any(line.startswith("# module load") for line in lines[:first])
 
 
 @pytest.mark.parametrize(
@@ -163,3 +182,86 @@ def test_a_job_saves_before_its_limit_and_goes_on_when_it_is_requeued(script: Sc
         for each in (run, RunDir(Path("undisturbed")))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# ----------------------------------------------------------------------------------------- a signal while ranks start
+
+
+def task(rank: int, *words: str, cold: bool = False, **variables: str) -> Process:
+    """One of two tasks of a job whose other task has not come."""
+    environment = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(rank), "SLURM_STEP_NODELIST": "localhost,another", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }  # fmt: skip
+    return Process(*words, cold=cold, env={**environment, **variables})
+
+
+def until(reached: Callable[[], bool], job: Process) -> None:
+    while not reached():
+        assert job.process.poll() is None, job.output
+        time.sleep(0.02)
+
+
+def handles_sigterm(pid: int) -> bool:
+    """Whether a process has a handler by now."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.fixture
+def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with a checkpoint, of step 2."""
+    monkeypatch.chdir(tmp_path)
+    assert forgather("train", *SMALL, "max_steps=2") == 0
+    return RunDir(Path("run"))
+
+
+WAITS = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=4"]
+STEP_2 = "ended at once by SIGTERM before the first step; the newest checkpoint is step 2"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["resume", "run", *WAITS], ["train", *SMALL, *WAITS, "resume_from_checkpoint=true"]],
+    ids=["resume", "train"],
+)
+def test_a_signal_while_a_task_waits_for_the_one_that_has_the_run(used: RunDir, words: list[str]) -> None:
+    with socket.create_server(("localhost", 0)) as nobody:  # takes the connection of rank 1, and never answers
+        port = str(nobody.getsockname()[1])
+        with task(1, *words, MASTER_ADDR="localhost", MASTER_PORT=port) as job:
+            nobody.accept()[0].close()
+            job.process.send_signal(signal.SIGTERM)
+            assert job.finish() == 75
+            assert STEP_2 in job.output
+
+
+def test_a_signal_while_the_task_that_has_the_run_waits(used: RunDir) -> None:
+    with task(0, "resume", "run", *WAITS) as job:
+        until(used.secret.exists, job)  # what to train is told
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 75
+        assert STEP_2 in job.output
+        assert job.lines[-1] == "forgather resume run"
+    stopped = read_exit_record(used)
+    assert stopped is not None
+    assert (stopped.state, stopped.code) == ("stopped", 75)
+
+
+def test_a_signal_as_soon_as_a_task_hears_it(used: RunDir) -> None:
+    """Before it has composed a config or imported torch. RANK and WORLD_SIZE are set by the script, as many do."""
+    by_script = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with task(0, "resume", "run", *WAITS, cold=True, **by_script) as job:
+        until(lambda: handles_sigterm(job.process.pid), job)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 75
+        assert STEP_2 in job.output
+    assert not used.later_starts()
+
+
+def test_a_signal_while_tasks_of_a_fresh_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with task(0, "train", *SMALL, *WAITS) as job:
+        until(RunDir(Path("run")).secret.exists, job)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 128 + signal.SIGTERM
+        assert "there is no checkpoint" in job.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -78,8 +79,12 @@ def test_the_largest_is_the_largest_divisor_that_is_predicted_to_fit(tmp_path: P
     assert found.largest.memory == predicted(tmp_path, 12)
     assert (found.now, found.fits, found.most) == (4, True, 96)
     assert found.sizes == [1, 2, 3, 4, 6, 8, 12]
+    assert (found.limit, found.beyond) == ("memory", (16, predicted(tmp_path, 16)))
+    assert found.free == 58 * MIB - predicted(tmp_path, 12)
     everything = fit(tmp_path, 10_000)
     assert (everything.largest.micro_batch, everything.ways) == (96, [])
+    assert (everything.limit, everything.beyond) == ("global_batch_size", None)
+    assert everything.free == 10_000 * MIB - predicted(tmp_path, 96)
 
 
 def predicted(tmp_path: Path, size: int) -> int:
@@ -150,6 +155,8 @@ def test_the_command_confirms_by_real_steps(tmp_path: Path, capsys: pytest.Captu
     assert 100 * MIB < document["confirmed"]["peak"] < 2048 * MIB
     assert document["confirmed"]["too_large"] == []
     assert document["fits"]
+    assert document["limit"] == "global_batch_size"
+    assert document["free"] == document["budget"]["usable"] - document["largest"]["memory"]
 
 
 def test_the_command_in_words_and_its_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +166,9 @@ def test_the_command_in_words_and_its_mistakes(capsys: pytest.CaptureFixture[str
     text = say()
     assert "now 8 sequences at a time, about" in text
     assert "largest per_device_train_batch_size=" in text
+    assert re.search(r"limited by memory: the next size, \d+, needs about .* stay free", text)
+    assert forgather("plan", "--fit", "--memory", "24GiB", *words, "global_batch_size=4") == 0
+    assert re.search(r"limited by global_batch_size=4, not memory; 2\d\.\d GiB stay free", say())
     for options, said in (
         (["--memory", "1GiB"], "--memory: needs --fit"),
         (["--confirm"], "--confirm: needs --fit"),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # processes that tokenize need this module and no settings, w
     from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
 
 _VERSION = 2  # of the rules below that decide what a document is and where it goes
+_MANY = 20_000  # files; of more no single one is remembered
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -123,7 +124,8 @@ class Corpus:
 def content_hash(cache: Cache, files: Sequence[SourceFile]) -> str:
     """Hash of the bytes and labels of files, in order. Raises DataError.
 
-    The files are read once; the hash is reused while paths, inodes, sizes and times stay the same.
+    The files are read once; the hash is reused while paths, inodes, sizes and times stay the same. ``cache.files`` gets
+    those of each.
     """
 
     def file_hash(source: SourceFile) -> str:
@@ -136,10 +138,14 @@ def content_hash(cache: Cache, files: Sequence[SourceFile]) -> str:
     def read_all() -> Meta:
         with ThreadPoolExecutor(min(available_cores(), 8)) as threads:  # hashing runs without the interpreter's lock
             hashes = list(threads.map(file_hash, files))
-        return {"content": digest([[source.label, each] for source, each in zip(files, hashes, strict=True)])}
+        content = digest([[source.label, each] for source, each in zip(files, hashes, strict=True)])
+        return {"content": content, "files": [each[:16] for each in hashes] if len(files) <= _MANY else []}
 
     stamp = digest([[source.label, *stamp_of(source.path)] for source in files])
-    return str(cache.remember_once("content", stamp, read_all)["content"])
+    found = cache.remember_once("content", stamp, read_all)
+    hashes = found.get("files") or [""] * len(files)  # 0.3.0 has kept the hash of all of them alone
+    cache.files |= {str(source.path): str(each) for source, each in zip(files, hashes, strict=False)}
+    return str(found["content"])
 
 
 def stamp_of(path: Path) -> list[Any]:
