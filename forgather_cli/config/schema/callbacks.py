@@ -173,7 +173,7 @@ class ProfilerSettings(Settings):
     output_dir: str | None = None  # null: RUN/profile
     with_stack: bool = False
     with_flops: bool = False
-    record_shapes: bool = False
+    record_shapes: bool = True
 
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
