@@ -127,10 +127,14 @@ class Run:
     def table(self, *names: str) -> list[Record]:
         """A row for each step at which one of the metrics was logged: ``step`` and the metrics, None where one was not.
 
-        Without ``names`` all metrics. Raises ConfigError for names that were never logged.
+        Without ``names`` all metrics. What a job tells at its end, totals of the whole run, is in ``metrics`` alone.
+        Raises ConfigError for names that were never logged at a step.
         """
-        records = self.metrics
-        known = metric_names(records)
+        all_records = self.metrics
+        records = [record for record in all_records if "train_runtime" not in record]
+        known, totals = metric_names(records), metric_names(all_records)
+        if problems := [name for name in names if name in totals and name not in known]:
+            raise ConfigError([f"table: {each} is a total of the whole run; run.metrics has it" for each in problems])
         check_logged(names, known, "table")
         wanted, rows = names or tuple(known), dict[int, Record]()
         for record in records:
