@@ -161,19 +161,17 @@ class Run:
         self,
         prompt: str,
         checkpoint: int | Path | str | None = None,
-        *,
-        max_new_tokens: int = 200,
-        temperature: float = 0.7,
-        top_k: int = 20,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 42,
+        **settings: Any,
     ) -> str:
         """The prompt and what the model writes to it; the same arguments give the same text.
 
-        ``temperature`` 0 is greedy. Raises SetupError.
+        ``settings`` are those of ``config.schema.Sampling``: max_new_tokens, temperature (0 is greedy), top_k, top_p,
+        num_beams, seed and so on. Raises ConfigError, SetupError.
         """
-        from forgather_cli.generation import Sampling, load_generator
+        from forgather_cli.config.decode import decode_sampling
+        from forgather_cli.generation import load_generator
+
+        sampling = decode_sampling(settings)
 
         source = self._source(checkpoint)
         loaded = source, self._run.checkpoint_steps()[-1:]
@@ -182,10 +180,6 @@ class Run:
             self._loaded = loaded
         assert self._generator is not None
         generator = replace(self._generator)  # which has drawn nothing yet
-        greedy = temperature == 0
-        sampling = Sampling(
-            max_new_tokens, not greedy, 1.0 if greedy else temperature, top_k, top_p, repetition_penalty, seed
-        )
         [written] = generator.write([generator.encode(prompt, "prompt")], sampling)
         return prompt + written.text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from forgather_cli.bars import Bar
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
 from forgather_cli.config.schema import TextgenSettings
@@ -24,8 +26,10 @@ from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
+ShowBar = Callable[[str, int, int], None]
 _MAX_LINES = 6  # on a terminal
 _PATH = "callbacks.textgen.prompts"
+_BAR = "samples"
 
 
 class TextgenCallback(TrainerCallback):
@@ -42,12 +46,15 @@ class TextgenCallback(TrainerCallback):
         run: RunDir,
         *,
         add_text: AddText | None = None,
+        show_bar: ShowBar | None = None,
         stream: StreamName = "stdout",
     ) -> None:
+        """``show_bar``: shows how many of how many tokens are written, beside other bars; None: a bar alone."""
         self.settings = settings
-        self.prompts = settings.texts()
+        self.prompts, self.sampling = settings.texts(), settings.sampling()
         self._samples = run.samples
         self._add_text = add_text
+        self._show_bar = show_bar
         self._stream: StreamName = stream
         self._writes = True
 
@@ -72,40 +79,59 @@ class TextgenCallback(TrainerCallback):
         tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
         digest = hashlib.sha256(f"textgen {trainer.run.seed} {state.global_step}".encode()).digest()
         generator = torch.Generator(trainer.strategy.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        with evaluation_mode(trainer.strategy.parts):
-            completions = self._generate(trainer, tokenizer, generator)
+        most, written = self.sampling.max_new_tokens, count(1)
+        with evaluation_mode(trainer.strategy.parts), Bar(_BAR, total=most, shown=state.is_world_process_zero) as bar:
+            show = self._show_bar or (lambda what, done, total: bar.update(done, total))
+
+            def on_token(_: Tensor) -> bool:
+                if state.is_world_process_zero:
+                    show(_BAR, next(written), most)
+                stops: bool = trainer.run.sync.poll()  # all ranks end it together
+                return stops
+
+            completions = self._generate(trainer, tokenizer, generator, on_token)
+            if state.is_world_process_zero:
+                show(_BAR, most, most)
         if state.is_world_process_zero:
             self._write([printable(text) for text in completions], state.global_step)
 
-    def _generate(self, trainer: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
+    def _generate(
+        self, trainer: Any, tokenizer: Any, generator: torch.Generator, on_token: Callable[[Tensor], bool]
+    ) -> list[str]:
         from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
 
-        settings, eos, strategy = self.settings, tokenizer.eos_token_id, trainer.strategy
+        eos, strategy, stops = tokenizer.eos_token_id, trainer.strategy, self.sampling.stop
         pad = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
         prompts, model = self.prompts, strategy.parts[0]
         if getattr(model, "is_encoder_decoder", False):
             prompts = [masked_prompt(tokenizer, prompt) for prompt in prompts]
         inputs = prompt_inputs(model, _encoded(prompts, tokenizer), pad)
         input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(strategy.device), inputs)
+
+        def text_of(ids: list[int]) -> str:
+            text: str = tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids)
+            return text
+
+        def is_over(new: Tensor) -> Tensor:  # (B, candidates, tokens)
+            texts = [[text_of(ids) for ids in candidates] for candidates in new.tolist()]
+            return torch.tensor([[any(stop in text for stop in stops) for text in each] for each in texts])
+
         output = generate(
             strategy.logits,
             input_ids,
             mask,
             encoder_inputs=encoder_inputs,
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=settings.do_sample,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=1.0,
-            repetition_penalty=settings.repetition_penalty,
+            **self.sampling.choices,
             eos_token_id=eos,
             pad_token_id=pad,
             generator=generator,
             agree=_that_of_rank_0(trainer.run.cpu_group),
-            on_token=lambda _: trainer.run.sync.poll(),  # all ranks end it together
+            on_token=on_token,
+            is_over=is_over if stops else None,
         )
-        new = output[:, input_ids.shape[1] :].tolist()
-        texts = [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]
+        texts = [text_of(ids) for ids in output[:, input_ids.shape[1] :].tolist()]
+        for stop in stops:
+            texts = [text.partition(stop)[0] for text in texts]
         return texts if encoder_inputs is None else [text.removeprefix("<extra_id_0>") for text in texts]
 
     def _write(self, completions: list[str], step: int) -> None:
