@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from forgather_cli.bars import Bar
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
+from forgather_cli.callbacks.json_logger import append, replace_file
 from forgather_cli.config.schema import TextgenSettings
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
 ShowBar = Callable[[str, int, int], None]
 _MAX_LINES = 6  # on a terminal
+_HEADER = re.compile(rb"^=== step (\d+) ===$", re.MULTILINE)
 _PATH = "callbacks.textgen.prompts"
 _BAR = "samples"
 
@@ -56,9 +60,11 @@ class TextgenCallback(TrainerCallback):
         self._add_text = add_text
         self._show_bar = show_bar
         self._stream: StreamName = stream
-        self._writes = True
+        self._writes, self._wrote = True, False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:  # step 0 is repeated too, unless this very process has evaluated there
+            cut_samples(self._samples, state.resumed_step if state.resumed_step or self._wrote else -1)
         tokenizer = kwargs.get("processing_class")
         self._writes = tokenizer is not None
         if not self._writes:
@@ -138,12 +144,29 @@ class TextgenCallback(TrainerCallback):
         self._samples.parent.mkdir(parents=True, exist_ok=True)
         pairs = list(zip(self.prompts, completions, strict=True))
         text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
-        with self._samples.open("a", encoding="utf-8", errors="replace") as file:
-            file.write(f"=== step {step} ===\n{text}\n")
+        text = _HEADER.sub(rb" \g<0>", text.encode(errors="replace"))  # by which records are told apart
+        append(self._samples, b"=== step %d ===\n%b\n" % (step, text))
+        self._wrote = True
         for number, (prompt, completion) in enumerate(pairs, 1):
             _show(prompt, completion, f"sample {number} at step {step}", self._stream)
             if self._add_text is not None:
                 self._add_text(f"samples/{number}", prompt + completion, step)
+
+
+def cut_samples(path: Path, last_step: int) -> None:
+    """Keep the records up to ``last_step``, in place and atomically, and none that a crash left half-written."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    found = [*_HEADER.finditer(content)]
+    ends = [*(each.start() for each in found[1:]), len(content)]
+    records = [(int(each[1]), content[each.start() : end]) for each, end in zip(found, ends, strict=True)]
+    if records and not records[-1][1].endswith(b"\n\n"):
+        del records[-1]
+    kept = b"".join(record for step, record in records if step <= last_step)
+    if kept != content:
+        replace_file(path, kept)
 
 
 def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:

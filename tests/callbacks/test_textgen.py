@@ -185,6 +185,36 @@ def test_with_the_decoder_and_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert len(lines[5].removeprefix("w1 w2 w5").split("w")) == 9  # 8 new words
 
 
+def steps_in(path: Path) -> list[int]:
+    return [int(line.split()[2]) for line in (path / "samples.txt").read_text().splitlines() if line[:3] == "==="]
+
+
+def test_a_resume_cuts_the_samples_of_later_steps_and_what_a_crash_left_half_written(tmp_path: Path) -> None:
+    strategy, tokenizer = Speaker(byte_ids("x\n=== step 9 ===\n")), ByteTokenizer()
+    for step in (100, 200, 300):
+        strategy.calls.clear()
+        event(made(tmp_path, max_new_tokens=30), "on_evaluate", strategy, tokenizer, step=step)
+    file = tmp_path / "samples.txt"
+    assert steps_in(tmp_path) == [100, 200, 300], "what the model writes is not taken for a record"
+    whole = file.read_bytes()
+    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=300)
+    assert file.read_bytes() == whole
+    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=250, is_world_process_zero=False)
+    assert file.read_bytes() == whole
+    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=250)
+    assert file.read_bytes() == whole[: whole.index(b"=== step 300")]
+    file.write_bytes(whole[: whole.index(b"=== step 200") + 20])
+    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=200)
+    assert file.read_bytes() == whole[: whole.index(b"=== step 200")]
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.txt"]
+    callback = made(tmp_path)
+    event(callback, "on_train_begin", strategy, tokenizer)
+    assert steps_in(tmp_path) == [], "a run that begins anew"
+    event(callback, "on_evaluate", strategy, tokenizer, step=0)
+    event(callback, "on_train_begin", strategy, tokenizer)
+    assert steps_in(tmp_path) == [0], "an evaluation by this process before it trains"
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_a_sample_ends_before_a_stop_text(tmp_path: Path, num_beams: int) -> None:
     speaker = Speaker(byte_ids("one two three"))
