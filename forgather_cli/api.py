@@ -127,10 +127,14 @@ class Run:
     def table(self, *names: str) -> list[Record]:
         """A row for each step at which one of the metrics was logged: ``step`` and the metrics, None where one was not.
 
-        Without ``names`` all metrics. Raises ConfigError for names that were never logged.
+        Without ``names`` all metrics. What a job tells at its end, totals of the whole run, is in ``metrics`` alone.
+        Raises ConfigError for names that were never logged at a step.
         """
-        records = self.metrics
-        known = metric_names(records)
+        all_records = self.metrics
+        records = [record for record in all_records if "train_runtime" not in record]
+        known, totals = metric_names(records), metric_names(all_records)
+        if problems := [name for name in names if name in totals and name not in known]:
+            raise ConfigError([f"table: {each} is a total of the whole run; run.metrics has it" for each in problems])
         check_logged(names, known, "table")
         wanted, rows = names or tuple(known), dict[int, Record]()
         for record in records:
@@ -157,19 +161,17 @@ class Run:
         self,
         prompt: str,
         checkpoint: int | Path | str | None = None,
-        *,
-        max_new_tokens: int = 200,
-        temperature: float = 0.7,
-        top_k: int = 20,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 42,
+        **settings: Any,
     ) -> str:
         """The prompt and what the model writes to it; the same arguments give the same text.
 
-        ``temperature`` 0 is greedy. Raises SetupError.
+        ``settings`` are those of ``config.schema.Sampling``: max_new_tokens, temperature (0 is greedy), top_k, top_p,
+        num_beams, seed and so on. Raises ConfigError, SetupError.
         """
-        from forgather_cli.generation import Sampling, load_generator
+        from forgather_cli.config.decode import decode_sampling
+        from forgather_cli.generation import load_generator
+
+        sampling = decode_sampling(settings)
 
         source = self._source(checkpoint)
         loaded = source, self._run.checkpoint_steps()[-1:]
@@ -178,10 +180,6 @@ class Run:
             self._loaded = loaded
         assert self._generator is not None
         generator = replace(self._generator)  # which has drawn nothing yet
-        greedy = temperature == 0
-        sampling = Sampling(
-            max_new_tokens, not greedy, 1.0 if greedy else temperature, top_k, top_p, repetition_penalty, seed
-        )
         [written] = generator.write([generator.encode(prompt, "prompt")], sampling)
         return prompt + written.text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from forgather_cli.config.schema import Sampling
 from forgather_cli.data.chat.template import ChatTemplate, Message
 from forgather_cli.data.text.detokenize import Detokenizer
 from forgather_cli.data.text.tokenizer import Tokenizer
@@ -26,21 +28,6 @@ from forgather_cli.source import Source, load_located, locate
 
 Finish = Literal["stop", "length", "limit"]
 """An end token or a stop text; ``max_new_tokens``; the positions the model was trained for."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen, and when to stop."""
-
-    max_new_tokens: int
-    do_sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
-    seed: int
-    stop: Sequence[str] = ()
-    """Texts that end the text before them."""
 
 
 @dataclass(frozen=True)
@@ -130,21 +117,26 @@ class Generator:
                     show(number, new)
             return torch.tensor([[row.finish is not None] for row in rows])
 
-        generate(
+        def is_over(texts: Tensor) -> Tensor:  # (B, C, n)
+            each = zip(rows, texts.tolist(), strict=True)
+            return torch.tensor([[row.would_end(tokens) for tokens in candidates] for row, candidates in each])
+
+        several = sampling.num_beams > 1  # which text is the best is known at the end
+        made = generate(
             self._logits,
             input_ids,
             mask,
             encoder_inputs=encoder_inputs,
-            max_new_tokens=max(row.room for row in rows),
-            do_sample=sampling.do_sample,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            repetition_penalty=sampling.repetition_penalty,
+            **{**sampling.choices, "max_new_tokens": max(row.room for row in rows)},
+            eos_token_id=sorted(ends),
             pad_token_id=pad,
             generator=self._draws,
-            on_token=on_token,
+            on_token=None if several else on_token,
+            is_over=is_over if several else None,
         )
+        if several:
+            for column in made[:, input_ids.shape[1] :].T:
+                on_token(column[:, None])
         return [row.result() for row in rows]
 
     def _logits(self, batch: dict[str, Any], *, last_only: bool = True, cache: Any = None) -> Tensor:
@@ -182,9 +174,10 @@ class _Row:
     def __init__(
         self, generator: Generator, prompt: Sequence[int], max_new_tokens: int, ends: set[int], stops: Sequence[str]
     ) -> None:
-        self._ends = ends
+        self._ends, self._stops = ends, stops
         begun = [] if generator.reads_prompts else prompt
-        self._text = Detokenizer(generator.tokenizer, begun, stops)
+        self._new_text = partial(Detokenizer, generator.tokenizer, begun, stops)
+        self._text = self._new_text()
         self._shown: list[str] = []
         self.num_tokens = 0
         self.finish: Finish | None = None
@@ -204,6 +197,15 @@ class _Row:
             new += self._text.rest()
         self._shown.append(new)
         return new
+
+    def would_end(self, tokens: Sequence[int]) -> bool:
+        """Whether a text of these tokens ends with the last of them, end tokens aside."""
+        if len(tokens) == self.room or not self._stops:
+            return len(tokens) == self.room
+        text = self._new_text()
+        for token in tokens:
+            text.add(token)
+        return text.stopped
 
     def result(self) -> Text:
         return Text("".join(self._shown), self.num_tokens, self.finish or self._last)

@@ -40,7 +40,12 @@ def test_what_a_run_has_left_is_read() -> None:
     table = run.table("loss", "eval_loss")
     assert [row["step"] for row in table] == [1, 5, 10, 15, 20]
     assert (table[0]["eval_loss"], table[-1]["loss"]) == (None, next(r["loss"] for r in records if r["step"] == 20))
-    assert pandas.DataFrame(run.table())["tokens"].notna().all()
+    frame = pandas.DataFrame(run.table())
+    assert frame["tokens"].notna().all()
+    assert not {"train_runtime", "train_loss", "flops_per_second"} & {*frame}, "totals of the end are of no step"
+    assert frame["total_tokens"].tolist() == [r["total_tokens"] for r in records if "loss" in r]
+    with pytest.raises(ConfigError, match=r"train_runtime is a total of the whole run; run\.metrics"):
+        run.table("loss", "train_runtime")
     assert [each.step for each in run.checkpoints] == [10, 20]
     assert run.exit.state == "done"
     texts = [run.generate("The ", checkpoint, max_new_tokens=20) for checkpoint in (10, 20, None, 20)]

@@ -47,9 +47,9 @@ Factory = Callable[[Any, Around], Any]
 
 
 def _textgen(settings: Any, around: Around) -> Any:
-    tensorboard = around.built.get("tensorboard")
-    add_text = tensorboard.add_text if tensorboard else None
-    return TextgenCallback(settings, around.run, add_text=add_text, stream=around.stream)
+    add_text = getattr(around.built.get("tensorboard"), "add_text", None)
+    show_bar = getattr(around.built.get("progress"), "show_bar", None)
+    return TextgenCallback(settings, around.run, add_text=add_text, show_bar=show_bar, stream=around.stream)
 
 
 FACTORIES: dict[str, Factory] = {

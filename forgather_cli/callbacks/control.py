@@ -230,10 +230,12 @@ class TrainerControlCallback(TrainerCallback):
             **self._about,
             "state": self._state(),
             "step": step,
+            "global_step": step,  # Hugging Face's name
             "max_steps": state.max_steps or None,
             "epoch": state.epoch,
             "eta_seconds": seconds_left,
             "metrics": metrics,
+            "logs": logs,  # the newest training log, with the step that it is of
             "checkpoints": [{"step": n, "path": str(run.checkpoint(n).absolute())} for n in saved],
             # what a kill would lose; a rollback has gone back to before the later ones
             "steps_since_checkpoint": step - max((n for n in saved if n <= step), default=state.resumed_step),

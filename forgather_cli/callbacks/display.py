@@ -43,7 +43,7 @@ class PlainDisplay:
     """One timestamped line per event, each metric with its label, for files and pipes. World rank 0 only."""
 
     interval = math.inf
-    """Seconds between two calls of ``advance`` and of ``advance_evaluation``."""
+    """Seconds between two calls of ``advance`` and of ``bar``."""
 
     def __init__(self, name: StreamName, columns: Iterable[Column]) -> None:
         self._name = name
@@ -56,7 +56,9 @@ class PlainDisplay:
 
     def advance(self, step: int) -> None: ...
 
-    def advance_evaluation(self, done: int, total: int | None) -> None: ...
+    def bar(self, name: str, done: int, total: int | None) -> None: ...
+
+    def hide(self, name: str) -> None: ...
 
     def log(self, logs: Logs, max_steps: int) -> None:
         """A training log with ``step`` in it."""
@@ -122,8 +124,12 @@ class TableDisplay:
                 status += f" eta {duration(left)}"
             self._screen.bar("train", step, self._max_steps if self._max_steps > 0 else None, status)
 
-    def advance_evaluation(self, done: int, total: int | None) -> None:
-        self._screen.bar("eval", done, total)
+    def bar(self, name: str, done: int, total: int | None) -> None:
+        """A bar of something else than training; ``total`` None: it is not known."""
+        self._screen.bar(name, done, total)
+
+    def hide(self, name: str) -> None:
+        self._screen.hide(name)
 
     def log(self, logs: Logs, max_steps: int) -> None:
         self._seen.update(logs)

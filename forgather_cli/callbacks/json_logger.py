@@ -44,7 +44,7 @@ class RecordFile:
         head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": step}
         record = {**head, "epoch": epoch, **values, **head}
         line = json.dumps(plain(record), allow_nan=False) + "\n"
-        _append(self._path, line.encode())
+        append(self._path, line.encode())
         self._wrote = True
 
     def abandon(self, last_step: int) -> None:
@@ -79,7 +79,7 @@ class JsonLogger(TrainerCallback):
             self._file.abandon(state.global_step)
 
 
-def _append(path: Path, line: bytes) -> None:
+def append(path: Path, line: bytes) -> None:
     """Add a line, whole or not at all. Opens the file anew: nothing is left open, however the run ends."""
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -138,7 +138,7 @@ def _rewrite(path: Path, change: Callable[[_Record], _Record | None]) -> None:
         logger.warning("%s cannot be read (%s); it is set aside as %s", path, error, aside.name)
         return
     if kept != lines:  # also by a torn last line
-        _replace(path, b"".join(kept))
+        replace_file(path, b"".join(kept))
 
 
 def _marked(record: _Record) -> _Record:
@@ -157,7 +157,8 @@ def _record(line: bytes, number: int) -> _Record:
     return _Record(line, step, bool(record.get("abandoned")))
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """Put ``content`` in the place of a file, whole whatever happens."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)

@@ -32,6 +32,7 @@ class ProgressCallback(TrainerCallback):
         self._next_advance = math.inf
         self._next_evaluation = 0.0
         self._evaluated = 0
+        self._next_bar = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -57,8 +58,19 @@ class ProgressCallback(TrainerCallback):
                 total = len(loader)
             except TypeError:  # None, or it cannot know
                 total = None
-            display.advance_evaluation(self._evaluated, total)
+            display.bar("eval", self._evaluated, total)
             self._next_evaluation = now + display.interval
+
+    def show_bar(self, name: str, done: int, total: int) -> None:
+        """A bar of another callback's work, moved as seldom as ours; it goes away when all is done. World rank 0."""
+        now = time.perf_counter()
+        if done < total and now >= self._next_bar:
+            display = self._shown()
+            display.bar(name, done, total)
+            self._next_bar = now + display.interval
+        elif done >= total:
+            self._shown().hide(name)
+            self._next_bar = 0.0
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs.get("logs") or {}

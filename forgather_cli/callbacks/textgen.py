@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from forgather_cli.bars import Bar
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
+from forgather_cli.callbacks.json_logger import append, replace_file
 from forgather_cli.config.schema import TextgenSettings
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
@@ -24,8 +29,11 @@ from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
+ShowBar = Callable[[str, int, int], None]
 _MAX_LINES = 6  # on a terminal
+_HEADER = re.compile(rb"^=== step (\d+) ===$", re.MULTILINE)
 _PATH = "callbacks.textgen.prompts"
+_BAR = "samples"
 
 
 class TextgenCallback(TrainerCallback):
@@ -42,16 +50,21 @@ class TextgenCallback(TrainerCallback):
         run: RunDir,
         *,
         add_text: AddText | None = None,
+        show_bar: ShowBar | None = None,
         stream: StreamName = "stdout",
     ) -> None:
+        """``show_bar``: shows how many of how many tokens are written, beside other bars; None: a bar alone."""
         self.settings = settings
-        self.prompts = settings.texts()
+        self.prompts, self.sampling = settings.texts(), settings.sampling()
         self._samples = run.samples
         self._add_text = add_text
+        self._show_bar = show_bar
         self._stream: StreamName = stream
-        self._writes = True
+        self._writes, self._wrote = True, False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:  # step 0 is repeated too, unless this very process has evaluated there
+            cut_samples(self._samples, state.resumed_step if state.resumed_step or self._wrote else -1)
         tokenizer = kwargs.get("processing_class")
         self._writes = tokenizer is not None
         if not self._writes:
@@ -72,52 +85,88 @@ class TextgenCallback(TrainerCallback):
         tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
         digest = hashlib.sha256(f"textgen {trainer.run.seed} {state.global_step}".encode()).digest()
         generator = torch.Generator(trainer.strategy.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        with evaluation_mode(trainer.strategy.parts):
-            completions = self._generate(trainer, tokenizer, generator)
+        most, written = self.sampling.max_new_tokens, count(1)
+        with evaluation_mode(trainer.strategy.parts), Bar(_BAR, total=most, shown=state.is_world_process_zero) as bar:
+            show = self._show_bar or (lambda what, done, total: bar.update(done, total))
+
+            def on_token(_: Tensor) -> bool:
+                if state.is_world_process_zero:
+                    show(_BAR, next(written), most)
+                stops: bool = trainer.run.sync.poll()  # all ranks end it together
+                return stops
+
+            completions = self._generate(trainer, tokenizer, generator, on_token)
+            if state.is_world_process_zero:
+                show(_BAR, most, most)
         if state.is_world_process_zero:
             self._write([printable(text) for text in completions], state.global_step)
 
-    def _generate(self, trainer: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
+    def _generate(
+        self, trainer: Any, tokenizer: Any, generator: torch.Generator, on_token: Callable[[Tensor], bool]
+    ) -> list[str]:
         from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
 
-        settings, eos, strategy = self.settings, tokenizer.eos_token_id, trainer.strategy
+        eos, strategy, stops = tokenizer.eos_token_id, trainer.strategy, self.sampling.stop
         pad = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
         prompts, model = self.prompts, strategy.parts[0]
         if getattr(model, "is_encoder_decoder", False):
             prompts = [masked_prompt(tokenizer, prompt) for prompt in prompts]
         inputs = prompt_inputs(model, _encoded(prompts, tokenizer), pad)
         input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(strategy.device), inputs)
+
+        def text_of(ids: list[int]) -> str:
+            text: str = tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids)
+            return text
+
+        def is_over(new: Tensor) -> Tensor:  # (B, candidates, tokens)
+            texts = [[text_of(ids) for ids in candidates] for candidates in new.tolist()]
+            return torch.tensor([[any(stop in text for stop in stops) for text in each] for each in texts])
+
         output = generate(
             strategy.logits,
             input_ids,
             mask,
             encoder_inputs=encoder_inputs,
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=settings.do_sample,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=1.0,
-            repetition_penalty=settings.repetition_penalty,
+            **self.sampling.choices,
             eos_token_id=eos,
             pad_token_id=pad,
             generator=generator,
             agree=_that_of_rank_0(trainer.run.cpu_group),
-            on_token=lambda _: trainer.run.sync.poll(),  # all ranks end it together
+            on_token=on_token,
+            is_over=is_over if stops else None,
         )
-        new = output[:, input_ids.shape[1] :].tolist()
-        texts = [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]
+        texts = [text_of(ids) for ids in output[:, input_ids.shape[1] :].tolist()]
+        for stop in stops:
+            texts = [text.partition(stop)[0] for text in texts]
         return texts if encoder_inputs is None else [text.removeprefix("<extra_id_0>") for text in texts]
 
     def _write(self, completions: list[str], step: int) -> None:
         self._samples.parent.mkdir(parents=True, exist_ok=True)
         pairs = list(zip(self.prompts, completions, strict=True))
         text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
-        with self._samples.open("a", encoding="utf-8", errors="replace") as file:
-            file.write(f"=== step {step} ===\n{text}\n")
+        text = _HEADER.sub(rb" \g<0>", text.encode(errors="replace"))  # by which records are told apart
+        append(self._samples, b"=== step %d ===\n%b\n" % (step, text))
+        self._wrote = True
         for number, (prompt, completion) in enumerate(pairs, 1):
             _show(prompt, completion, f"sample {number} at step {step}", self._stream)
             if self._add_text is not None:
                 self._add_text(f"samples/{number}", prompt + completion, step)
+
+
+def cut_samples(path: Path, last_step: int) -> None:
+    """Keep the records up to ``last_step``, in place and atomically, and none that a crash left half-written."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    found = [*_HEADER.finditer(content)]
+    ends = [*(each.start() for each in found[1:]), len(content)]
+    records = [(int(each[1]), content[each.start() : end]) for each, end in zip(found, ends, strict=True)]
+    if records and not records[-1][1].endswith(b"\n\n"):
+        del records[-1]
+    kept = b"".join(record for step, record in records if step <= last_step)
+    if kept != content:
+        replace_file(path, kept)
 
 
 def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:

@@ -15,8 +15,9 @@ from forgather_cli.cli.output import only_json, print_json, show, tell_of_limit
 from forgather_cli.errors import SetupError
 
 if TYPE_CHECKING:
+    from forgather_cli.config.schema import Sampling
     from forgather_cli.data.chat.template import Message
-    from forgather_cli.generation import Generator, Sampling, Text
+    from forgather_cli.generation import Generator, Text
 
 _ASK = "> "
 _KEYS = "Ctrl-C stops the answer, Ctrl-D or exit ends."

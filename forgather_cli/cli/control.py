@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,16 +22,15 @@ from forgather_cli.cli.output import (
     print_table,
 )
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.control import client, command_record, registry
+from forgather_cli.control import client, command_record, listing, registry
 from forgather_cli.control.command_record import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.launch.stacks import Standing, table
-from forgather_cli.report.summary import holder_of, how_it_ended, state_of
+from forgather_cli.report.summary import holder_of, how_it_ended
 from forgather_cli.run_dir import RunDir
 
-_LIST_PATIENCE = 2.0  # seconds that each listed job gets to send its status
 _REDRAW = 1.0  # seconds
 
 app = typer.Typer(
@@ -56,16 +53,9 @@ Timeout = Annotated[
 @app.command("list", cls=Command)
 def list_(as_json: AsJson = False) -> None:
     """List the jobs that run, and what ended ones have left behind."""
-    found: list[tuple[Entry, dict[str, Any] | None]] = []
-    for entry in registry.entries():
-        status = None
-        if entry.is_running is not False:
-            with contextlib.suppress(ControlError):  # it does not answer
-                status = client.status(entry, patience=_LIST_PATIENCE)
-        found.append((entry, status))
+    found = listing.jobs()
     if as_json:
-        rows_ = ({**asdict(e), "running": e.is_running, "state": _job_state(e, s), "status": s} for e, s in found)
-        print_json(list(rows_))
+        print_json([listing.document(entry, status) for entry, status in found])
         return
     if not found:
         typer.echo("no jobs")
@@ -78,22 +68,13 @@ def list_(as_json: AsJson = False) -> None:
         Col("left", right=True, droppable=2),
         Col("run directory", fold=True),
     )
-    rows = [(entry.job_id, _job_state(entry, status), *_cells(status), _from_here(entry)) for entry, status in found]
+    rows = [(entry.job_id, listing.state(entry, status), *_cells(status), _from_here(entry)) for entry, status in found]
     print_table(columns, rows, ["dim" if entry.is_running is False else "" for entry, _ in found])
 
 
 def _from_here(entry: Entry) -> str:
     """A job's run directory, short where it lies below the current one."""
     return str(Path(entry.run_dir).relative_to(Path.cwd())) if entry.is_below else entry.run_dir
-
-
-def _job_state(entry: Entry, status: dict[str, Any] | None) -> str:
-    if status is not None:
-        return str(status["state"])
-    if entry.is_running is False:
-        state = state_of(RunDir(Path(entry.run_dir)))[0]
-        return "cut" if state == "running" else state  # another job has the directory by now
-    return "does not answer" if entry.is_running else f"on {entry.hostname}"
 
 
 def _cells(status: dict[str, Any] | None) -> tuple[str, str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -23,13 +22,23 @@ from forgather_cli.cli.output import (
 )
 from forgather_cli.cli.prompts import Prompt, read_prompts, write_all
 from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
-from forgather_cli.config.schema import wrong_device
+from forgather_cli.config.decode import decode_sampling
+from forgather_cli.config.schema import Meaning, Sampling, wrong_device
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forgather_cli.generation import Generator, Sampling, Text
+    from forgather_cli.generation import Generator, Text
 
 _INPUT, _DRAW, _CHAT = "Input and output", "Choosing tokens", "Conversation"
+_TABLE = get_type_hints(Sampling, include_extras=True)
+
+
+def _option(name: str, panel: str | None, more: str = "") -> Any:
+    """An option with the meaning that the table of ``Sampling`` gives; ``decode_sampling`` knows its bounds."""
+    kind, *about = get_args(_TABLE[name])
+    [meaning] = (each.text for each in about if isinstance(each, Meaning))
+    metavar = {int: "N", float: "X"}.get(kind, "TEXT")
+    return typer.Option(metavar=metavar, help=meaning + more, rich_help_panel=panel)
 
 
 def generate(
@@ -57,33 +66,21 @@ def generate(
         str | None,
         typer.Option(metavar="TEXT", help="What the model is told before the conversation.", rich_help_panel=_CHAT),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to make at most.")] = 200,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be given several times.")
-    ] = None,
+    max_new_tokens: Annotated[int, _option("max_new_tokens", None)] = Sampling.max_new_tokens,
+    min_new_tokens: Annotated[int, _option("min_new_tokens", None)] = Sampling.min_new_tokens,
+    stop: Annotated[list[str] | None, _option("stop", None)] = None,
     num_samples: Annotated[int, typer.Option(min=1, metavar="N", help="Texts for each prompt.")] = 1,
-    temperature: Annotated[
-        float,
-        typer.Option(min=0.0, metavar="X", help="Below 1 likelier, above 1 wilder; 0: greedy.", rich_help_panel=_DRAW),
-    ] = 0.7,
-    top_k: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Draw from the N likeliest tokens; 0: from all.", rich_help_panel=_DRAW),
-    ] = 20,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=1.0, metavar="X", help="Draw from the likeliest that sum up to X.", rich_help_panel=_DRAW
-        ),
-    ] = 1.0,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option(metavar="X", help="Above 1 makes tokens that were there less likely.", rich_help_panel=_DRAW),
-    ] = 1.0,
+    temperature: Annotated[float, _option("temperature", _DRAW, more=" 0: greedy.")] = Sampling.temperature,
+    top_k: Annotated[int, _option("top_k", _DRAW)] = Sampling.top_k,
+    top_p: Annotated[float, _option("top_p", _DRAW)] = Sampling.top_p,
+    min_p: Annotated[float, _option("min_p", _DRAW)] = Sampling.min_p,
+    num_beams: Annotated[int, _option("num_beams", _DRAW)] = Sampling.num_beams,
+    repetition_penalty: Annotated[float, _option("repetition_penalty", _DRAW)] = Sampling.repetition_penalty,
+    no_repeat_ngram_size: Annotated[int, _option("no_repeat_ngram_size", _DRAW)] = Sampling.no_repeat_ngram_size,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Always take the likeliest token.", rich_help_panel=_DRAW)
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the draws.", rich_help_panel=_DRAW)] = 42,
+    seed: Annotated[int, _option("seed", _DRAW)] = Sampling.seed,
     mode: Annotated[
         str | None,
         typer.Option(
@@ -102,19 +99,16 @@ def generate(
     chat template is talked to, as with [cyan]--chat[/].
     """
     greedy = greedy or temperature == 0.0
-    _check(ctx, greedy)
+    sampling = _checked(ctx, greedy)
     source = local_source(source)
     if output is not None:
         writable(output, "--output")
     asks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json and output is None and num_samples == 1
     asks = asks and not chat and prompt is None and prompts is None
     given = [] if asks else _given(prompt, prompts, chat)
-    from forgather_cli.generation import Sampling, load_generator
+    from forgather_cli.generation import load_generator
 
     with interruptible():
-        sampling = Sampling(
-            max_new_tokens, not greedy, temperature, top_k, top_p, repetition_penalty, seed, tuple(stop or ())
-        )
         with only_json(as_json):
             model = load_generator(source, device=device, trust_config=trust_config, mode=mode)
         if chat or (asks and model.chat is not None):
@@ -127,12 +121,14 @@ def generate(
             _one(source, model, given[0].text, sampling, num_samples, output, as_json)
 
 
-def _check(ctx: typer.Context, greedy: bool) -> None:
-    """Raise ConfigError for options that contradict each other, that nothing would read, or that are no numbers."""
+def _checked(ctx: typer.Context, greedy: bool) -> Sampling:
+    """How tokens are chosen. Raises ConfigError for options out of their bounds, that contradict each other, or that
+    nothing would read.
+    """
     values, leave_out, problems = ctx.params, "leave it out", []
     unread: dict[str, tuple[str, str]] = {}  # option -> why nothing reads it, what to do
     if greedy:
-        unread |= dict.fromkeys(("top_k", "top_p"), ("where nothing is drawn (greedy)", leave_out))
+        unread |= dict.fromkeys(("top_k", "top_p", "min_p"), ("where nothing is drawn (greedy)", leave_out))
         unread |= {"temperature": ("with --greedy", "give one of the two")} if values["greedy"] else {}
     if values["prompts"] is not None:
         unread["prompt"] = ("with --prompts", "give one of the two")
@@ -146,19 +142,24 @@ def _check(ctx: typer.Context, greedy: bool) -> None:
         origin = ctx.get_parameter_source(name)
         if origin is not None and origin.name == "COMMANDLINE":
             problems.append(f"--{name.replace('_', '-')}: nothing reads it {why}; {remedy}")
-    for name in ("temperature", "repetition_penalty"):
-        if not math.isfinite(values[name]):
-            problems.append(f"--{name.replace('_', '-')}: must be a finite number, got {values[name]}")
-    if (penalty := values["repetition_penalty"]) <= 0:
-        problems.append(f"--repetition-penalty: must be above 0, got {penalty:g}; 1 changes nothing")
     if greedy and values["num_samples"] > 1:
         problems.append("--num-samples: all texts would be equal where nothing is drawn (greedy); leave it out")
-    if any(not text for text in values["stop"] or ()):
-        problems.append("--stop: is empty; give the text to stop before")
+    given = {name: values[name] for name in _TABLE if values.get(name) is not None}
+    try:
+        sampling = decode_sampling({**given, **({"temperature": 0} if greedy else {})})
+    except ConfigError as error:
+        problems += [_as_option(problem) for problem in error.problems]
     if problem := wrong_device(values["device"]):
         problems.append(f"--device: {problem}")
     if problems:
         raise ConfigError(problems)
+    return sampling
+
+
+def _as_option(problem: str) -> str:
+    """``top_p: must be ...`` as the command names it."""
+    name, _, rest = problem.partition(":")
+    return f"--{name.replace('_', '-')}:{rest}"
 
 
 def _given(prompt: str | None, prompts: Path | None, chat: bool) -> list[Prompt]:

@@ -16,7 +16,8 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.input_files import parse_json, parse_yaml, read_text
 
 if TYPE_CHECKING:
-    from forgather_cli.generation import Generator, Sampling, Text
+    from forgather_cli.config.schema import Sampling
+    from forgather_cli.generation import Generator, Text
 
 _KINDS = ".txt, .jsonl, .yaml or .yml"
 

@@ -17,7 +17,7 @@ from forgather_cli.config.compose import references, resolved, written
 from forgather_cli.config.mistakes import Naming
 from forgather_cli.config.options import GROUPS
 from forgather_cli.config.paths import walk
-from forgather_cli.config.schema import CallbackSettings, Config, Target
+from forgather_cli.config.schema import CallbackSettings, Config, Sampling, Target
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_yaml
 from forgather_cli.run_dir import RunDir
@@ -45,6 +45,16 @@ def decode_settings(cls: type[_T], values: dict[str, Any]) -> _T:
     """Values by field name as a settings dataclass of the schema, strictly. Raises ConfigError with all problems."""
     naming = Naming(fields=tuple(field.name for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
     return _validated(cls, values, naming, [], set())
+
+
+def decode_sampling(values: dict[str, Any]) -> Sampling:
+    """Settings of ``Sampling`` by name, where ``temperature`` 0 is greedy. Raises ConfigError with all problems."""
+    if values.get("temperature") == 0:
+        values = {**values, "do_sample": False, "temperature": 1.0}
+    found = decode_settings(Sampling, values)
+    if problems := list(found.problems()):
+        raise ConfigError(problems)
+    return found
 
 
 def decode_part(name: str, cls: type[_T], tree: dict[str, Any], naming: Naming) -> _T:

@@ -14,6 +14,7 @@ from forgather_cli.config.mistakes import nearest
 from forgather_cli.config.options import Info, SearchPath, comment, groups, recipes, search_path
 from forgather_cli.config.paths import Setting, ending_with, settings
 from forgather_cli.config.recipe import read_recipe
+from forgather_cli.config.schema import Meaning
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_yaml
 
@@ -93,7 +94,15 @@ def _explained(setting: Setting, search: SearchPath) -> Explained:
             value = value[part]
         else:
             found[option] = value
-    return Explained(setting.path, about, takes(setting.annotation), found)
+    return Explained(setting.path, about or _meaning(setting.annotation), takes(setting.annotation), found)
+
+
+def _meaning(annotation: Any) -> str:
+    """What the annotation itself says; empty where nothing."""
+    for each in get_args(annotation):
+        if found := each.text if isinstance(each, Meaning) else _meaning(each):
+            return found
+    return ""
 
 
 def takes(annotation: Any) -> str:

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import h11
 
+from forgather_cli.control import listing
 from forgather_cli.control.command_queue import CommandQueue
 from forgather_cli.control.command_record import COMMANDS, command_name
 from forgather_cli.errors import ControlError
@@ -212,7 +213,8 @@ class ControlServer:
         match path:
             case ["jobs"]:
                 _only("GET", method)
-                return 200, {"jobs": [self._reports["status"]()]}
+                found = listing.jobs({self.job_id: self._reports["status"]})
+                return 200, {"jobs": [listing.document(entry, status) for entry, status in found]}
             case ["jobs", _, name] if name in self._reports:
                 _only("GET", method)
                 return 200, self._reports[name]()

@@ -5,6 +5,8 @@ Legend: B sequences, H key-value heads, S positions so far, D head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,11 @@ class LayerCache:
         """All keys and values (B, H, S, D), as views."""
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows (B,), of which some may come twice."""
+        if self.length:
+            self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+
     def _grown(self, old: Tensor, new: Tensor, end: int) -> Tensor:
         """Room for ``end`` positions and, from the second time on, for as many again: copies stay linear in S."""
         capacity = end if self.length == 0 else 2 * end
@@ -52,10 +59,17 @@ class KVCache:
         """Positions seen so far, padding included."""
         self.limit: int | None = None
         """Positions that the model has; None: it computes as many as are asked for. Set by the model."""
-        self.theirs: object = None
+        self.theirs: Any = None
         """What a model of the transformers library keeps instead of ``layer``s."""
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, key: str) -> LayerCache:
         """The layer's cache, made on first use."""
         return self._layers.setdefault(key, LayerCache())
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows (B,) of what was kept, in this order."""
+        for layer in self._layers.values():
+            layer.select(rows)
+        if self.theirs is not None:
+            self.theirs.reorder_cache(rows)

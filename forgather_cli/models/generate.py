@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from forgather_cli.errors import ModelError
-from forgather_cli.models.cache import KVCache
-
-LogitsFn = Callable[..., Tensor | None]
-"""``(batch, last_only=True, cache=KVCache | None) -> (B, 1, V)``: ``Strategy.logits``."""
+from forgather_cli.models.beams import beam_search
+from forgather_cli.models.choose import Rules
+from forgather_cli.models.texts import LogitsFn, Texts
 
 
 @torch.no_grad()
@@ -26,68 +24,98 @@ def generate(
     *,
     encoder_inputs: Mapping[str, Tensor] | None = None,
     max_new_tokens: int,
+    min_new_tokens: int = 0,
     do_sample: bool = True,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    num_beams: int = 1,
     repetition_penalty: float = 1.0,
+    no_repeat_ngram_size: int = 0,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     generator: Generator | None = None,
     use_cache: bool = True,
     agree: Callable[[Tensor], Tensor] | None = None,
     on_token: Callable[[Tensor], Tensor | bool | None] | None = None,
+    is_over: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Prompts (B, T), padded on the left where ``attention_mask`` (B, T) is 0, with new tokens: (B, T + n).
 
     n is ``max_new_tokens``, or less once every row has ended; a row that has ended goes on with ``pad_token_id``
-    (else its end token). Random numbers come from ``generator`` alone (None: a fresh one, seed 0), so training's are
-    not touched. ``agree`` makes a column of tokens (B, 1) that of all ranks, where they generate together. ``on_token``
-    sees each column; it ends the generation by returning True, and rows by returning which, (B, 1) bool. A model that
-    does not fill the cache is given the whole sequence each time. With ``encoder_inputs``, the batch for the encoder,
-    ``input_ids`` are what the decoder begins with. The model's mode (eval) is the caller's business.
+    (else its end token). Settings are those of ``config.schema.Sampling``. Random numbers come from ``generator`` alone
+    (None: a fresh one, seed 0), so training's are not touched. ``agree`` makes a tensor that of all ranks, where they
+    generate together. ``on_token`` sees each column of tokens (B, 1), of several beams that of the best one so far; it
+    ends the generation by returning True, and, of one beam, rows by returning which, (B, 1) bool. ``is_over`` tells of
+    new tokens (B, C, n) which texts have ended, besides those with an end token: (B, C) bool; C is 1, with several
+    beams the number of candidates. A model that does not fill the cache is given the whole sequence each time. With
+    ``encoder_inputs``, the batch for the encoder, ``input_ids`` are what the decoder begins with. The model's mode
+    (eval) is the caller's business.
     """
-    ids, given = input_ids, [] if eos_token_id is None else eos_token_id
-    ends = torch.tensor([given] if isinstance(given, int) else list(given), dtype=torch.int64, device=ids.device)
+    given = [] if eos_token_id is None else eos_token_id
+    given = [given] if isinstance(given, int) else list(given)
+    ends = torch.tensor(given, dtype=torch.int64, device=input_ids.device)
+    filler = pad_token_id if pad_token_id is not None else (given[0] if given else 0)
+    rules = Rules(
+        ends, min_new_tokens, do_sample, temperature, top_k, top_p, min_p, num_beams, repetition_penalty,
+        no_repeat_ngram_size,
+    )  # fmt: skip
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
+    several = {"ids": input_ids, "real": real, **(encoder_inputs or {})}
+    if num_beams > 1:
+        several = {key: each.repeat_interleave(num_beams, 0) for key, each in several.items()}
+    ids, real = several.pop("ids"), several.pop("real")
+    texts = Texts(logits_fn, ids, real, several if encoder_inputs is not None else None, use_cache=use_cache)
     generator = generator or Generator().manual_seed(0)
-    real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
-    padded = not bool(real.all())
-    cache = KVCache() if use_cache else None
-    done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
-    side = "" if encoder_inputs is None else "decoder_"
-    filler = pad_token_id if pad_token_id is not None else (int(ends[0]) if len(ends) else 0)
-    for _ in range(max_new_tokens):
-        batch = {**(encoder_inputs or {}), f"{side}input_ids": ids[:, cache.length :] if cache is not None else ids}
-        if padded:
-            batch[f"{side}attention_mask"] = real
-        logits = logits_fn(batch, last_only=True, cache=cache)
-        if logits is None:
-            raise ModelError("generation needs the logits on every rank, but this rank got none")
-        scores = _finite(logits[:, -1].float())  # (B, V)
-        if repetition_penalty != 1.0:  # tokens seen in the row are less likely (Keskar et al. 2019, arXiv:1909.05858)
-            seen = torch.zeros_like(scores).scatter_add_(1, ids, real.to(scores.dtype)) > 0
-            lowered = torch.where(scores < 0, scores * repetition_penalty, scores / repetition_penalty)
-            scores = torch.where(seen, lowered, scores)
-        if do_sample:
-            odds = _filtered(scores / temperature, top_k, top_p).softmax(-1)
-            token = torch.multinomial(odds.to(generator.device), 1, generator=generator)  # a generator of any device
+    agree = agree or (lambda tensor: tensor)
+    if num_beams > 1:
+
+        def have_ended(candidates: Tensor) -> Tensor:
+            over = torch.isin(candidates[..., -1], ends)
+            if is_over is not None:
+                over |= is_over(candidates).to(over.device)
+            is_last = candidates.shape[-1] == max_new_tokens or texts.is_full(1)
+            if is_last or (on_token is not None and on_token(candidates[:, 0, -1:]) is True):
+                over = torch.ones_like(over)
+            return over
+
+        best = beam_search(texts, rules, have_ended, filler, generator, agree)
+        return torch.cat((input_ids, best), 1)
+    return _in_turn(texts, rules, max_new_tokens, filler, generator, agree, on_token, is_over)
+
+
+def _in_turn(
+    texts: Texts,
+    rules: Rules,
+    max_new_tokens: int,
+    filler: int,
+    generator: Generator,
+    agree: Callable[[Tensor], Tensor],
+    on_token: Callable[[Tensor], Tensor | bool | None] | None,
+    is_over: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """``generate`` with one beam."""
+    done = torch.zeros_like(texts.ids[:, :1], dtype=torch.bool)
+    for n in range(max_new_tokens):
+        scores = rules.applied(texts.logits(), texts.ids, texts.real, n)
+        if rules.do_sample:
+            token = torch.multinomial(scores.softmax(-1).to(generator.device), 1, generator=generator)
         else:
             token = scores.argmax(-1, keepdim=True)
-        token = torch.where(done, filler, token.to(ids))
-        token = token if agree is None else agree(token)
-        ids, real = torch.cat((ids, token), dim=1), torch.cat((real, torch.ones_like(token)), dim=1)
+        token = agree(torch.where(done, filler, token.to(texts.ids)))
+        texts.add(token)
         told = None if on_token is None else on_token(token)
-        if len(ends):
-            done |= torch.isin(token, ends)
+        if len(rules.ends):
+            done |= torch.isin(token, rules.ends)
+        if is_over is not None:
+            done |= is_over(texts.new[:, None]).to(done.device)
         if isinstance(told, Tensor):
             done |= told.to(done.device)
-        elif told:
+        may_end = len(rules.ends) > 0 or is_over is not None or isinstance(told, Tensor)
+        if told is True or (may_end and bool(done.all())) or texts.is_full():
             break
-        if (len(ends) or isinstance(told, Tensor)) and bool(done.all()):
-            break
-        if cache is not None and cache.limit is not None and ids.shape[1] > cache.limit:
-            break  # the next position has no embedding
-    return ids
+    return texts.ids
 
 
 def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -121,27 +149,3 @@ def masked_prompt(tokenizer: Any, text: str, mode: str | None = None) -> str:
     known = (each for each in modes if len(tokenizer.encode(f"[{each}]")) == 1)
     found = next(known, None)
     return text if found is None else f"[{found}]{text}<extra_id_0>"
-
-
-def _finite(logits: Tensor) -> Tensor:
-    """Logits (B, V) that can be sampled: NaN is never chosen, a row without any finite value becomes uniform."""
-    if bool(torch.isfinite(logits.amax(-1)).all()):  # which shows NaN and inf too, in one pass over V
-        return logits
-    logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=1e30, neginf=-torch.inf)
-    return logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
-
-
-def _filtered(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Scores (B, V) with all but the ``top_k`` best and the nucleus of mass ``top_p`` at -inf; 0 and 1.0 are off.
-
-    Source of the nucleus: Holtzman et al. 2019, arXiv:1904.09751. The best token always stays.
-    """
-    if 0 < top_k < scores.shape[-1]:
-        worst = scores.topk(top_k).values[:, -1:]
-        scores = scores.masked_fill(scores < worst, -torch.inf)
-    if top_p < 1.0:
-        ordered, order = scores.sort(descending=True)
-        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        cut = (mass_before >= top_p).index_fill(-1, torch.zeros(1, dtype=torch.int64, device=scores.device), False)
-        scores = scores.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
-    return scores

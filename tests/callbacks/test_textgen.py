@@ -12,11 +12,12 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
+from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.textgen import TextgenCallback
-from forgather_cli.config.schema import RunSettings, TextgenSettings
+from forgather_cli.config.schema import GenerationConfig, RunSettings, TextgenSettings
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.models.generate import left_padded
+from forgather_cli.models.generate import generate, left_padded
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer.step_sync import StepSync
 
@@ -184,6 +185,92 @@ def test_with_the_decoder_and_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert len(lines[5].removeprefix("w1 w2 w5").split("w")) == 9  # 8 new words
 
 
+def steps_in(path: Path) -> list[int]:
+    return [int(line.split()[2]) for line in (path / "samples.txt").read_text().splitlines() if line[:3] == "==="]
+
+
+def test_a_resume_cuts_the_samples_of_later_steps_and_what_a_crash_left_half_written(tmp_path: Path) -> None:
+    strategy, tokenizer = Speaker(byte_ids("x\n=== step 9 ===\n")), ByteTokenizer()
+    for step in (100, 200, 300):
+        strategy.calls.clear()
+        event(made(tmp_path, max_new_tokens=30), "on_evaluate", strategy, tokenizer, step=step)
+    file = tmp_path / "samples.txt"
+    assert steps_in(tmp_path) == [100, 200, 300], "what the model writes is not taken for a record"
+    whole = file.read_bytes()
+    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=300)
+    assert file.read_bytes() == whole
+    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=250, is_world_process_zero=False)
+    assert file.read_bytes() == whole
+    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=250)
+    assert file.read_bytes() == whole[: whole.index(b"=== step 300")]
+    file.write_bytes(whole[: whole.index(b"=== step 200") + 20])
+    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=200)
+    assert file.read_bytes() == whole[: whole.index(b"=== step 200")]
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.txt"]
+    callback = made(tmp_path)
+    event(callback, "on_train_begin", strategy, tokenizer)
+    assert steps_in(tmp_path) == [], "a run that begins anew"
+    event(callback, "on_evaluate", strategy, tokenizer, step=0)
+    event(callback, "on_train_begin", strategy, tokenizer)
+    assert steps_in(tmp_path) == [0], "an evaluation by this process before it trains"
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_sample_ends_before_a_stop_text(tmp_path: Path, num_beams: int) -> None:
+    speaker = Speaker(byte_ids("one two three"))
+    config = GenerationConfig(stop=["o t", "never"], num_beams=num_beams, do_sample=False, max_new_tokens=50)
+    event(made(tmp_path, max_new_tokens=3, generation_config=config), "on_evaluate", speaker, ByteTokenizer())
+    assert (tmp_path / "samples.txt").read_text().splitlines()[2] == "deone tw"
+    assert len(speaker.calls) == len("one two t") or num_beams > 1
+
+
+def test_samples_are_written_by_the_same_table_as_forgather_generate(tmp_path: Path) -> None:
+    from tiny import decoder
+
+    model = decoder(vocab_size=258, initializer_range=0.3).eval()
+    strategy = SimpleNamespace(
+        device=torch.device("cpu"),
+        parts=[model],
+        logits=lambda batch, last_only, cache: model(**batch, last_only=last_only, cache=cache),
+    )
+    config = GenerationConfig(num_beams=3, do_sample=False, no_repeat_ngram_size=2, min_new_tokens=5)
+    settings = TextgenSettings(prompts=["de"], max_new_tokens=9, generation_config=config)
+    event(TextgenCallback(settings, RunDir(tmp_path)), "on_evaluate", strategy, ByteTokenizer())
+    sampling = settings.sampling()
+    assert (sampling.repetition_penalty, sampling.max_new_tokens, sampling.num_beams) == (1.15, 9, 3)
+    ids = generate(strategy.logits, torch.tensor([[*b"de"]]), eos_token_id=EOS, pad_token_id=EOS, **sampling.choices)
+    text = printable(ByteTokenizer().decode([token for token in ids[0, 2:].tolist() if token != EOS]))
+    assert (tmp_path / "samples.txt").read_text().startswith(f"=== step 100 ===\n--- 1 ---\nde{text}\n")
+
+
+@pytest.mark.parametrize("shown_by", ["the progress display", "nothing else"])
+def test_on_a_terminal_a_bar_stands_while_samples_are_written(tmp_path: Path, shown_by: str) -> None:
+    from test_progress import on_terminal, shown_lines
+
+    code = f"""
+from test_textgen import *
+class Slow(Speaker):
+    def logits(self, *given, **options):
+        time.sleep(0.3)
+        return super().logits(*given, **options)
+progress = ProgressCallback()
+progress.on_train_begin(None, TrainerState(max_steps=9), None)
+if {shown_by == "nothing else"}:
+    progress.on_train_end(None, TrainerState(), None)
+settings = TextgenSettings(prompts=["de"], max_new_tokens=9)
+show_bar = None if {shown_by == "nothing else"} else progress.show_bar
+callback = TextgenCallback(settings, RunDir(Path({str(tmp_path)!r})), show_bar=show_bar)
+event(callback, "on_evaluate", Slow(byte_ids("abcd")), ByteTokenizer())
+progress.on_train_end(None, TrainerState(), None)
+"""
+    output = on_terminal(80, code)
+    bars = [line for line in shown_lines(output) if line.startswith("samples")]
+    assert any("3/9" in line for line in bars)
+    assert any("4/9" in line for line in bars)
+    after = shown_lines(output[output.index("sample 1 at step 100") :])
+    assert not any(line.startswith("samples") for line in after)
+
+
 def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
     tokenizer = SimpleNamespace(encode=lambda text: [], eos_token_id=None, pad_token_id=None)
     with pytest.raises(SetupError, match="an empty prompt needs a tokenizer with a bos or eos token"):
@@ -226,7 +313,7 @@ def test_left_padded() -> None:
     assert (ids.tolist(), mask.tolist()) == ([[9, 1], [2, 3]], [[0, 1], [1, 1]])
 
 
-def said_on_a_rank(path: Path) -> tuple[int, bool]:
+def said_on_a_rank(path: Path, num_beams: int = 1) -> tuple[int, bool]:
     """Rank 1's model would end at once, as weights may that part under post-local SGD."""
     import torch.distributed as dist
 
@@ -234,10 +321,17 @@ def said_on_a_rank(path: Path) -> tuple[int, bool]:
     strategy = Speaker([65, 66, EOS] if rank == 0 else [EOS])
     trainer = trainer_of(strategy, group)
     state = TrainerState(global_step=1, is_world_process_zero=rank == 0)
-    made(path).on_evaluate(RunSettings(), state, TrainerControl(), processing_class=ByteTokenizer(), trainer=trainer)
+    callback = made(path, generation_config=GenerationConfig(num_beams=num_beams))
+    callback.on_evaluate(RunSettings(), state, TrainerControl(), processing_class=ByteTokenizer(), trainer=trainer)
     return len(strategy.calls), state.is_world_process_zero
 
 
 def test_ranks_whose_logits_differ_go_on_with_the_same_tokens_and_end_together(tmp_path: Path) -> None:
     assert run_ranks(2, said_on_a_rank, tmp_path) == [(3, True), (3, False)]
+    assert "deAB\n" in (tmp_path / "samples.txt").read_text()
+
+
+def test_so_they_do_with_beams(tmp_path: Path) -> None:
+    (one, _), (other, _) = run_ranks(2, said_on_a_rank, tmp_path, 2)
+    assert one == other
     assert "deAB\n" in (tmp_path / "samples.txt").read_text()

@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from terminal import Terminal
 from tiny import decoder
 
+from forgather_cli.config.schema import Sampling
 from forgather_cli.data.text.detokenize import Detokenizer
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.errors import ModelError
-from forgather_cli.generation import Generator, Sampling
+from forgather_cli.generation import Generator
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.source import Source
 
@@ -147,7 +148,7 @@ def test_a_model_of_the_users_that_fails_is_one_line() -> None:
 
     source = Source(Mine(), ByteTokenizer(), None, torch.device("cpu"))
     writer = Generator(source, end_tokens=(), chat=None, limit=None, directory=Path())
-    greedy = Sampling(2, do_sample=False, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=0)
+    greedy = Sampling(max_new_tokens=2, do_sample=False)
     with pytest.raises(ModelError, match=r"^Mine: forward failed .*\(1, 3\) \(AssertionError, .*py:\d+\); ") as caught:
         writer.write([[1, 2, 3]], greedy)
     assert "\n" not in str(caught.value)
@@ -174,12 +175,12 @@ def test_repeating_costs_what_the_penalty_says(say: Callable[..., Any]) -> None:
 # ---------------------------------------------------------------------------------------------------- many at a time
 
 
-def by_transformers(directory: Path, prompt: str, count: int) -> str:
+def by_transformers(directory: Path, prompt: str, count: int, **settings: Any) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     ids = tokenizer(prompt, return_tensors="pt")
-    made = model.generate(**ids, max_new_tokens=count, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    made = model.generate(**ids, max_new_tokens=count, do_sample=False, **settings)[0, ids["input_ids"].shape[1] :]
     return str(tokenizer.decode(made, skip_special_tokens=True))
 
 
@@ -193,6 +194,22 @@ def test_a_batch_says_what_each_prompt_says_alone_and_transformers_says(say: Cal
     assert [each["text"] for each in together] == [each["text"] for each in alone]
     assert [each["finish_reason"] for each in together] == [each["finish_reason"] for each in alone]
     assert [each["text"] for each in alone[:3]] == [by_transformers(model, prompt, 20) for prompt in PROMPTS[:3]]
+
+
+def test_beams_write_what_transformers_writes_and_end_for_themselves(say: Callable[..., Any], model: Path) -> None:
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    beams = ["--num-beams", "3", "--no-repeat-ngram-size", "2", "--greedy", "--json"]
+    told = lines(say("--prompts", "prompts.txt", "--max-new-tokens", "20", *beams))
+    expected = [by_transformers(model, prompt, 20, num_beams=3, no_repeat_ngram_size=2) for prompt in PROMPTS[:2]]
+    assert [each["text"] for each in told[:2]] == expected
+    code, streamed, _ = say("--prompt", PROMPTS[0], "--max-new-tokens", "20", *beams[:-1])
+    assert (code, streamed) == (0, f"{PROMPTS[0]}{told[0]['text']}\n")
+    stop = told[0]["text"][4:6]
+    cut = document(say("--prompt", PROMPTS[0], "--max-new-tokens", "20", "--stop", stop, *beams))
+    assert stop not in cut["text"]
+    long = lines(say("--prompts", "prompts.txt", "--max-new-tokens", "100", *beams))
+    assert {each["finish_reason"] for each in long} == {"limit"}
+    assert [each["num_tokens"] for each in long] == [64 - len(prompt.encode()) for prompt in PROMPTS]
 
 
 def test_rows_of_a_batch_end_for_themselves(say: Callable[..., Any]) -> None:
@@ -322,7 +339,10 @@ MISTAKES = {
     "--temperature 0 --num-samples 2": ["--num-samples: all texts would be equal where nothing is drawn"],
     "--device gpu": ["--device: must be auto, cpu, cuda, cuda:N (a number) or mps, got 'gpu'"],
     "--temperature inf": ["--temperature: must be a finite number, got inf"],
-    "--repetition-penalty 0": ["--repetition-penalty: must be above 0, got 0"],
+    "--repetition-penalty 0": ["--repetition-penalty: must be greater than 0, got 0"],
+    "--top-p 2 --min-p nan": ["--top-p: must be less than or equal to 1, got 2", "--min-p: must be a finite number"],
+    "--min-new-tokens 9 --max-new-tokens 8": ["--min-new-tokens: got 9, and max_new_tokens is 8"],
+    "--num-beams 0": ["--num-beams: must be greater than 0, got 0"],
     "--system x": ["--system: nothing reads it without --chat; add --chat"],
     "--chat --num-samples 2": ["--num-samples: nothing reads it with --chat; leave it out"],
     "--batch-size 2": ["--batch-size: nothing reads it without --prompts; leave it out"],

@@ -41,7 +41,7 @@ def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Problems:
 TYPED_WRONG = {
     "learning_rat=1": "learning_rat: unknown setting; did you mean learning_rate?",
     "model.hiden_size=3": "model.hiden_size: unknown setting; did you mean model.hidden_size?",
-    "top_k=3": "top_k: unknown setting; did you mean callbacks.textgen.top_k?",
+    "top_k=3": "top_k: unknown setting; did you mean callbacks.textgen.top_k or ",
     "qqq=3": "qqq: unknown setting; forgather config show lists all",
     "post_local_sgd.perod=3": "post_local_sgd.perod: unknown setting;",
     "callbacks.textgn.top_k=3": "callbacks.textgn.top_k: unknown callback; did you mean textgen?",
@@ -123,6 +123,11 @@ TYPED_WRONG = {
     "+trackers.names=[a]": "trackers.names: unknown setting; did you mean callbacks.trackers.names?",
     "output_dir=": "output_dir: is empty; name a directory",
     "callbacks.textgen=false": "callbacks.textgen: must be a mapping of settings, got false; remove it with ~callbacks",
+    "callbacks.textgen.generation_config={topk:1}": "callbacks.textgen.generation_config.topk: unknown setting; did",
+    "callbacks.textgen.generation_config={min_p:2}": "callbacks.textgen.generation_config.min_p: must be less than or",
+    "callbacks.textgen.generation_config={min_new_tokens:300}": (
+        "callbacks.textgen.generation_config.min_new_tokens: got 300, and max_new_tokens is 100"
+    ),
     "callbacks.textgen.prompts=[]": "callbacks.textgen.prompts: is empty; give texts or a YAML file",
     "callbacks.textgen.prompts=no/such.yaml": "callbacks.textgen.prompts: no/such.yaml: cannot be read (No such file",
     "seed=range(3)": "seed=range(3): several values; add -m",
@@ -163,7 +168,7 @@ def test_names_from_elsewhere_are_no_settings_of_ours_and_stand_for_some() -> No
         ("n_micro_batches", "n_microbatches"), ("save_total", "save_total_limit"), ("num_eval_steps", "eval_steps"),
         ("lr_scheduler.warmup", "lr_scheduler.warmup_steps"), ("weigth_decay", "weight_decay"),
         ("loss_fn", "loss"),
-        *((other, None) for other in ("step_size", "top_p", "ddp_backend", "lora", "T_max", "push_to_hub")),
+        *((other, None) for other in ("step_size", "ddp_backend", "lora", "T_max", "push_to_hub")),
     ],
 )  # fmt: skip
 def test_suggestions_are_the_same_words_mistyped_and_no_others(
@@ -396,6 +401,9 @@ CONTRADICTIONS = {
     "eval_strategy=no +callbacks.early_stopping={patience: 1}": (
         "callbacks.early_stopping: nothing reads it with eval_strategy=no; set eval_strategy=steps or leave callbacks."
     ),
+    "callbacks.textgen.top_k=3 callbacks.textgen.generation_config.top_k=5": (
+        "callbacks.textgen.top_k: generation_config says it too, with top_k=5; take it out there or leave"
+    ),
     "eval_strategy=no callbacks.textgen.top_k=5": (
         "callbacks.textgen.top_k: nothing reads it with eval_strategy=no; set eval_strategy=steps, set callbacks."
     ),
@@ -429,6 +437,7 @@ def test_a_setting_that_a_later_one_makes_void_is_no_mistake(problems: Problems,
         ["eval_strategy=no", "eval_on_start=true", "max_eval_samples=5", "callbacks.textgen.top_k=5"],
         ["eval_strategy=no", "eval_on_save=true", "max_eval_steps=5", "+callbacks.early_stopping.patience=1"],
         ["eval_strategy=no", "callbacks.textgen.generation_steps=5"],
+        ["callbacks.textgen.top_k=5", "callbacks.textgen.generation_config={top_p:0.9,num_beams:3,do_sample:false}"],
         ["data=hf", "dataset=x", "streaming=true", "eval_split=test", "load_best_model_at_end=true"],
         ["resume_from_checkpoint=true", "resume_components=[model]", "ignore_data_skip=true"],
         ["resume_from_checkpoint=a/path", "resume_components=[model]"],

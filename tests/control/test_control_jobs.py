@@ -101,6 +101,8 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
         assert re.search(r"not saved +\d+ steps", say("status")[1])
         assert now["eta_seconds"] > 0
         assert {"loss", "grad_norm", "learning_rate"} <= now["metrics"].keys()
+        assert (now["global_step"], now["logs"]["loss"]) == (now["step"], now["metrics"]["loss"])
+        assert 0 < now["logs"]["step"] <= now["step"]
         while client.status(registry.resolve("my-job"))["step"] < now["step"] + 5:  # training goes on meanwhile
             assert job.process.poll() is None
         assert say("status", "yours")[2] == "error: yours: no such job; running: my-job"

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from program import forgather
 
 from forgather_cli.callbacks.base import CommandCounts
-from forgather_cli.control import command_record, server
+from forgather_cli.control import command_record, registry, server
 from forgather_cli.control.command_queue import MAX_OPEN, CommandQueue
 from forgather_cli.control.server import MAX_ANSWERS, MAX_BODY, MAX_CLIENTS, ControlServer
 from forgather_cli.errors import ControlError
@@ -81,10 +83,47 @@ def test_commands_are_taken_and_their_answers_read(job: ControlServer, queue: Co
 def test_status_and_jobs(job: ControlServer) -> None:
     assert ask(job.port, "GET", "/jobs/job/status")[:2] == (200, {"step": 5})
     assert ask(job.port, "GET", "/jobs/job/status?x=1")[:2] == (200, {"step": 5})
-    assert ask(job.port, "GET", "/jobs")[:2] == (200, {"jobs": [{"step": 5}]})
     assert ask(job.port, "HEAD", "/jobs")[:2] == (200, None)
     assert ask(job.port, "HEAD", "/jobs", token=None)[:2] == (401, None)
     assert ask(job.port, "POST", "/jobs", {})[2].headers["Allow"] == "GET"
+
+
+def test_jobs_are_all_of_the_registry_as_control_list_shows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: CommandQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    served = []
+    for name, token in {"mine": TOKEN, "other": TOKEN[::-1]}.items():
+        reports = {"status": lambda name=name: {"state": f"training {name}", "step": 5, "max_steps": 9, "metrics": {}}}
+        served.append(ControlServer(name, queue, reports, host="127.0.0.1", ports=[0], token=token))
+        register(name, served[-1].port, token)
+    register("strange", served[0].port, TOKEN, pid=os.getppid())  # its server says that this is another job
+    register("gone", 1, TOKEN, pid=2**22 + 1)
+    code, told, _ = ask(served[0].port, "GET", "/jobs")
+    assert code == 200
+    rows = {each["job_id"]: (each["running"], each["state"]) for each in told["jobs"]}
+    assert rows == {
+        "mine": (True, "training mine"), "other": (True, "training other"), "strange": (True, "does not answer"),
+        "gone": (False, "cut"),
+    }  # fmt: skip
+    assert told["jobs"][1]["status"]["step"] == 5
+    capsys.readouterr()
+    assert forgather("control", "list", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == told["jobs"]
+    assert TOKEN not in json.dumps(told)
+    for each in served:
+        each.close()
+
+
+def register(name: str, port: int, token: str, *, pid: int | None = None) -> None:
+    about = {"host": "127.0.0.1", "hostname": socket.gethostname(), "started_at": "2026", "run_dir": f"/{name}"}
+    pid = os.getpid() if pid is None else pid
+    registry.register(
+        registry.Entry(
+            job_id=name, port=port, pid=pid, process_start_time=registry.start_of(pid) or "", logging_dir="/", **about
+        ),
+        token,
+    )
 
 
 @pytest.mark.parametrize("token", [None, "", "0" * 64, TOKEN[:-1], TOKEN + "0", TOKEN.upper(), "ü"])

@@ -115,25 +115,20 @@ def test_generation_with_and_without_a_cache_writes_the_same() -> None:
 
     assert torch.equal(written(do_sample=False), written(do_sample=False, use_cache=False))
     assert torch.equal(written(), written(use_cache=False))
+    beams = written(do_sample=False, num_beams=3, eos_token_id=1)
+    assert torch.equal(beams, written(do_sample=False, num_beams=3, eos_token_id=1, use_cache=False))
     alone = prompt_inputs(ours, [[4]], 0)
     one = generate(logits, alone[0], encoder_inputs=alone[2], max_new_tokens=12, do_sample=False)
     assert torch.equal(one[0], written(do_sample=False)[1])
 
 
-def test_the_class_that_is_written_generates_the_same_with_a_cache(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_the_class_that_is_written_generates_the_same_with_a_cache() -> None:
     from forgather_cli.models.hf.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
 
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-    }
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     special = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 63}
-    theirs = Qwen3ForSeq2SeqLM(Qwen3EncDecConfig(vocab_size=64, num_key_value_heads=2, **shape, **special)).eval()
+    theirs = Qwen3ForSeq2SeqLM(Qwen3EncDecConfig(vocab_size=64, **shape, **heads, **special)).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in theirs.parameters():  # so large that no text repeats one token
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
@@ -145,6 +140,28 @@ def test_the_class_that_is_written_generates_the_same_with_a_cache(
         )
         assert len(whole.unique()) > 4
         assert torch.equal(cached, whole)
+
+
+def test_beams_of_the_decoder_are_those_of_transformers(tmp_path: Path) -> None:
+    from forgather_cli.models.hf.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
+    from forgather_cli.models.pretrained import write_model_files
+
+    ours = model(initializer_range=0.3)
+    write_model_files(ours, None, tmp_path)
+    theirs = Qwen3ForSeq2SeqLM(Qwen3EncDecConfig.from_pretrained(tmp_path)).eval()
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    begin, _, encoder_inputs = prompt_inputs(ours, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 2)
+    assert encoder_inputs is not None
+
+    def logits(batch: dict[str, torch.Tensor], *, last_only: bool, cache: object) -> torch.Tensor:
+        return model_logits(ours, batch, last_only=last_only, cache=cache)
+
+    ends = [*range(10, 40)]
+    rules = {"num_beams": 3, "do_sample": False, "max_new_tokens": 12, "min_new_tokens": 3, "eos_token_id": ends}
+    made = generate(logits, begin, encoder_inputs=encoder_inputs, pad_token_id=2, **rules)  # type: ignore[arg-type]
+    expected = theirs.generate(**encoder_inputs, decoder_start_token_id=2, pad_token_id=2, use_cache=False, **rules)
+    assert made.tolist() == expected.tolist()
+    assert len({row.index(2, 1) if 2 in row[1:] else 13 for row in made.tolist()}) > 1
 
 
 def test_other_sources_are_refused(source: Path, tmp_path: Path) -> None:

@@ -222,6 +222,13 @@ def test_what_cannot_be_sharded_is_said_by_name() -> None:
 # ------------------------------------------------------------------------------------------- evaluation and generation
 
 
+def written(logits: Any, prompts: Tensor, real: Tensor) -> Tensor:
+    """Greedily, and by beams."""
+    return torch.cat([
+        generate(logits, prompts, real, max_new_tokens=6, do_sample=False, num_beams=beams) for beams in (1, 3)
+    ])  # fmt: skip
+
+
 def evaluated(settings: dict[str, Any]) -> dict[str, Any]:
     """Training steps with evaluations between them."""
     case = Case(even(2, 1), settings, TIED)
@@ -232,7 +239,7 @@ def evaluated(settings: dict[str, Any]) -> dict[str, Any]:
     for step in range(3):
         shares = strategy.loss(cut(global_batch(9), case.plan[strategy.data_rank][0]))
         losses.append([float(share) for share in shares])
-        tokens.append(generate(strategy.logits, prompts, real, max_new_tokens=6, do_sample=False))
+        tokens.append(written(strategy.logits, prompts, real))
         found = strategy.logits(cut(global_batch(9), slice(0, 2)))
         assert found is not None
         logits.append(found)
@@ -262,9 +269,8 @@ def test_evaluation_and_generation_see_the_weights_of_the_moment(settings: dict[
         with torch.no_grad():
             assert sums[0] / sums[1] == pytest.approx(mean_loss(model, held_out).item(), rel=1e-6)
             expected = model(held_out["input_ids"][:2])
-        tokens = generate(plain, prompts, real, max_new_tokens=6, do_sample=False)
         for rank in ranks:
-            assert torch.equal(rank["tokens"][step], tokens)
+            assert torch.equal(rank["tokens"][step], written(plain, prompts, real))
             torch.testing.assert_close(rank["logits"][step], expected, rtol=0, atol=1e-5)
         mean_loss(model, global_batch(step)).backward()
         optimizer.step()

@@ -359,8 +359,11 @@ def evaluated(cases: list[Case]) -> list[dict[str, Any]]:
             kept = KVCache()
             pipeline.logits({"input_ids": PROMPTS}, last_only=True, cache=kept)
             texts = [say(use_cache=True), say(use_cache=False)]
+            beams = [say(num_beams=3), say(num_beams=3, use_cache=False)]
         again = pipeline.forward_backward(iter(case.batches), case.targets)
-        found.append({"shares": shares, "full": full, "texts": texts, "cached": kept.length, "again": again})
+        found.append(
+            {"shares": shares, "full": full, "texts": texts, "beams": beams, "cached": kept.length, "again": again}
+        )
     return found
 
 
@@ -390,10 +393,13 @@ def test_any_batch_is_evaluated_and_generation_is_that_of_one_device(index: int)
         def alone(batch: Batch, last_only: bool, cache: Any) -> Tensor:
             return model(**batch, last_only=last_only, cache=cache)
 
-        text = generate(alone, PROMPTS, PROMPT_MASK, max_new_tokens=6, do_sample=False)
+        text, best = (
+            generate(alone, PROMPTS, PROMPT_MASK, max_new_tokens=6, do_sample=False, num_beams=n) for n in (1, 3)
+        )
     for rank in ranks:
         assert rank["cached"] == PROMPTS.shape[1]
         assert all(torch.equal(each, text) for each in rank["texts"])
+        assert all(torch.equal(each, best) for each in rank["beams"])
     torch.testing.assert_close(sum(rank["again"] for rank in ranks), reference(case)["share"])
 
 

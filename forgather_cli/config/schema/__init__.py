@@ -20,5 +20,6 @@ from forgather_cli.config.schema.optimizer import *
 from forgather_cli.config.schema.paired import *
 from forgather_cli.config.schema.precision import *
 from forgather_cli.config.schema.run import *
+from forgather_cli.config.schema.sampling import *
 from forgather_cli.config.schema.scheduler import *
 from forgather_cli.config.schema.trainer import *

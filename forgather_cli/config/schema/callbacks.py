@@ -28,6 +28,7 @@ from forgather_cli.config.schema.base import (
     settings,
     without_evaluation,
 )
+from forgather_cli.config.schema.sampling import GenerationConfig, Sampling
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_text, read_yaml
 from forgather_cli.targets import is_installed
@@ -136,14 +137,28 @@ class TensorboardSettings(Settings):
                 yield f"{where}.transform: unknown, got {transform!r}; use one of {', '.join(TRANSFORMS)}"
 
 
+def _once(name: str) -> OnlyIf:
+    """For a setting of textgen that ``generation_config`` may have as well."""
+
+    def void(config: Any) -> Void | None:
+        given = config.callbacks.textgen.generation_config
+        if given is None or getattr(given, name) is None:
+            return None
+        where = f"callbacks.textgen.generation_config.{name}"
+        return Void(where, "take it out there", "generation_config says it too,")
+
+    return OnlyIf(void)
+
+
 @settings
 class TextgenSettings(Settings):
     prompts: list[str] | str = field(default_factory=lambda: ["def main(", "class "])  # or a YAML file with a list
-    do_sample: bool = True
-    top_k: Count = 20
-    temperature: PositiveFloat = 0.7
-    repetition_penalty: PositiveFloat = 1.15
-    max_new_tokens: PositiveInt = 200
+    do_sample: Annotated[bool, _once("do_sample")] = True
+    top_k: Annotated[Count, _once("top_k")] = 20
+    temperature: Annotated[PositiveFloat, _once("temperature")] = 0.7
+    repetition_penalty: Annotated[PositiveFloat, _once("repetition_penalty")] = 1.15
+    max_new_tokens: Annotated[PositiveInt, _once("max_new_tokens")] = 200
+    generation_config: GenerationConfig | None = None  # these and the other settings of Sampling
     generation_steps: PositiveInt | None = None  # null: at each evaluation
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -151,6 +166,15 @@ class TextgenSettings(Settings):
             self.texts()
         except ConfigError as error:
             yield from error.problems
+        for problem in self.sampling().problems():
+            yield f"callbacks.textgen.generation_config.{problem}"
+
+    def sampling(self) -> Sampling:
+        """How texts are written. What is not said has the default of ``Sampling``."""
+        own = ("do_sample", "top_k", "temperature", "repetition_penalty", "max_new_tokens")
+        given = {} if self.generation_config is None else vars(self.generation_config)
+        flat = {name: getattr(self, name) for name in own}
+        return Sampling(**flat | {name: value for name, value in given.items() if value is not None})
 
     def texts(self) -> list[str]:
         """The prompts themselves, or those of the YAML file. Raises ConfigError for what is no list of texts."""
@@ -173,7 +197,7 @@ class ProfilerSettings(Settings):
     output_dir: str | None = None  # null: RUN/profile
     with_stack: bool = False
     with_flops: bool = False
-    record_shapes: bool = False
+    record_shapes: bool = True
 
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
