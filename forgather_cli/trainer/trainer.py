@@ -227,9 +227,13 @@ class Trainer:
 
     def _train(self, resume: bool | str) -> TrainOutput:
         self._prepare(resume)
-        run = self.run
+        run, anomaly = self.run, self.args.detect_anomaly
+        if anomaly and run.world.rank == 0:
+            log.warning("detect_anomaly: every backward pass looks for NaN, and steps take several times as long")
+        # set_detect_anomaly, since detect_anomaly warns by itself
+        anomaly_mode = torch.autograd.set_detect_anomaly(anomaly or torch.is_anomaly_enabled())
         try:
-            with garbage_collection(self.args) as self._garbage, self.checkpoints:
+            with anomaly_mode, garbage_collection(self.args) as self._garbage, self.checkpoints:
                 self.emit("on_train_begin")
                 if run.outer is not None:
                     run.outer.begin()

@@ -365,6 +365,7 @@ CONTRADICTIONS = {
     "trainer=ddp nnodes=2 node_rank=2": "node_rank: counts from 0 to nnodes-1, got 2 with nnodes=2",
     "eval_strategy=no eval_steps=5": "eval_steps: nothing reads it with eval_strategy=no; set eval_strategy=steps",
     "logging_strategy=no logging_steps=5": "logging_steps: nothing reads it with logging_strategy=no",
+    "gradient_checkpointing_every=2": "gradient_checkpointing_every: nothing reads it with gradient_checkpointing=",
     "save_strategy=epoch save_steps=5": "save_steps: nothing reads it with save_strategy=epoch",
     "nproc_per_node=2": "nproc_per_node: nothing reads it with trainer=single; choose trainer=ddp, fsdp2 or pipeline",
     "replication_check=full": "replication_check: nothing reads it with trainer=single; choose trainer=ddp, fsdp2",

@@ -18,6 +18,7 @@ from forgather_cli.callbacks.base import CommandCounts, TrainerCallback, Trainer
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.data.loaders.collate import Counts, Step
 from forgather_cli.errors import ConfigError
+from forgather_cli.models.decoder import Decoder
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
 from forgather_cli.trainer.step_sync import Agreed, StepSync, Sum
@@ -66,6 +67,30 @@ def test_ranks_count_and_log_together_what_one_rank_does(layout: str, tmp_path: 
         for key in ("loss", "grad_norm", "max_grad_norm", "eval_loss", "train_loss"):
             assert values(result, key) == pytest.approx(values(alone, key), rel=1e-5), key
     assert [result["rank_0"] for result in ranks] == [True, False]
+
+
+def recomputing(root: str, *overrides: str) -> tuple[list[str], list[float]]:
+    """The layers of this rank that recompute their activations in a run, and the gradient norms of its steps."""
+    run = Path(root)
+    more = ("gradient_checkpointing=true", "gradient_checkpointing_every=2", "nproc_per_node=2")
+    trainer = worker.run(tiny.config(run, *EVERY, *more, *overrides), RunDir(run))
+    parts = [part for part in trainer.strategy.parts if isinstance(part, Decoder)]
+    names = [name for part in parts for name, layer in part.model.layers.items() if "forward" in vars(layer)]
+    return names, values({"history": trainer.state.log_history}, "grad_norm")
+
+
+EVERY = ("num_hidden_layers=5", "residual_dropout=0.0", "logging_steps=1", "save_strategy=no", "eval_strategy=no")
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "ZBVZeroBubble"])
+def test_every_second_layer_of_the_full_model_is_recomputed(layout: str, tmp_path: Path) -> None:
+    words = LAYOUTS.get(layout) or ("trainer=pipeline", f"schedule={layout}", "n_microbatches=4")
+    ranks = run_ranks(2, recomputing, str(tmp_path / "ranks"), *words)
+    found = [names for names, _ in ranks]
+    assert sorted(found[0] + found[1]) == ["0", "2", "4"] if "pipeline" in words[0] else found == [["0", "2", "4"]] * 2
+    alone = single(tmp_path / "alone", *EVERY)
+    for _, norms in ranks:
+        assert norms == pytest.approx(values(alone, "grad_norm"), rel=1e-5)
 
 
 def told_on(rank: int, from_poll: int, root: str, *overrides: str) -> dict[str, Any]:

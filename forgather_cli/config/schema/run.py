@@ -126,6 +126,8 @@ class RunSettings(Settings):
     seed: Annotated[int, Ge(-1)] = 42
     deterministic: bool = False
     device: str = "auto"
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None  # null: as torch is
+    detect_anomaly: bool = False
 
     torch_compile: bool = False
     torch_compile_backend: Annotated[str | None, _COMPILED] = None
@@ -134,6 +136,7 @@ class RunSettings(Settings):
     torch_compile_fullgraph: Annotated[bool, _COMPILED] = False
     activation_memory_budget: Annotated[Fraction | None, _COMPILED] = None
     gradient_checkpointing: bool = False
+    gradient_checkpointing_every: Annotated[PositiveInt, only_if("gradient_checkpointing", True)] = 1
     fuse_optim_with_backward: bool = False
     construct_model_on: Literal["meta", "device", "cpu"] = "meta"
 
@@ -150,6 +153,10 @@ class RunSettings(Settings):
     rdzv_backend: Annotated[str | None, _SEVERAL_RANKS] = None
     rdzv_id: Annotated[str | None, _SEVERAL_RANKS] = None
     max_restarts: Annotated[Count, _SEVERAL_RANKS] = 0
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether activations of this layer, counted from 0 in its stack of the full model, are computed again."""
+        return self.gradient_checkpointing and layer % self.gradient_checkpointing_every == 0
 
 
 @settings
