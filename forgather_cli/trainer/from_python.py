@@ -5,6 +5,7 @@ as Hugging Face's ``log_metrics`` and ``save_metrics`` have them.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import json
@@ -30,7 +31,7 @@ from forgather_cli.config.schema import (
     RunSettings,
     Target,
 )
-from forgather_cli.distributed import on_rank_0, world_size
+from forgather_cli.distributed import on_rank_0, world, world_size
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
@@ -61,7 +62,7 @@ _FUNCTIONS = {
     "lr_scheduler_factory": "of an optimizer",
     "loss_fn": "of logits and labels, and an option's name as loss= to TrainingArguments",
     "fused_loss_factory": "of the model's head",
-    "enable_activation_checkpoint_fn": "of the model",
+    "enable_activation_checkpoint_fn": "of the model, or of (rank, model)",
     "compute_metrics": "of an EvalPrediction",
     "preprocess_logits_for_metrics": "of logits and labels",
 }
@@ -194,10 +195,10 @@ def _problems(args: TrainingArguments, objects: Objects, config: Config, size: i
         yield "max_steps: -1 with num_train_epochs=-1 never ends on a dataset with a length; set one of them"
     if objects.enable_checkpointing is not None and not args.gradient_checkpointing:
         yield "enable_activation_checkpoint_fn: only gradient_checkpointing=true calls it; set that"
-    if objects.enable_checkpointing is not None and not _takes_a_model(objects.enable_checkpointing):
+    if objects.enable_checkpointing is not None and args.gradient_checkpointing_every > 1:
         yield (
-            "enable_activation_checkpoint_fn: is called with the model alone, which "
-            f"{_named(objects.enable_checkpointing).path} cannot be; give a function of one argument"
+            "gradient_checkpointing_every: nothing reads it beside enable_activation_checkpoint_fn, which chooses the "
+            "layers; leave it out"
         )
     yield from _said_twice(args, objects)
 
@@ -255,17 +256,31 @@ def _said_twice(args: TrainingArguments, objects: Objects) -> Iterator[str]:
             yield f"{name}: nothing reads it, {argument} stands in its place; leave one of the two out"
 
 
-def _takes_a_model(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # some C functions have no signature
-        return True
-    return True
+def function_of_model(given: Callable[..., Any] | None) -> Callable[[nn.Module], Any] | None:
+    """``enable_activation_checkpoint_fn`` as a function of the model: itself, or one of (rank, model) on this rank.
+
+    Raises ConfigError for a function of neither.
+    """
+    if given is None:
+        return None
+    with contextlib.suppress(TypeError):
+        with contextlib.suppress(ValueError):  # some C functions have no signature
+            inspect.signature(given).bind(None)
+        return given
+    with contextlib.suppress(TypeError):
+        inspect.signature(given).bind(0, None)
+        return lambda model: given(world().rank, model)  # which is known when the strategy has joined the ranks
+    raise ConfigError(
+        f"enable_activation_checkpoint_fn: is called with the model, or with (rank, model), which {_named(given).path} "
+        "cannot be; give a function of one or two arguments"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ messages
+
+
+_GROUPS_BUT_TRAINER = ("precision", "optimizer", "lr_scheduler", "loss")
+"""What other names than a group's own say of it takes other values."""
 
 
 def _as_typed(problem: str, typed: dict[str, str]) -> str:
@@ -276,7 +291,9 @@ def _as_typed(problem: str, typed: dict[str, str]) -> str:
         if typed.get(name) == text:  # precision=fp16
             return f"{text}=True"
         shown = {"null": "None", "true": "True", "false": "False"}.get(text, f'"{text}"')
-        return f"{typed.get(name, name) if name == 'trainer' else name}={shown}"
+        if typed.get(name) == "mixed_precision" and text in ("fp32", "bf16", "fp16"):
+            return f"""mixed_precision={'"no"' if text == "fp32" else shown}"""
+        return f"{name if name in _GROUPS_BUT_TRAINER else typed.get(name, name)}={shown}"
 
     name, colon, words = problem.partition(": ")
     name = name.replace("optimizer.groups", "optimizer_groups")

@@ -126,7 +126,7 @@ ARGUMENTS: dict[str, Argument] = {
         bool, False, "compute_metrics gets all predictions at once; make them small in preprocess_logits_for_metrics"
     ),
     "save_only_model": _read(bool, False, "as there: such a checkpoint is no place to resume from"),
-    "save_strategy": _read(str, "steps", "no, steps, epoch; best is refused"),
+    "save_strategy": _read(str, "steps", "as there; best saves at the end too"),
     "save_steps": _read(float, 500, "as there; a fraction needs max_steps"),
     "save_on_each_node": _refused(
         bool, False, "ranks write one checkpoint together; give an output_dir that all nodes see"

@@ -44,8 +44,6 @@ def prepare_process(args: RunSettings, script: ScriptSettings, seed: int) -> Non
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())
     if args.float32_matmul_precision is not None:
-        if script.tf32 is not None:
-            raise ConfigError("tf32: float32_matmul_precision says it, got both; leave tf32 out")
         torch.set_float32_matmul_precision(args.float32_matmul_precision)
     if script.tf32 is not None:
         if script.tf32 and not torch.cuda.is_available():

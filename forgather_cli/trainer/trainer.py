@@ -50,7 +50,13 @@ from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evalua
 from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.from_python import Objects, RunFiles, described_data, script_files
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
-from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings, as_optimizers, as_schedule
+from forgather_cli.trainer.optimizers import (
+    OptimizerRecipe,
+    as_group_settings,
+    as_optimizers,
+    as_schedule,
+    print_groups,
+)
 from forgather_cli.trainer.outer import outer_loop
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
@@ -135,6 +141,7 @@ class Trainer:
 
         # A script's settings and objects are checked, recorded and shown like a recipe.
         callbacks = list(callbacks or ())
+        enable_activation_checkpoint_fn = from_python.function_of_model(enable_activation_checkpoint_fn)
         self._files = run_files
         if isinstance(self.args, TrainingArguments):
             objects = Objects(
@@ -533,6 +540,8 @@ class Trainer:
         made = self.create_scheduler(total_steps)
         run.lr_scheduler = as_schedule(made if self.lr_scheduler is None else self.lr_scheduler, run.optimizer)
         self.optimizer, self.lr_scheduler = run.optimizer, run.lr_scheduler
+        if run.script.debug_optimizer_groups:
+            print_groups(run.optimizer, self._named_parameters, run.cpu_group)
         for scheduler in run.lr_scheduler.schedulers:
             if isinstance(scheduler, TrainerCallback):
                 self.callbacks.add(scheduler)

@@ -412,6 +412,29 @@ def test_ranks_miss_the_best_metric_together(tmp_path: Path, until: int, step: i
     assert told in first[1]
 
 
+class BetterOnRank0(TrainerCallback):
+    """Adds a metric on rank 0 alone, which is better at every second evaluation."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            kwargs["metrics"]["eval_accuracy"] = 0.5 + state.global_step / 100 if state.global_step % 4 == 0 else 0.1
+
+
+def saves_the_best(root: str) -> tuple[list[int], Any]:
+    settings = ("eval_steps=2", "save_strategy=best", "greater_is_better=true", "max_steps=9", "save_total_limit=null")
+    layout = ("trainer=ddp", "nproc_per_node=2", "metric_for_best_model=accuracy")
+    config, data = tiny.config(Path(root), *layout, *settings), tiny.RandomTokens(128)
+    trainer = Trainer(
+        model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=[BetterOnRank0]
+    )
+    trainer.train()
+    return trainer.run_dir.checkpoint_steps(), trainer.state.best_global_step
+
+
+def test_ranks_save_the_best_of_rank_0_together(tmp_path: Path) -> None:
+    assert run_ranks(2, saves_the_best, str(tmp_path)) == [([2, 4, 8, 9], 8)] * 2
+
+
 def diverging_seed(root: str) -> None:
     config = tiny.config(
         Path(root), "trainer=ddp", "nproc_per_node=2", "learning_rate=1e30", "max_grad_norm=null", "max_steps=40"
