@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
+from forgather_cli.callbacks.tensorboard import indented
 from forgather_cli.config.schema import TextgenSettings
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
-from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
@@ -28,7 +29,7 @@ _MAX_LINES = 6  # on a terminal
 _PATH = "callbacks.textgen.prompts"
 
 
-class TextgenCallback(TrainerCallback):
+class TextgenCallback(BuiltIn[TextgenSettings]):
     """Continues the prompts at each evaluation, or every ``generation_steps`` steps, all in one left-padded batch.
 
     Collective: every rank generates the tokens that rank 0 draws, and rank 0 writes to the console, to ``samples.txt``
@@ -36,19 +37,14 @@ class TextgenCallback(TrainerCallback):
     leaves training's alone.
     """
 
-    def __init__(
-        self,
-        settings: TextgenSettings,
-        run: RunDir,
-        *,
-        add_text: AddText | None = None,
-        stream: StreamName = "stdout",
-    ) -> None:
-        self.settings = settings
-        self.prompts = settings.texts()
-        self._samples = run.samples
+    config_name = "textgen"
+    kind = TextgenSettings
+
+    def __init__(self, *args: Any, add_text: AddText | None = None, **kwargs: Any) -> None:
+        """``add_text``: by default that of the Trainer's TensorBoard."""
+        super().__init__(*args, **kwargs)
+        self.prompts = self.settings.texts()
         self._add_text = add_text
-        self._stream: StreamName = stream
         self._writes = True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -75,7 +71,8 @@ class TextgenCallback(TrainerCallback):
         with evaluation_mode(trainer.strategy.parts):
             completions = self._generate(trainer, tokenizer, generator)
         if state.is_world_process_zero:
-            self._write([printable(text) for text in completions], state.global_step)
+            add_text = self._add_text or partial(_add_literally, trainer)
+            self._write([printable(text) for text in completions], state.global_step, add_text)
 
     def _generate(self, trainer: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
         from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
@@ -108,16 +105,20 @@ class TextgenCallback(TrainerCallback):
         texts = [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]
         return texts if encoder_inputs is None else [text.removeprefix("<extra_id_0>") for text in texts]
 
-    def _write(self, completions: list[str], step: int) -> None:
-        self._samples.parent.mkdir(parents=True, exist_ok=True)
+    def _write(self, completions: list[str], step: int, add_text: AddText) -> None:
+        samples = self.run.samples
+        samples.parent.mkdir(parents=True, exist_ok=True)
         pairs = list(zip(self.prompts, completions, strict=True))
         text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
-        with self._samples.open("a", encoding="utf-8", errors="replace") as file:
+        with samples.open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"=== step {step} ===\n{text}\n")
         for number, (prompt, completion) in enumerate(pairs, 1):
             _show(prompt, completion, f"sample {number} at step {step}", self._stream)
-            if self._add_text is not None:
-                self._add_text(f"samples/{number}", prompt + completion, step)
+            add_text(f"samples/{number}", prompt + completion, step)
+
+
+def _add_literally(trainer: Any, tag: str, text: str, step: int) -> None:
+    trainer.tensorboard.add_text(tag, indented(text), step)
 
 
 def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from forgather_cli.callbacks.base import CallbackList, TrainerCallback
+from forgather_cli.callbacks.base import BuiltIn, CallbackList, TrainerCallback
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.config.decode import dump_tree, to_tree
 from forgather_cli.config.rules import rule_problems
@@ -54,6 +54,8 @@ class Objects:
     loss: Any
     made_strategy: Strategy | None
     enable_checkpointing: Any
+    callbacks: dict[str, BuiltIn[Any]]
+    """Forgather's own, by config name."""
 
 
 _FUNCTIONS = {
@@ -125,9 +127,13 @@ def checked_config(args: TrainingArguments, objects: Objects) -> Config:
     known = objects.made_strategy is None and size >= min_ranks
     here = replace(config, nproc_per_node=size if known else "auto", nnodes=1, node_rank=0)
     layers = dict.fromkeys(args.given - _READ_LATER, 0)
+    for name, callback in objects.callbacks.items():
+        defaults, own = vars(callback.kind()), vars(callback.settings)
+        layers |= {f"callbacks.{name}.{key}": 0 for key, value in own.items() if value != defaults[key]}
+    typed = args.typed | {f"callbacks.{name}": type(each).__name__ for name, each in objects.callbacks.items()}
     problems = [*_problems(args, objects, config, size), *objects.optimizer.problems(), *rule_problems(here, layers)]
     if problems:
-        raise ConfigError([_as_typed(problem, args.typed) for problem in problems])
+        raise ConfigError([_as_typed(problem, typed) for problem in problems])
     return config
 
 
@@ -162,8 +168,14 @@ def _config(args: TrainingArguments, objects: Objects) -> Config:
         lr_scheduler=lr_scheduler,
         loss=args.loss if objects.loss is None else _named(objects.loss),
         precision=args.precision,
-        callbacks=args.callbacks,
+        callbacks=replace(args.callbacks, **{name: each.settings for name, each in objects.callbacks.items()}),
     )
+
+
+def built_in(callbacks: Iterable[Any]) -> dict[str, BuiltIn[Any]]:
+    """Those of a script's callbacks that a recipe has settings for, by config name; not subclasses of them."""
+    given = (each[1] if isinstance(each, tuple) else each for each in callbacks)
+    return {vars(type(each))["config_name"]: each for each in given if "config_name" in vars(type(each))}
 
 
 def described_data(objects: Objects) -> dict[str, Any]:
@@ -297,7 +309,9 @@ def _as_typed(problem: str, typed: dict[str, str]) -> str:
 
     name, colon, words = problem.partition(": ")
     name = name.replace("optimizer.groups", "optimizer_groups")
-    return typed.get(name, name) + colon + re.sub(r"\b([a-z]\w*)=([A-Za-z]\w*|1F1B)\b(?![.(])", value, words)
+    head, dot, tail = name.rpartition(".")
+    name = f"{typed.get(head, head)}{dot}{tail}" if dot else typed.get(name, name)
+    return name + colon + re.sub(r"\b([a-z]\w*)=([A-Za-z]\w*|1F1B)\b(?![.(])", value, words)
 
 
 # --------------------------------------------------------------------------------------------------- its run directory
@@ -358,7 +372,7 @@ class RunFiles:
                 held.conclude(status)
 
 
-def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects, users: Iterable[Any]) -> RunFiles:
+def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects) -> RunFiles:
     """The run of a script, shown and written like every other, but for callbacks that the user gives in their place.
 
     ``config.yaml`` has the names of the objects that the script gave, in angle brackets: commands read the settings,
@@ -367,9 +381,8 @@ def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects, use
     config = checked_config(args, objects)
     tree = to_tree(replace(config, output_dir=str(run_dir.root)))
     origin = {"recipe": config.recipe, "recipe_path": sys.argv[0], "overrides": [], "directory": str(Path.cwd())}
-    kinds = {given if isinstance(given, type) else type(given) for given in users}
-    built = build_callbacks(config.callbacks, run_dir, config_tree=tree)
-    return RunFiles(run_dir, tree, origin, [(name, each) for name, each in built if type(each) not in kinds])
+    built = build_callbacks(args.callbacks, run_dir, config_tree=tree)
+    return RunFiles(run_dir, tree, origin, [(name, each) for name, each in built if name not in objects.callbacks])
 
 
 class _FirstStep(TrainerCallback):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.callbacks.base import CallbackList, NoWriter, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, CallbackList, NoWriter, TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
@@ -48,7 +48,7 @@ from forgather_cli.trainer.device_errors import explain_model, explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, tasks_of, track_best, users_metrics
 from forgather_cli.trainer.finish import finish
-from forgather_cli.trainer.from_python import Objects, RunFiles, described_data, script_files
+from forgather_cli.trainer.from_python import Objects, RunFiles, built_in, described_data, script_files
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import (
     OptimizerRecipe,
@@ -140,16 +140,16 @@ class Trainer:
         self.lr_scheduler: Any = None
 
         # A script's settings and objects are checked, recorded and shown like a recipe.
-        callbacks = list(callbacks or ())
+        callbacks = [each() if isinstance(each, type) else each for each in callbacks or ()]
         enable_activation_checkpoint_fn = from_python.function_of_model(enable_activation_checkpoint_fn)
         self._files = run_files
         if isinstance(self.args, TrainingArguments):
             objects = Objects(
                 model=model, model_init=model_init, train_dataset=train_dataset, eval_dataset=eval_dataset,
                 optimizer=self._recipe, loss=loss_fn or fused_loss_factory, made_strategy=made_strategy,
-                enable_checkpointing=enable_activation_checkpoint_fn,
+                enable_checkpointing=enable_activation_checkpoint_fn, callbacks=built_in(callbacks),
             )  # fmt: skip
-            self._files = script_files(run_dir, self.args, objects, callbacks)
+            self._files = script_files(run_dir, self.args, objects)
             config_tree, data_description = self._files.tree, described_data(objects)
             callbacks = [*self._files.callbacks, *callbacks]
 
@@ -201,6 +201,9 @@ class Trainer:
         # the ``args`` of events: a script's own object, or a recipe's settings under Hugging Face's names
         self._event_args: Any = RecipeArguments(self.args) if isinstance(self.args, Config) else self.args
         self.callbacks = CallbackList(callbacks)
+        for callback in self.callbacks.by_name.values():
+            if isinstance(callback, BuiltIn):
+                callback.taken_by(run_dir, self.run.config_tree)
         makers = (getattr(callback, "outer_loop", None) for callback in self.callbacks.by_name.values())
         brought = next((made for make in makers if make is not None and (made := make(self.run)) is not None), None)
         self.run.outer = outer_loop(strategy, here, brought)
@@ -210,7 +213,9 @@ class Trainer:
 
     def add_callback(self, callback: Any) -> None:
         """Append a callback: an object or a class."""
-        self.callbacks.add(callback)
+        added = self.callbacks.by_name[self.callbacks.add(callback)]
+        if isinstance(added, BuiltIn):
+            added.taken_by(self.run_dir, self.run.config_tree)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove and return a callback: this object, or the first of this class; None if there is none."""
