@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from forgather_cli.models.parts import evaluation_mode
 logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
 _MAX_LINES = 6  # on a terminal
-_PATH = "callbacks.textgen.prompts"
 
 
 class TextgenCallback(BuiltIn[TextgenSettings]):
@@ -68,42 +67,10 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
         tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
         digest = hashlib.sha256(f"textgen {trainer.run.seed} {state.global_step}".encode()).digest()
         generator = torch.Generator(trainer.strategy.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        with evaluation_mode(trainer.strategy.parts):
-            completions = self._generate(trainer, tokenizer, generator)
+        completions = written(trainer, self.prompts, tokenizer, self.settings, generator)
         if state.is_world_process_zero:
             add_text = self._add_text or partial(_add_literally, trainer)
             self._write([printable(text) for text in completions], state.global_step, add_text)
-
-    def _generate(self, trainer: Any, tokenizer: Any, generator: torch.Generator) -> list[str]:
-        from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
-
-        settings, eos, strategy = self.settings, tokenizer.eos_token_id, trainer.strategy
-        pad = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
-        prompts, model = self.prompts, strategy.parts[0]
-        if getattr(model, "is_encoder_decoder", False):
-            prompts = [masked_prompt(tokenizer, prompt) for prompt in prompts]
-        inputs = prompt_inputs(model, _encoded(prompts, tokenizer), pad)
-        input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(strategy.device), inputs)
-        output = generate(
-            strategy.logits,
-            input_ids,
-            mask,
-            encoder_inputs=encoder_inputs,
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=settings.do_sample,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=1.0,
-            repetition_penalty=settings.repetition_penalty,
-            eos_token_id=eos,
-            pad_token_id=pad,
-            generator=generator,
-            agree=_that_of_rank_0(trainer.run.cpu_group),
-            on_token=lambda _: trainer.run.sync.poll(),  # all ranks end it together
-        )
-        new = output[:, input_ids.shape[1] :].tolist()
-        texts = [tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in new]
-        return texts if encoder_inputs is None else [text.removeprefix("<extra_id_0>") for text in texts]
 
     def _write(self, completions: list[str], step: int, add_text: AddText) -> None:
         samples = self.run.samples
@@ -121,7 +88,79 @@ def _add_literally(trainer: Any, tag: str, text: str, step: int) -> None:
     trainer.tensorboard.add_text(tag, indented(text), step)
 
 
-def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:
+def written(
+    trainer: Any,
+    prompts: Sequence[str],
+    tokenizer: Any,
+    settings: TextgenSettings,
+    generator: torch.Generator,
+    stop: Sequence[str] = (),
+) -> list[str]:
+    """Collective. What the model writes to texts, before a text of ``stop``; the same on all ranks."""
+    from forgather_cli.models.generate import masked_prompt
+
+    reads = getattr(trainer.strategy.parts[0], "is_encoder_decoder", False)
+    asked = [masked_prompt(tokenizer, prompt) for prompt in prompts] if reads else prompts
+    texts = []
+    for new in continued(trainer, _encoded(asked, tokenizer), tokenizer, settings, generator, stop):
+        text = tokenizer.decode(new)
+        text = text.removeprefix("<extra_id_0>") if reads else text
+        texts.append(text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))])
+    return texts
+
+
+def continued(
+    trainer: Any,
+    rows: list[list[int]],
+    tokenizer: Any,
+    settings: TextgenSettings,
+    generator: torch.Generator,
+    stop: Sequence[str] = (),
+) -> list[list[int]]:
+    """Collective. The tokens that follow on each row of tokens, until the end token, which is left out, or until they
+    hold a text of ``stop``; the same on all ranks, under every strategy. Without a ``tokenizer`` (None) there are no
+    ends.
+    """
+    from forgather_cli.models.generate import generate, prompt_inputs
+
+    strategy, eos = trainer.strategy, getattr(tokenizer, "eos_token_id", None)
+    pad = next((i for i in (getattr(tokenizer, "pad_token_id", None), eos) if i is not None), 0)
+    inputs = prompt_inputs(strategy.parts[0], rows, pad)
+    input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(strategy.device), inputs)
+    new: list[list[int]] = [[] for _ in rows]
+    ended = [False for _ in rows]
+
+    def on_token(column: Tensor) -> Tensor | bool:
+        for n, token in enumerate(column[:, 0].tolist()):
+            if not ended[n] and token != eos:
+                new[n].append(token)
+            ended[n] = ended[n] or token == eos or any(text in tokenizer.decode(new[n]) for text in stop)
+        if trainer.run.sync.poll():  # all ranks end it together
+            return True
+        return torch.tensor([[each] for each in ended])
+
+    with evaluation_mode(strategy.parts):
+        generate(
+            strategy.logits,
+            input_ids,
+            mask,
+            encoder_inputs=encoder_inputs,
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=settings.do_sample,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            repetition_penalty=settings.repetition_penalty,
+            eos_token_id=eos,
+            pad_token_id=pad,
+            generator=generator,
+            agree=_that_of_rank_0(trainer.run.cpu_group),
+            on_token=on_token,
+        )
+    return new
+
+
+def _encoded(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt; an empty one begins with the token that separates documents."""
     start = getattr(tokenizer, "bos_token_id", None)
     start = tokenizer.eos_token_id if start is None else start
@@ -129,7 +168,7 @@ def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:
     encoded = [list(encode(prompt)) or [start] for prompt in prompts]
     if any(ids == [None] for ids in encoded):
         raise SetupError(
-            f"{_PATH}: an empty prompt needs a tokenizer with a bos or eos token; write at least one character"
+            "prompts: an empty prompt needs a tokenizer with a bos or eos token; write at least one character"
         )
     return encoded
 

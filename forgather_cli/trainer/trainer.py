@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, tasks_of, track_best, users_metrics
 from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.from_python import Objects, RunFiles, built_in, described_data, script_files
+from forgather_cli.trainer.generate import generated
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import (
     OptimizerRecipe,
@@ -284,6 +285,17 @@ class Trainer:
         arrays, metrics = self._evaluated(test_dataset, metric_key_prefix, "the prediction", None, predictions)
         self.emit("on_predict", metrics=metrics)
         return PredictionOutput(arrays.get("predictions"), arrays.get("labels"), metrics)
+
+    def generate(self, prompts: Any, *, seed: int = 42, stop: str | Sequence[str] = (), **settings: Any) -> Any:
+        """Collective. Each prompt with what the model, as it is now, writes to it; the same on all ranks.
+
+        ``prompts``: a text or a list of texts, which come back as texts; or token ids, a list or tensor of them or a
+        list of such, which come back as lists. ``settings``: those of ``forgather generate`` that say how tokens are
+        chosen, with its defaults: max_new_tokens 200, temperature 0.7 (0: greedy), top_k 20, top_p 1.0,
+        repetition_penalty 1.0, do_sample True. A row ends with the tokenizer's end token, which is left out, or before
+        a text of ``stop``. Draws come from ``seed`` alone. Raises ConfigError.
+        """
+        return generated(self, prompts, seed, stop, settings)
 
     def _evaluated(
         self, dataset: Any, prefix: str, what: str, sync: StepSync | None, predictions: Predictions | None

@@ -142,6 +142,7 @@ class TextgenSettings(Settings):
     do_sample: bool = True
     top_k: Count = 20
     temperature: PositiveFloat = 0.7
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     repetition_penalty: PositiveFloat = 1.15
     max_new_tokens: PositiveInt = 200
     generation_steps: PositiveInt | None = None  # null: at each evaluation
