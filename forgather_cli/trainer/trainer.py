@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import BuiltIn, CallbackList, NoWriter, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.checkpoint.components import Sharing
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
@@ -43,7 +44,7 @@ from forgather_cli.trainer.arguments import (
     with_strategy,
 )
 from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num_parameters, strategy_of, train_loader
-from forgather_cli.trainer.checkpoints import Checkpoints, drawn_seed, save_model
+from forgather_cli.trainer.checkpoints import RESERVED, Checkpoints, drawn_seed, save_model
 from forgather_cli.trainer.device_errors import explain_model, explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, tasks_of, track_best, users_metrics
@@ -59,6 +60,7 @@ from forgather_cli.trainer.optimizers import (
     print_groups,
 )
 from forgather_cli.trainer.outer import outer_loop
+from forgather_cli.trainer.own_components import StateComponent, own_components
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.run import Run, describe
@@ -130,7 +132,8 @@ class Trainer:
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         self._should_stop, self._on_stop = should_stop, on_stop
-        self._warned_no_targets = False
+        self._warned_no_targets = self._is_training = False
+        self._added: list[StateComponent] = []
         root, logs = self.args.output_dir or "trainer_output", self.args.logging_dir
         run_dir = RunDir(Path(root), None if logs is None else Path(logs))
         groups = as_group_settings(optimizer_groups)
@@ -226,6 +229,33 @@ class Trainer:
         """Remove a callback: this object, or the first of this class."""
         self.callbacks.pop(callback)
 
+    def add_state_component(
+        self,
+        key: str,
+        object: Any,
+        sharing: Sharing | str = Sharing.GLOBAL,
+        *,
+        required: bool = False,
+        process_group: str | None = None,
+        group_id: str | int | None = None,
+    ) -> None:
+        """Have the state of an object in checkpoints, and restored from them; see ``StateComponent``.
+
+        On all ranks alike, before ``train()``; a callback does it in ``on_init_end``. Raises ConfigError.
+        """
+        if self._is_training:
+            raise ConfigError(f"state component {key!r}: training has begun; add it before train(), or in on_init_end")
+        self._added.append(StateComponent(key, object, sharing, required, process_group, group_id))
+
+    def get_state_components(self) -> list[StateComponent]:
+        """Components of a subclass's own, beside those that are added; asked once for each training, when model and
+        optimizer are made."""
+        return []
+
+    def get_process_groups(self) -> dict[str, Any]:
+        """Process groups of a subclass's own, by the names that its components have for them."""
+        return {}
+
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train to the end, or until something stops it; returns the run's metrics.
 
@@ -240,6 +270,7 @@ class Trainer:
 
     def _train(self, resume: bool | str) -> TrainOutput:
         self._prepare(resume)
+        self._is_training = True
         run, anomaly = self.run, self.args.detect_anomaly
         if anomaly and run.world.rank == 0:
             log.warning("detect_anomaly: every backward pass looks for NaN, and steps take several times as long")
@@ -261,6 +292,8 @@ class Trainer:
         except BaseException as error:
             self.emit("on_exception", quietly=True, exception=error)
             raise
+        finally:
+            self._is_training = False
         return TrainOutput(run.state.global_step, run.metrics.mean_loss(), metrics)
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -525,6 +558,8 @@ class Trainer:
         )
 
         # as of the checkpoint
+        components = [*self._added, *self.get_state_components()]
+        self.checkpoints.own = own_components(components, self.get_process_groups(), RESERVED, run.cpu_group)
         if reader is not None:
             self.checkpoints.restore(reader, self._recovery.position)
             run.epochs.update_max_steps()

@@ -112,7 +112,8 @@ class RunSettings(Settings):
 
     resume_from_checkpoint: bool | str = False
     resume_components: Annotated[
-        Literal["all"] | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks"]],
+        Literal["all"]
+        | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks", "components"]],
         _ON_RESUME,
     ] = "all"
     ignore_data_skip: Annotated[bool, _ON_RESUME] = False
