@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forgather_cli.api import Run, compose
     from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+    from forgather_cli.checkpoint.components import Sharing
     from forgather_cli.config.schema import (
         AdafactorSettings,
         AdamWSettings,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         WSDSettings,
     )
     from forgather_cli.trainer import Trainer, TrainingArguments, TrainOutput
+    from forgather_cli.trainer.own_components import StateComponent
 
 __version__ = "0.3.0.dev0"
 
@@ -72,7 +74,9 @@ __all__ = [
     "QATSettings",
     "Run",
     "SGDSettings",
+    "Sharing",
     "SingleSettings",
+    "StateComponent",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
@@ -86,6 +90,8 @@ __all__ = [
 
 _HOMES = {
     "Run": "forgather_cli.api",
+    "Sharing": "forgather_cli.checkpoint.components",
+    "StateComponent": "forgather_cli.trainer.own_components",
     "TrainOutput": "forgather_cli.trainer",
     "Trainer": "forgather_cli.trainer",
     "TrainerCallback": "forgather_cli.callbacks.base",

@@ -62,7 +62,7 @@ ALLOWED = {
         "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "targets",
-        "callbacks.build", "launch.exit_status", "launch.run_lock", "launch.signals",
+        "callbacks.build", "callbacks.textgen", "launch.exit_status", "launch.run_lock", "launch.signals",
     },
     "strategies": {
         "config.pipeline_layout", "distributed", "loss", "precision",

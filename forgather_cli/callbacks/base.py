@@ -7,16 +7,18 @@ class written for that library works here unchanged. Forgather adds ``on_forward
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
-from forgather_cli.config.schema import EVENTS
+from forgather_cli.config.schema import EVENTS, Settings
 from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
+from forgather_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +122,22 @@ class TrainerCallback:
     ``state.global_step``, states as they were there; before on_train_begin where that happened in a job that was
     killed right after), exception (on_exception). An event may return the control object.
 
-    A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its name. ``name``
-    is its config name, else its class name. Ranks other than 0 get every event too: check
-    ``state.is_world_process_zero`` before writing anything.
+    A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its ``name``. Ranks
+    other than 0 get every event too: check ``state.is_world_process_zero`` before writing anything.
     """
+
+    _given_name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its config name, or one that was set, else its class name; numbered once a Trainer has another of the name.
+        A subclass may have one of its own: ``name = "mine"``.
+        """
+        return self._given_name or vars(type(self)).get("config_name") or type(self).__name__
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._given_name = name
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
@@ -151,6 +165,59 @@ class TrainerCallback:
     def on_divergence(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
     def on_rollback(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+
+S = TypeVar("S", bound=Settings)
+
+
+class BuiltIn(TrainerCallback, Generic[S]):
+    """A callback of Forgather's. A config makes it of its settings, a script of the same by keyword:
+    ``DivergenceDetector(smoothing=0.3)``. Raises ConfigError for keywords that are none of its settings.
+
+    ``run``: where it writes; ``config_tree``: the resolved settings; by default those of the Trainer that takes it.
+    ``stream``: where what is meant for people goes.
+    """
+
+    config_name: ClassVar[str]
+    kind: ClassVar[type[Settings]]
+
+    def __init__(
+        self,
+        settings: S | None = None,
+        run: RunDir | None = None,
+        *,
+        config_tree: dict[str, Any] | None = None,
+        stream: Literal["stdout", "stderr"] = "stdout",
+        **keywords: Any,
+    ) -> None:
+        if settings is None:
+            settings = cast(S, self._from_keywords(keywords))
+        elif not isinstance(settings, self.kind) or keywords:
+            raise ConfigError(
+                f"{type(self).__name__}: its settings go by keyword, got {settings!r:.80}; write "
+                f"{type(self).__name__}(name=value)"
+            )
+        self.settings = settings
+        self._run, self._tree, self._stream = run, config_tree, stream
+
+    def _from_keywords(self, keywords: dict[str, Any]) -> Settings:
+        from forgather_cli.config.decode import decode_settings
+
+        try:
+            return decode_settings(self.kind, keywords)
+        except ConfigError as error:
+            raise ConfigError([f"{type(self).__name__}.{problem}" for problem in error.problems]) from error
+
+    @property
+    def run(self) -> RunDir:
+        """Where it writes."""
+        assert self._run is not None, "a Trainer takes it before anything happens"
+        return self._run
+
+    def taken_by(self, run: RunDir, config_tree: dict[str, Any]) -> None:
+        """A Trainer with this run directory and these settings has got it."""
+        self._run = self._run or run
+        self._tree = config_tree if self._tree is None else self._tree
 
 
 def _handles(callback: Any, event: str) -> bool:
@@ -238,6 +305,9 @@ class CallbackList:
                 "on_step_end, on_log, on_save, ..."
             )
         self.by_name[unique] = callback
+        if isinstance(callback, TrainerCallback) and callback.name != unique:
+            with contextlib.suppress(AttributeError):  # a subclass's own that cannot be set
+                callback.name = unique
         for event in EVENTS:
             if _handles(callback, event):
                 self.handlers[event].append((unique, _handler(getattr(callback, event))))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import plain
 from forgather_cli.config.schema import ControlSettings
 from forgather_cli.control import command_record, registry
@@ -20,14 +20,14 @@ from forgather_cli.control.command_record import ABORT, SAVE, STOP, Command
 from forgather_cli.control.registry import Entry
 from forgather_cli.control.server import PORTS, ControlServer
 from forgather_cli.errors import ForgatherError
-from forgather_cli.run_dir import RunDir, step_of
+from forgather_cli.run_dir import step_of
 
 log = logging.getLogger(__name__)
 
 _NEWEST = 50  # records of the log history that the newest metrics are looked for in
 
 
-class TrainerControlCallback(TrainerCallback):
+class TrainerControlCallback(BuiltIn[ControlSettings]):
     """Serves commands on world rank 0, and answers each when it is done or has failed.
 
     All ranks agree on commands and the loop acts on them in ``trainer.step_sync``, which reads the queue made here. A
@@ -35,15 +35,13 @@ class TrainerControlCallback(TrainerCallback):
     controlled trains on.
     """
 
-    def __init__(
-        self,
-        settings: ControlSettings | None = None,
-        run: RunDir | None = None,
-        stacks: Callable[[], dict[str, Any]] | None = None,
-    ) -> None:
-        """``run``: where the job logs, by default the trainer's. ``stacks()``: where all ranks stand, for JSON."""
-        self.settings = settings or ControlSettings()
-        self._run, self._stacks = run, stacks
+    config_name = "control"
+    kind = ControlSettings
+
+    def __init__(self, *args: Any, stacks: Callable[[], dict[str, Any]] | None = None, **kwargs: Any) -> None:
+        """``stacks()``: where all ranks stand, for JSON; called in any thread."""
+        super().__init__(*args, **kwargs)
+        self._stacks = stacks
         self._trainer: Any = None
         self._queue: CommandQueue | None = None
         self._server: ControlServer | None = None
@@ -173,7 +171,7 @@ class TrainerControlCallback(TrainerCallback):
         try:
             token = None if settings.disable_auth else settings.given_token() or secrets.token_hex(32)
             self._server = ControlServer(job_id, self._commands, reports, host=settings.host, ports=ports, token=token)
-            run = self._run or self._trainer.run_dir
+            run = self.run
             entry = Entry(
                 **self._about,
                 host=settings.host,

@@ -1,24 +1,27 @@
-"""DilocoCallback: train together with other jobs over slow links (``diloco/worker.py``)."""
+"""DiLoCoCallback: train together with other jobs over slow links (``diloco/worker.py``)."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.callbacks.base import BuiltIn
 from forgather_cli.config.schema import DilocoSettings
 
 log = logging.getLogger(__name__)
 
 
-class DilocoCallback(TrainerCallback):
+class DiLoCoCallback(BuiltIn[DilocoSettings]):
     """Brings the loop that exchanges weights with a server, and adds to the logs how that goes.
 
     Without a server, in config or environment, it does nothing.
     """
 
-    def __init__(self, settings: DilocoSettings | None = None) -> None:
-        self.settings = settings or DilocoSettings()
+    config_name = "diloco"
+    kind = DilocoSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._worker: Any = None
 
     @property

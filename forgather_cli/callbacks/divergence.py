@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from forgather_cli.callbacks.base import Divergence, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, Divergence, TrainerControl, TrainerState
 from forgather_cli.config.schema import DivergenceSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import COUNT, NUMBER, Kind, check_fields, optional
@@ -14,7 +14,7 @@ from forgather_cli.input_files import COUNT, NUMBER, Kind, check_fields, optiona
 logger = logging.getLogger(__name__)
 
 
-class DivergenceDetector(TrainerCallback):
+class DivergenceDetector(BuiltIn[DivergenceSettings]):
     """Judges a logged metric that falls while training goes well: ``loss``, ``eval_loss`` or ``metric_key``.
 
     Its running mean, in which the newest value weighs ``smoothing``, may lie above the best one by ``threshold``, or be
@@ -25,10 +25,14 @@ class DivergenceDetector(TrainerCallback):
     settings that judge nothing.
     """
 
+    config_name = "divergence"
+    kind = DivergenceSettings
+
     _STATE = ("_smoothed", "_best", "_best_step", "_seen", "_bad", "_sound_step", "_last_step")
 
-    def __init__(self, settings: DivergenceSettings | None = None) -> None:
-        self.settings = s = settings or DivergenceSettings()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        s = self.settings
         if s.threshold is None and s.relative_threshold is None:
             raise ConfigError("callbacks.divergence: needs threshold or relative_threshold; set one of them")
         if s.relative_threshold is not None and s.relative_threshold <= 1:

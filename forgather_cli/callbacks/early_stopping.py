@@ -6,22 +6,25 @@ import logging
 import math
 from typing import Any
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import EarlyStoppingSettings
 from forgather_cli.input_files import COUNT, NUMBER, check_fields, optional
 
 logger = logging.getLogger(__name__)
 
 
-class EarlyStopping(TrainerCallback):
+class EarlyStopping(BuiltIn[EarlyStoppingSettings]):
     """Stops after ``patience`` evaluations in a row that do not beat the best metric by more than ``threshold``.
 
     Lower is better, unless the metric is ``metric_for_best_model`` and ``greater_is_better`` says otherwise. NaN is
     never better. Best value and count are part of the checkpoint.
     """
 
-    def __init__(self, settings: EarlyStoppingSettings | None = None) -> None:
-        self.settings = settings or EarlyStoppingSettings()
+    config_name = "early_stopping"
+    kind = EarlyStoppingSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._best: float | None = None
         self._best_step = 0
         self._bad = 0

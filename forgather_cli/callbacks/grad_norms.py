@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import RecordFile
 from forgather_cli.callbacks.norms import FullParameters, HostCopy
 from forgather_cli.config import schedule
 from forgather_cli.config.schema import GradNormSettings
-from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 _DELAY = 2  # steps after which a device is sure to be done with one, as the loop reads its own norm
 
 
-class GradNormLogger(TrainerCallback):
+class GradNormLogger(BuiltIn[GradNormSettings]):
     """Writes the L2 norms of the full parameters' gradients after clipping to ``gradient_norms.jsonl``.
 
     A record is written with every evaluation, with every log, or every N steps, then two steps late on CUDA: the host
@@ -29,12 +29,18 @@ class GradNormLogger(TrainerCallback):
     fuse_optim_with_backward no gradient is left to be measured, and this is off.
     """
 
-    def __init__(self, settings: GradNormSettings, run: RunDir) -> None:
-        self.settings = settings
-        self._file = RecordFile(run.gradient_norms)
+    config_name = "grad_norms"
+    kind = GradNormSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._parameters: FullParameters | None = None
         self._newest: tuple[int, Tensor] | None = None  # a step, and what was measured in it
         self._waiting: deque[tuple[int, float, HostCopy]] = deque()
+
+    @cached_property
+    def _file(self) -> RecordFile:
+        return RecordFile(self.run.gradient_norms)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._newest = None

@@ -6,27 +6,19 @@ from typing import Any
 
 import yaml
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say
 from forgather_cli.config.schema import InfoSettings
 
 
-class InfoCallback(TrainerCallback):
+class InfoCallback(BuiltIn[InfoSettings]):
     """Writes ``trainer.info()`` at the start: a panel on a terminal, ``key  value`` lines elsewhere.
 
     ``verbose`` adds the resolved config, where ``config_tree`` is given, and the module tree.
     """
 
-    def __init__(
-        self,
-        settings: InfoSettings | None = None,
-        *,
-        config_tree: dict[str, Any] | None = None,
-        stream: StreamName = "stdout",
-    ) -> None:
-        self.settings = settings or InfoSettings()
-        self._tree = config_tree
-        self._stream: StreamName = stream
+    config_name = "info"
+    kind = InfoSettings
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:

@@ -9,12 +9,13 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
+from forgather_cli.config.schema import JsonSettings
 from forgather_cli.input_files import parse_json, read_bytes
-from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +58,18 @@ class RecordFile:
         self._ready = True
 
 
-class JsonLogger(TrainerCallback):
+class JsonLogger(BuiltIn[JsonSettings]):
     """Every training log, evaluation and final result as a record of ``metrics.jsonl``.
 
     Evaluations arrive by on_log too, so on_evaluate is not needed.
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self._file = RecordFile(run.metrics)
+    config_name = "json"
+    kind = JsonSettings
+
+    @cached_property
+    def _file(self) -> RecordFile:
+        return RecordFile(self.run.metrics)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:

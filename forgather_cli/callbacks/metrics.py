@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import MetricsSettings
 from forgather_cli.distributed import all_sum
 
@@ -63,7 +63,7 @@ def peak_flops(device_name: str, kind: str) -> float | None:
     return None
 
 
-class DefaultMetrics(TrainerCallback):
+class DefaultMetrics(BuiltIn[MetricsSettings]):
     """Adds to each training log:
 
     - ``mfu``: FLOPs of the interval / its active seconds / (peak per device x devices); left out where the peak of the
@@ -74,8 +74,11 @@ class DefaultMetrics(TrainerCallback):
     Collective.
     """
 
-    def __init__(self, settings: MetricsSettings | None = None) -> None:
-        self.settings = settings or MetricsSettings()
+    config_name = "metrics"
+    kind = MetricsSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._peak: float | None = None
         self._device = torch.device("cpu")
         self._rank, self._world, self._group = 0, 1, None

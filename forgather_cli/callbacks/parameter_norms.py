@@ -8,17 +8,17 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import RecordFile
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.config.schema import ParameterNormSettings
 from forgather_cli.errors import ConfigError
-from forgather_cli.run_dir import RunDir
 from forgather_cli.shards import box_of, local
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _NOTHING_LEFT = 1e-6  # of the largest value seen: what remains of a vector in fp32 when its directions are used up
 
 
-class ParameterNormLogger(TrainerCallback):
+class ParameterNormLogger(BuiltIn[ParameterNormSettings]):
     """Writes the L2 norms of the full parameters, and the spectral norms of those that are matrices, at each
     evaluation to ``parameter_norms.jsonl``.
 
@@ -34,19 +34,25 @@ class ParameterNormLogger(TrainerCallback):
     Where they ended is part of the checkpoint, and serves under every strategy.
     """
 
-    def __init__(self, settings: ParameterNormSettings, run: RunDir) -> None:
+    config_name = "parameter_norms"
+    kind = ParameterNormSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError if there is nothing to write."""
-        if not (settings.log_norms or settings.log_spectral_norms):
+        super().__init__(*args, **kwargs)
+        if not (self.settings.log_norms or self.settings.log_spectral_norms):
             raise ConfigError(
                 "callbacks.parameter_norms: log_norms and log_spectral_norms are both false, got nothing to log; set "
                 "one of them to true or leave the callback out (~callbacks.parameter_norms)"
             )
-        self.settings = settings
-        self._file = RecordFile(run.parameter_norms)
         self._parameters: FullParameters | None = None
         self._spectral: SpectralNorms | None = None
         self._vectors: dict[str, Tensor] = {}  # where the next measurement begins, until there are spectral norms
         self._is_warm = False
+
+    @cached_property
+    def _file(self) -> RecordFile:
+        return RecordFile(self.run.parameter_norms)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._begin(kwargs["trainer"])

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.columns import format_value
-from forgather_cli.callbacks.console import StreamName, say
+from forgather_cli.callbacks.console import say
 from forgather_cli.callbacks.metrics import peak_memory, peak_reserved
 from forgather_cli.config.schema import PeakMemorySettings
 from forgather_cli.distributed import gather
 from forgather_cli.messages import sent
-from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class Peak:
         return f"peak memory of rank {rank}{where}: {', '.join(words)}"
 
 
-class PeakMemory(TrainerCallback):
+class PeakMemory(BuiltIn[PeakMemorySettings]):
     """Ends training with a line for each rank: its peak of CUDA memory, on CPU of resident memory.
 
     ``show_details`` adds where it was, and on CUDA the device's size, retried allocations and host memory. ``do_log``
@@ -77,10 +76,11 @@ class PeakMemory(TrainerCallback):
     https://pytorch.org/memory_viz at the end of training, or where it fails; recording costs time and host memory.
     """
 
-    def __init__(self, settings: PeakMemorySettings, run: RunDir, *, stream: StreamName = "stdout") -> None:
-        self.settings = settings
-        self._run = run
-        self._stream: StreamName = stream
+    config_name = "peak_memory"
+    kind = PeakMemorySettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._device = torch.device("cpu")
         self._snapshot: Path | None = None
         self._rank = 0
@@ -98,7 +98,7 @@ class PeakMemory(TrainerCallback):
                     self._device.type,
                 )
             return
-        self._snapshot = self._run.memory_snapshot(self.settings.file_prefix, self._rank)
+        self._snapshot = self.run.memory_snapshot(self.settings.file_prefix, self._rank)
         torch.cuda.memory._record_memory_history(max_entries=_MAX_HISTORY)
 
     def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
-from forgather_cli.callbacks.console import StreamName, say
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
+from forgather_cli.callbacks.console import say
 from forgather_cli.config.schema import ProfilerSettings
 from forgather_cli.errors import SetupError
-from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ _STACK_DEPTH = 5  # frames by which the rows of a table are told apart
 _NAME_WIDTH = 60  # characters
 
 
-class ProfilerCallback(TrainerCallback):
+class ProfilerCallback(BuiltIn[ProfilerSettings]):
     """Profiles ``num_steps`` steps on every rank, after the first ``start_step`` ones of this process.
 
     Steps are counted from where the process began, so a resumed run is profiled anew; files are named by the run's
@@ -34,11 +34,16 @@ class ProfilerCallback(TrainerCallback):
     the window writes what there is, and training that ends before it is warned of.
     """
 
-    def __init__(self, settings: ProfilerSettings | None, run: RunDir, *, stream: StreamName = "stdout") -> None:
-        self.settings = settings or ProfilerSettings()
-        self._directory = Path(self.settings.output_dir).expanduser() if self.settings.output_dir else run.profile
-        self._stream: StreamName = stream
+    config_name = "profiler"
+    kind = ProfilerSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._begin()
+
+    @cached_property
+    def _directory(self) -> Path:
+        return Path(self.settings.output_dir).expanduser() if self.settings.output_dir else self.run.profile
 
     def _begin(self) -> None:
         self._profiler: profile | None = None

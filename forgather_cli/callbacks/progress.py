@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge, time_shares
 from forgather_cli.callbacks.display import PlainDisplay, TableDisplay, evaluation_prefix
 from forgather_cli.callbacks.screen import screen_of
@@ -15,15 +15,18 @@ from forgather_cli.config.schema import ProgressSettings
 from forgather_cli.errors import ConfigError
 
 
-class ProgressCallback(TrainerCallback):
+class ProgressCallback(BuiltIn[ProgressSettings]):
     """Bar, table rows and results on world rank 0.
 
     A step costs one look at the clock; the bar moves at most five times a second. Raises ConfigError for a column
     that is not one.
     """
 
-    def __init__(self, settings: ProgressSettings | None = None) -> None:
-        self.settings = settings or ProgressSettings()
+    config_name = "progress"
+    kind = ProgressSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if problems := list(self.settings.problems()):
             raise ConfigError(problems)
         self.columns = merge(STEP_COLUMNS, self.settings.step_columns)

@@ -10,13 +10,12 @@ from typing import Any
 
 import yaml
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import TRANSFORMS, TensorboardSettings
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.run_dir import RunDir
 
 
-class TBLogger(TrainerCallback):
+class TBLogger(BuiltIn[TensorboardSettings]):
     """Writes RUN/tensorboard on world rank 0.
 
     Every number of a log becomes a curve under Hugging Face's names: ``eval_loss`` is ``eval/loss``, the rest
@@ -25,15 +24,13 @@ class TBLogger(TrainerCallback):
     resumed step is purged. TensorBoard is imported with the first log, not before the first step.
     """
 
-    def __init__(
-        self, run: RunDir, settings: TensorboardSettings | None = None, *, config_tree: dict[str, Any] | None = None
-    ) -> None:
-        self._directory = run.tensorboard
-        settings = settings or TensorboardSettings()
-        if problems := list(settings.problems()):
+    config_name = "tensorboard"
+    kind = TensorboardSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if problems := list(self.settings.problems()):
             raise ConfigError(problems)
-        self._scalars = settings.scalars
-        self._tree = config_tree
         self._waiting: list[tuple[str, str, int]] = []
         self._writer: Any = None
         self._purge_step: int | None = None
@@ -50,7 +47,7 @@ class TBLogger(TrainerCallback):
         self._purge_step = state.resumed_step + 1 if state.resumed_step else 0
         if self._tree is not None:
             text = yaml.safe_dump(self._tree, sort_keys=False, allow_unicode=True)
-            self._waiting.append(("config", _indented(text), state.resumed_step))
+            self._waiting.append(("config", indented(text), state.resumed_step))
         self._waiting.append(("training info", _table(kwargs["trainer"].info()), state.resumed_step))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -78,7 +75,7 @@ class TBLogger(TrainerCallback):
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Show literal text of another callback; world rank 0 only."""
-        self._open().add_text(tag, _indented(text), step)
+        self._open().add_text(tag, indented(text), step)
 
     def on_rollback(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._writer is not None:
@@ -93,7 +90,7 @@ class TBLogger(TrainerCallback):
 
     def _values(self, logs: Mapping[str, Any]) -> dict[str, float]:
         values = {curve(name): float(value) for name, value in logs.items() if is_number(value) and name != "step"}
-        for tag, scalar in self._scalars.items():
+        for tag, scalar in self.settings.scalars.items():
             values.pop(tag, None)
             if scalar is not None and is_number(logs.get(scalar["source"])):
                 values[tag] = _transformed(scalar.get("transform"), float(logs[scalar["source"]]))
@@ -103,7 +100,7 @@ class TBLogger(TrainerCallback):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
+            self._writer = SummaryWriter(str(self.run.tensorboard), purge_step=self._purge_step)
             self._purge_step = None  # a later reopening goes on
             atexit.register(self._close)  # of what others write after on_train_end
         for text in self._waiting:
@@ -148,6 +145,6 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _indented(text: str) -> str:
+def indented(text: str) -> str:
     """A Markdown code block: TensorBoard renders text as Markdown."""
     return "\n".join("    " + line for line in text.splitlines())

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from forgather_cli.bars import Bar
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
 from forgather_cli.callbacks.json_logger import append, replace_file
-from forgather_cli.config.schema import TextgenSettings
+from forgather_cli.callbacks.tensorboard import indented
+from forgather_cli.config.schema import Sampling, TextgenSettings
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
-from forgather_cli.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
 ShowBar = Callable[[str, int, int], None]
 _MAX_LINES = 6  # on a terminal
 _HEADER = re.compile(rb"^=== step (\d+) ===$", re.MULTILINE)
-_PATH = "callbacks.textgen.prompts"
 _BAR = "samples"
 
 
-class TextgenCallback(TrainerCallback):
+class TextgenCallback(BuiltIn[TextgenSettings]):
     """Continues the prompts at each evaluation, or every ``generation_steps`` steps, all in one left-padded batch.
 
     Collective: every rank generates the tokens that rank 0 draws, and rank 0 writes to the console, to ``samples.txt``
@@ -44,27 +44,23 @@ class TextgenCallback(TrainerCallback):
     leaves training's alone.
     """
 
+    config_name = "textgen"
+    kind = TextgenSettings
+
     def __init__(
-        self,
-        settings: TextgenSettings,
-        run: RunDir,
-        *,
-        add_text: AddText | None = None,
-        show_bar: ShowBar | None = None,
-        stream: StreamName = "stdout",
+        self, *args: Any, add_text: AddText | None = None, show_bar: ShowBar | None = None, **kwargs: Any
     ) -> None:
-        """``show_bar``: shows how many of how many tokens are written, beside other bars; None: a bar alone."""
-        self.settings = settings
-        self.prompts, self.sampling = settings.texts(), settings.sampling()
-        self._samples = run.samples
-        self._add_text = add_text
-        self._show_bar = show_bar
-        self._stream: StreamName = stream
+        """``add_text``: by default that of the Trainer's TensorBoard. ``show_bar``: shows how many of how many tokens
+        are written, beside other bars; by default the Trainer's progress, else a bar alone.
+        """
+        super().__init__(*args, **kwargs)
+        self.prompts, self.sampling = self.settings.texts(), self.settings.sampling()
+        self._add_text, self._show_bar = add_text, show_bar
         self._writes, self._wrote = True, False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:  # step 0 is repeated too, unless this very process has evaluated there
-            cut_samples(self._samples, state.resumed_step if state.resumed_step or self._wrote else -1)
+            cut_samples(self.run.samples, state.resumed_step if state.resumed_step or self._wrote else -1)
         tokenizer = kwargs.get("processing_class")
         self._writes = tokenizer is not None
         if not self._writes:
@@ -85,72 +81,118 @@ class TextgenCallback(TrainerCallback):
         tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
         digest = hashlib.sha256(f"textgen {trainer.run.seed} {state.global_step}".encode()).digest()
         generator = torch.Generator(trainer.strategy.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        most, written = self.sampling.max_new_tokens, count(1)
-        with evaluation_mode(trainer.strategy.parts), Bar(_BAR, total=most, shown=state.is_world_process_zero) as bar:
-            show = self._show_bar or (lambda what, done, total: bar.update(done, total))
+        most, columns = self.sampling.max_new_tokens, count(1)
+        with Bar(_BAR, total=most, shown=state.is_world_process_zero) as bar:
 
-            def on_token(_: Tensor) -> bool:
+            def alone(what: str, done: int, total: int) -> None:
+                bar.update(done, total)
+
+            progress = trainer.callbacks.by_name.get("progress")
+            show = self._show_bar or getattr(progress, "show_bar", None) or alone
+
+            def on_token() -> None:
                 if state.is_world_process_zero:
-                    show(_BAR, next(written), most)
-                stops: bool = trainer.run.sync.poll()  # all ranks end it together
-                return stops
+                    show(_BAR, next(columns), most)
 
-            completions = self._generate(trainer, tokenizer, generator, on_token)
+            completions = written(trainer, self.prompts, tokenizer, self.sampling, generator, on_token)
             if state.is_world_process_zero:
                 show(_BAR, most, most)
         if state.is_world_process_zero:
-            self._write([printable(text) for text in completions], state.global_step)
+            add_text = self._add_text or partial(_add_literally, trainer)
+            self._write([printable(text) for text in completions], state.global_step, add_text)
 
-    def _generate(
-        self, trainer: Any, tokenizer: Any, generator: torch.Generator, on_token: Callable[[Tensor], bool]
-    ) -> list[str]:
-        from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
+    def _write(self, completions: list[str], step: int, add_text: AddText) -> None:
+        self.run.samples.parent.mkdir(parents=True, exist_ok=True)
+        pairs = list(zip(self.prompts, completions, strict=True))
+        text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
+        record = _HEADER.sub(rb" \g<0>", text.encode(errors="replace"))  # by which records are told apart
+        append(self.run.samples, b"=== step %d ===\n%b\n" % (step, record))
+        self._wrote = True
+        for number, (prompt, completion) in enumerate(pairs, 1):
+            _show(prompt, completion, f"sample {number} at step {step}", self._stream)
+            add_text(f"samples/{number}", prompt + completion, step)
 
-        eos, strategy, stops = tokenizer.eos_token_id, trainer.strategy, self.sampling.stop
-        pad = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
-        prompts, model = self.prompts, strategy.parts[0]
-        if getattr(model, "is_encoder_decoder", False):
-            prompts = [masked_prompt(tokenizer, prompt) for prompt in prompts]
-        inputs = prompt_inputs(model, _encoded(prompts, tokenizer), pad)
-        input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(strategy.device), inputs)
 
-        def text_of(ids: list[int]) -> str:
-            text: str = tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids)
-            return text
+def _add_literally(trainer: Any, tag: str, text: str, step: int) -> None:
+    trainer.tensorboard.add_text(tag, indented(text), step)
 
-        def is_over(new: Tensor) -> Tensor:  # (B, candidates, tokens)
-            texts = [[text_of(ids) for ids in candidates] for candidates in new.tolist()]
-            return torch.tensor([[any(stop in text for stop in stops) for text in each] for each in texts])
 
+def written(
+    trainer: Any,
+    prompts: Sequence[str],
+    tokenizer: Any,
+    sampling: Sampling,
+    generator: torch.Generator,
+    on_token: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Collective. What the model writes to texts, before a text of ``sampling.stop``; the same on all ranks.
+
+    ``on_token`` is called after each column of tokens.
+    """
+    from forgather_cli.models.generate import masked_prompt
+
+    reads = getattr(trainer.strategy.parts[0], "is_encoder_decoder", False)
+    asked = [masked_prompt(tokenizer, prompt) for prompt in prompts] if reads else prompts
+    texts = []
+    for new in continued(trainer, _encoded(asked, tokenizer), tokenizer, sampling, generator, on_token):
+        text = tokenizer.decode(new)
+        text = text.removeprefix("<extra_id_0>") if reads else text
+        texts.append(text[: min((at for stop in sampling.stop if (at := text.find(stop)) >= 0), default=len(text))])
+    return texts
+
+
+def continued(
+    trainer: Any,
+    rows: list[list[int]],
+    tokenizer: Any,
+    sampling: Sampling,
+    generator: torch.Generator,
+    on_token: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
+    """Collective. The tokens that follow on each row of tokens, until the end token, which is left out, or until they
+    hold a text of ``sampling.stop``; the same on all ranks, under every strategy. Without a ``tokenizer`` (None) there
+    are no ends.
+    """
+    from forgather_cli.models.generate import generate, prompt_inputs
+
+    strategy, stops, eos = trainer.strategy, sampling.stop, getattr(tokenizer, "eos_token_id", None)
+    pad = next((i for i in (getattr(tokenizer, "pad_token_id", None), eos) if i is not None), 0)
+    inputs = prompt_inputs(strategy.parts[0], rows, pad)
+    input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(strategy.device), inputs)
+
+    def before_end(ids: list[int]) -> list[int]:
+        return ids[: ids.index(eos)] if eos in ids else ids
+
+    def has_stop(ids: list[int]) -> bool:
+        text = tokenizer.decode(before_end(ids))
+        return any(stop in text for stop in stops)
+
+    def is_over(new: Tensor) -> Tensor:  # (B, candidates, tokens)
+        return torch.tensor([[has_stop(ids) for ids in candidates] for candidates in new.tolist()])
+
+    def on_column(_: Tensor) -> bool:
+        on_token()
+        ends: bool = trainer.run.sync.poll()  # all ranks end it together
+        return ends
+
+    with evaluation_mode(strategy.parts):
         output = generate(
             strategy.logits,
             input_ids,
             mask,
             encoder_inputs=encoder_inputs,
-            **self.sampling.choices,
+            **sampling.choices,
             eos_token_id=eos,
             pad_token_id=pad,
             generator=generator,
             agree=_that_of_rank_0(trainer.run.cpu_group),
-            on_token=on_token,
+            on_token=on_column,
             is_over=is_over if stops else None,
         )
-        texts = [text_of(ids) for ids in output[:, input_ids.shape[1] :].tolist()]
-        for stop in stops:
-            texts = [text.partition(stop)[0] for text in texts]
-        return texts if encoder_inputs is None else [text.removeprefix("<extra_id_0>") for text in texts]
-
-    def _write(self, completions: list[str], step: int) -> None:
-        self._samples.parent.mkdir(parents=True, exist_ok=True)
-        pairs = list(zip(self.prompts, completions, strict=True))
-        text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
-        text = _HEADER.sub(rb" \g<0>", text.encode(errors="replace"))  # by which records are told apart
-        append(self._samples, b"=== step %d ===\n%b\n" % (step, text))
-        self._wrote = True
-        for number, (prompt, completion) in enumerate(pairs, 1):
-            _show(prompt, completion, f"sample {number} at step {step}", self._stream)
-            if self._add_text is not None:
-                self._add_text(f"samples/{number}", prompt + completion, step)
+    new = [before_end(ids) for ids in output[:, input_ids.shape[1] :].tolist()]
+    # behind a text that stops a row there is padding
+    ends = [next((n for n in range(1, len(ids)) if stops and has_stop(ids[:n])), len(ids)) for ids in new]
+    return [ids[:end] for ids, end in zip(new, ends, strict=True)]
 
 
 def cut_samples(path: Path, last_step: int) -> None:
@@ -169,7 +211,7 @@ def cut_samples(path: Path, last_step: int) -> None:
         replace_file(path, kept)
 
 
-def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:
+def _encoded(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt; an empty one begins with the token that separates documents."""
     start = getattr(tokenizer, "bos_token_id", None)
     start = tokenizer.eos_token_id if start is None else start
@@ -177,7 +219,7 @@ def _encoded(prompts: list[str], tokenizer: Any) -> list[list[int]]:
     encoded = [list(encode(prompt)) or [start] for prompt in prompts]
     if any(ids == [None] for ids in encoded):
         raise SetupError(
-            f"{_PATH}: an empty prompt needs a tokenizer with a bos or eos token; write at least one character"
+            "prompts: an empty prompt needs a tokenizer with a bos or eos token; write at least one character"
         )
     return encoded
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.tensorboard import curve, is_number
 from forgather_cli.config.decode import without_tokens
 from forgather_cli.config.schema import TRACKERS, TrackersSettings
 from forgather_cli.errors import SetupError
-from forgather_cli.run_dir import RunDir
 from forgather_cli.targets import import_path, is_installed
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ _FINISH_FAILED: dict[str, Callable[[Any], Any]] = {
 """Of a run that failed, where a service tells the two apart."""
 
 
-class Trackers(TrainerCallback):
+class Trackers(BuiltIn[TrackersSettings]):
     """Sends the resolved config at the start, then every log's numbers under Hugging Face's names (``train/loss``).
 
     Only world rank 0 imports a tracker or talks to it. One that cannot be started stops the run before its first step;
@@ -60,16 +59,15 @@ class Trackers(TrainerCallback):
     its run in wandb and mlflow.
     """
 
-    def __init__(
-        self, settings: TrackersSettings | None, run: RunDir, *, config_tree: dict[str, Any] | None = None
-    ) -> None:
-        self.settings = settings or TrackersSettings()
+    config_name = "trackers"
+    kind = TrackersSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._names = ["comet_ml" if name == "comet" else name for name in dict.fromkeys(self.settings.names)]
         for name in self._names:
             if name not in TRACKERS:
                 import_path(name, _NAMES)
-        self._run = run
-        self._tree = config_tree
         self._trackers: list[_Tracker] = []
         self._ids: dict[str, str] = {}
 
@@ -104,10 +102,10 @@ class Trackers(TrainerCallback):
         self._finish(_FINISH_FAILED)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run": str(self._run.root.resolve()), "ids": self._ids}
+        return {"run": str(self.run.root.resolve()), "ids": self._ids}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["run"] == str(self._run.root.resolve()):  # a run begun from another's checkpoint is one of its own
+        if state["run"] == str(self.run.root.resolve()):  # a run begun from another's checkpoint is one of its own
             self._ids = dict(state["ids"])
 
     def _finish(self, own_ways: Mapping[str, Callable[[Any], Any]]) -> None:
@@ -117,17 +115,17 @@ class Trackers(TrainerCallback):
         self._trackers = []
 
     def _started(self, name: str) -> _Tracker:
-        settings, run_name = self.settings, self.settings.run_name or self._run.root.resolve().name
+        settings, run_name = self.settings, self.settings.run_name or self.run.root.resolve().name
         kwargs = {_RUN_NAME[name]: run_name} if name in _RUN_NAME else {}
         if name in _DIRECTORY and _DIRECTORY[name][1] not in os.environ:
-            self._run.trackers.mkdir(parents=True, exist_ok=True)  # else wandb takes a temporary directory
-            place = self._run.trackers if name == "wandb" else self._run.trackers / name  # which adds its name itself
+            self.run.trackers.mkdir(parents=True, exist_ok=True)  # else wandb takes a temporary directory
+            place = self.run.trackers if name == "wandb" else self.run.trackers / name  # which adds its name itself
             kwargs[_DIRECTORY[name][0]] = str(place)
         if name in self._ids:
             kwargs |= _GO_ON[name][1](self._ids[name])
         kwargs |= settings.init_kwargs.get(name, {})
         try:
-            tracker = _construct(name, settings.project, str(self._run.trackers), kwargs)
+            tracker = _construct(name, settings.project, str(self.run.trackers), kwargs)
             if name == "comet_ml":
                 tracker.tracker.set_name(run_name)
         except Exception as error:  # whatever a service's package raises: no login, no server, wrong arguments

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.norms import FullParameters
+from forgather_cli.config.schema import WeightNormSettings
 
 
-class WeightNormLogger(TrainerCallback):
+class WeightNormLogger(BuiltIn[WeightNormSettings]):
     """Adds ``weight_norm`` to each training log: the L2 norm over all parameters of the model, tied ones once."""
+
+    config_name = "weight_norm"
+    kind = WeightNormSettings
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._parameters = FullParameters(kwargs["trainer"])

@@ -396,16 +396,17 @@ def restore_components(
     rank: int = 0,
     world_size: int | None = None,
     only: Collection[str] | None = None,
+    foreign: int = logging.INFO,
 ) -> list[str]:
     """Load what the checkpoint has of ``components``; with ``only``, of those with these keys.
 
     ``world_size``: of this job, None for that of the checkpoint's. Returns the keys that start fresh: because the
     checkpoint lacks them, each with a warning, or because ranks' or groups' own states belong to another layout, which
-    is one line of information. Raises CheckpointError if a required one starts fresh, and names the component whose
-    state does not fit.
+    is one line at the level ``foreign``. Raises CheckpointError if a required one starts fresh, and names the
+    component whose state does not fit.
     """
     fresh: list[str] = []
-    foreign: list[str] = []
+    elsewhere: list[str] = []
     saved = reader.manifest.world_size
     size = saved if world_size is None else world_size
     for component in components:
@@ -421,15 +422,16 @@ def restore_components(
                     f"{reader.path}: {key} was saved by each of {saved} ranks for itself, without which a run of "
                     f"{size} cannot resume it; resume with {saved} ranks"
                 )
-            foreign.append(key)
+            elsewhere.append(key)
             continue
         group = component.group if component.sharing.is_grouped else ""
         state = reader.state(key, rank, group)
         with reader.loading(reader.file_of(key, rank, group), key):
             component.object.load_state_dict(state)
-    if foreign:
-        log.info(
+    if elsewhere:
+        log.log(
+            foreign,
             "%s: each rank has its own %s, which starts fresh, since the ranks are others (then %d, now %d)",
-            reader.path, " and ".join(foreign), saved, size,
+            reader.path, " and ".join(elsewhere), saved, size,
         )  # fmt: skip
-    return fresh + foreign
+    return fresh + elsewhere

@@ -6,6 +6,7 @@ Names stay as they are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,19 +17,30 @@ from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import ModelError
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: children of the outermost lists (or dicts, sequences) of modules of one composite class."""
-    found: list[nn.Module] = []
+def numbered_blocks(module: nn.Module) -> list[tuple[int, nn.Module]]:
+    """The repeated blocks: children of the outermost lists (or dicts, sequences) of modules of one composite class.
+
+    Each with its number in its stack: the name that it has there, which a stage of a pipeline keeps, else its place.
+    """
+    found: list[tuple[int, nn.Module]] = []
     for child in module.children():
-        members = list(child.children())
+        members = list(child.named_children())
         container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        repeated = container and len({type(m) for m in members}) == 1 and any(True for _ in members[0].children())
-        found += members if repeated else blocks_of(child)
+        repeated = container and len({type(m) for _, m in members}) == 1 and any(True for _ in members[0][1].children())
+        if repeated:
+            found += [(int(name) if name.isdecimal() else n, member) for n, (name, member) in enumerate(members)]
+        else:
+            found += numbered_blocks(child)
     return found
 
 
-def _required_blocks(module: nn.Module, setting: str) -> list[nn.Module]:
-    blocks = blocks_of(module)
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, without their numbers."""
+    return [block for _, block in numbered_blocks(module)]
+
+
+def _required_blocks(module: nn.Module, setting: str) -> list[tuple[int, nn.Module]]:
+    blocks = numbered_blocks(module)
     if not blocks:
         raise ModelError(
             f"{setting}: {type(module).__name__} has no nn.ModuleList (or ModuleDict, Sequential) of equal blocks; "
@@ -47,15 +59,18 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def apply_activation_checkpointing(module: nn.Module, *, every_n_layers: int = 1, **options: Any) -> None:
-    """Recompute the activations of every block, or of each ``every_n_layers``-th from the first, in the backward pass
-    instead of keeping them. ``options`` are those of torch's ``checkpoint``. Raises ModelError.
+def apply_activation_checkpointing(
+    module: nn.Module, recomputes: Callable[[int], bool] = lambda layer: True, **options: Any
+) -> None:
+    """Recompute the activations of every block, or of those whose number in the full model ``recomputes`` names, in the
+    backward pass instead of keeping them. ``options`` are those of torch's ``checkpoint``. Raises ModelError.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
     """
-    for block in _required_blocks(module, "gradient_checkpointing")[::every_n_layers]:
-        # a partial over the block, not a closure: a deep copy of the model must call the copy
-        block.forward = functools.partial(_recomputed, block, options)
+    for number, block in _required_blocks(module, "gradient_checkpointing"):
+        if recomputes(number):
+            # a partial over the block, not a closure: a deep copy of the model must call the copy
+            block.forward = functools.partial(_recomputed, block, options)
 
 
 def _recomputed(block: nn.Module, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +98,7 @@ def compile_blocks(module: nn.Module, args: RunSettings) -> None:
         from torch._functorch import config
 
         config.activation_memory_budget = args.activation_memory_budget
-    for block in _required_blocks(module, "torch_compile"):
+    for _, block in _required_blocks(module, "torch_compile"):
         block.compile(
             backend=args.torch_compile_backend or "inductor",
             mode=args.torch_compile_mode,

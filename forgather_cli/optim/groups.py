@@ -66,6 +66,19 @@ class ParameterRow:
     """Bytes of its optimizer state in the parameter's dtype; None for an optimizer that is not ours."""
 
 
+def kind_of(name: str) -> str:
+    """What a parameter of this name is: embedding, attention, mlp, norm, head or other."""
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), "other")
+
+
+_KINDS = (
+    ("norm", r"norm|(^|\.)ln_"),
+    ("embedding", r"embed|(^|\.)w[tp]e\."),
+    ("head", r"(^|\.)(lm_)?head\."),
+    ("attention", r"attn|attention"),
+    ("mlp", r"mlp|feed_forward|ffn"),
+)
+
 # ------------------------------------------------------------------------------------------------------- assignment
 
 

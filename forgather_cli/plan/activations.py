@@ -5,6 +5,7 @@ Legend: E hidden size, H heads, K key-value heads, D head size, I width of the M
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ class Activations:
     Counted by hand from ``models/decoder.py`` with SDPA, which keeps no T x T scores: per token and layer the inputs
     of two norms and of the linear layers behind them (4 E), rotated q and k, v, and the attention's output
     ((2 H + 2 K) D), and SwiGLU's gate, up, activation and product (4 I); with norms of queries and keys what goes into
-    these ((H + K) D). Activation checkpointing keeps E per layer
-    and recomputes one layer at a time. A layer's backward holds the gradients of its MLP's insides (3 I) beside.
+    these ((H + K) D). A layer that is computed again keeps E,
+    and the rest of one layer at a time. A layer's backward holds the gradients of its MLP's insides (3 I) beside.
     The plain loss keeps logits and their log-softmax (2 V) and makes the gradient (V), in fp32; the chunked one (2 V)
     of a chunk of tokens. Liger's chunks have room for E logits per token of the batch, and Cut Cross-Entropy keeps none
     on a GPU, as their sources say. Around the layers there are the embedding's and the last norm's results and
@@ -39,9 +40,13 @@ class Activations:
     """
 
     kept: int
-    """From forward to backward, per layer."""
+    """From forward to backward, of a layer that is not computed again."""
+    kept_of_recomputed: int
+    """Of one that is."""
+    recomputes: Callable[[int], bool]
+    """Whether a layer, by its number in the full model, is computed again."""
     at_work: int
-    """In the layer whose backward runs: gradients, and under checkpointing what its second forward keeps."""
+    """Gradients in the layer whose backward runs."""
     ends: int
     """Before the first layer and behind the last."""
     loss: int
@@ -49,10 +54,15 @@ class Activations:
     loss_tokens: int | None
     """Tokens that the loss takes at a time; None: all of a micro-batch."""
 
-    def of(self, layers: int, tokens: int, *, loss: bool = True, in_flight: int = 1) -> int:
-        """Bytes of ``in_flight`` micro-batches of ``tokens`` each that wait for their backward in ``layers``."""
-        waiting = tokens * in_flight * layers * self.kept
-        at_work = tokens * self.at_work if layers else 0
+    def of(self, layers: range, tokens: int, *, loss: bool = True, in_flight: int = 1) -> int:
+        """Bytes of ``in_flight`` micro-batches of ``tokens`` each that wait for their backward in ``layers``.
+
+        Most is held as the last layer's backward begins: if it is computed again, all of its activations are there.
+        """
+        waiting = sum(self.kept_of_recomputed if self.recomputes(n) else self.kept for n in layers)
+        waiting *= tokens * in_flight
+        again = layers and self.recomputes(layers[-1])
+        at_work = tokens * (self.at_work + (self.kept if again else 0)) if layers else 0
         if not loss:
             return waiting + at_work
         chunked = self.loss_tokens is not None
@@ -90,10 +100,11 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
         case CutCrossEntropySettings() if config.device != "cpu":
             loss = 0
 
-    again = config.gradient_checkpointing
     return Activations(
-        kept=hidden * stream if again else layer,
-        at_work=(layer if again else 0) + 3 * mlp * width,
+        kept=layer,
+        kept_of_recomputed=hidden * stream,
+        recomputes=config.recomputes,
+        at_work=3 * mlp * width,
         ends=8 * hidden * stream,
         loss=loss,
         loss_tokens=loss_tokens,
@@ -120,10 +131,11 @@ def paired_activations(
     head, kv = stack.head_dim or 0, stack.num_key_value_heads or 0
     own = stack.hidden_size * (width + stream) + stack.num_attention_heads * head * (2 * width + stream)
     read = kv * head * (2 * width + stream)
-    layers = stack.num_hidden_layers
+    layers = range(stack.num_hidden_layers)
     tokens, decoder_tokens = micro_batch * encoder_len, micro_batch * decoder_len
     cross = decoder_tokens * own + tokens * read
-    at_once = 1 if config.gradient_checkpointing else layers  # it is made again, a layer at a time
+    # it is made again, a layer at a time
+    at_once = sum(not config.recomputes(n) for n in layers) + int(config.recomputes(layers[-1]))
     is_packed = getattr(config.data, "packing", None) == "best_fit"
     scores = encoder_len**2 + (decoder_len * (encoder_len + decoder_len) if is_packed else 0)
     masks = micro_batch * scores * width

@@ -109,10 +109,11 @@ def rounded_copies(config: Config, rows: Sequence[PlannedParameter]) -> int:
     The weight before it was cut off at the largest number, and as it is multiplied; for int4-weight-only two more on
     the way there (torchao 0.18).
     """
-    if not isinstance(config.precision, QATSettings) or config.gradient_checkpointing:
+    if not isinstance(config.precision, QATSettings):
         return 0
     copies = 4 if config.precision.qat_recipe == "int4-weight-only" else 2
-    matrices = (row.numel for row in rows if row.kind in ("attention", "mlp") and len(row.shape) == 2)
+    kept = [row for row in rows if row.layer is not None and not config.recomputes(row.layer)]
+    matrices = (row.numel for row in kept if row.kind in ("attention", "mlp") and len(row.shape) == 2)
     return copies * FP32 * sum(matrices)
 
 

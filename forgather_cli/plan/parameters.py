@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import Config
-from forgather_cli.optim.groups import ParameterRow, describe
+from forgather_cli.optim.groups import ParameterRow, describe, kind_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,7 @@ class PlannedParameter(ParameterRow):
     width: int
     """Bytes of each number of the weight and its gradient."""
     kind: str
-    """embedding, attention, mlp, norm, head or other."""
+    """See ``kind_of``."""
 
     @property
     def stack(self) -> str:
@@ -48,18 +48,9 @@ def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
     )
     rows = []
     for row in described:
-        kind = next((kind for kind, pattern in _KINDS if re.search(pattern, row.name)), "other")
-        rows.append(PlannedParameter(**vars(row), numel=math.prod(row.shape), width=widths[row.name], kind=kind))
+        numel, width = math.prod(row.shape), widths[row.name]
+        rows.append(PlannedParameter(**vars(row), numel=numel, width=width, kind=kind_of(row.name)))
     return rows
-
-
-_KINDS = (
-    ("norm", r"norm|(^|\.)ln_"),
-    ("embedding", r"embed|(^|\.)w[tp]e\."),
-    ("head", r"(^|\.)(lm_)?head\."),
-    ("attention", r"attn|attention"),
-    ("mlp", r"mlp|feed_forward|ffn"),
-)
 
 
 def weight_bytes(rows: Sequence[PlannedParameter]) -> int:

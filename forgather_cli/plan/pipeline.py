@@ -76,7 +76,8 @@ def by_rank(
         each = -(-waiting // len(own))  # spread evenly over a rank's stages
         kept = None
         if activations is not None:
-            kept = sum(activations.of(s.num_layers, tokens, loss=s.has_head, in_flight=each) for s, _ in own)
+            layers = [(range(s.first_layer, s.last_layer + 1), s.has_head) for s, _ in own]
+            kept = sum(activations.of(held, tokens, loss=loss, in_flight=each) for held, loss in layers)
         if shard > 1:
             whole = sum(row.numel for row in held) * (gathered_width(config) + FP32)
             memory.append(shard_of(config, held, rank, shard, kept, whole + rounded_copies(config, held)))

@@ -198,7 +198,7 @@ def _on_meta(
 
     def memory_of(micro_batch: int) -> list[RankMemory]:
         tokens = micro_batch * (seq_len or 1)
-        activations = None if costs is None else costs.of(layers, tokens)
+        activations = None if costs is None else costs.of(range(layers), tokens)
         if isinstance(shape, EncoderDecoderSettings) and seq_len:
             activations = paired_activations(config, shape, micro_batch, seq_len, decoder_len)
         if isinstance(trainer, PipelineSettings):

@@ -49,6 +49,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.hardware import without_auto
 from forgather_cli.optim import transformers_schedules
 from forgather_cli.strategies.base import Strategy
+from forgather_cli.trainer.aliases import ALIASES, without_aliases
 from forgather_cli.trainer.hugging_face import ARGUMENTS, read_arguments
 
 LogLevel = Literal["passive", "detail", "debug", "info", "warning", "error", "critical"]
@@ -77,6 +78,7 @@ class ScriptSettings:
     include_for_metrics: list[Literal["inputs", "loss"]] = field(default_factory=list)
     eval_accumulation_steps: PositiveInt | None = None
     save_only_model: bool = False
+    debug_optimizer_groups: bool = False
     tf32: bool | None = None
     log_level: LogLevel = "passive"
     log_level_replica: LogLevel = "warning"
@@ -147,6 +149,10 @@ _STAND_FOR = {
     "loss": ("label_smoothing_factor",),
 }
 """Group -> the Hugging Face names that stand for it."""
+
+
+_RENAMES = {"torch_compile_full_graph", "best_model_metric"}
+"""Of ``ALIASES``, those whose values are those of what they stand for."""
 
 
 class HuggingFaceNames:
@@ -221,7 +227,8 @@ class TrainingArguments(HFSettings, HuggingFaceNames):
     """``TrainingArguments("out", max_steps=100, ...)``; unknown names and wrong types raise ConfigError.
 
     Takes every run-level setting of a recipe, and each of Hugging Face's arguments as ``trainer/hugging_face.py`` says,
-    with its defaults: learning rate 5e-5, 3 epochs, logging every 500 steps, no evaluation. In a process that torchrun
+    with its defaults: learning rate 5e-5, 3 epochs, logging every 500 steps, no evaluation; and the names of
+    ``trainer/aliases.py``. In a process that torchrun
     or the like has started beside others, ranks train data-parallel, or with ``fsdp`` sharded.
 
     A recipe's groups ``trainer``, ``precision``, ``optimizer``, ``lr_scheduler`` and ``loss`` go by their names too: an
@@ -242,11 +249,18 @@ class TrainingArguments(HFSettings, HuggingFaceNames):
                 else ("give the path of a directory")
             )
             raise ConfigError(f"output_dir: got a {type(output_dir).__name__}; {remedy}")
-        own = {f.name: kwargs.pop(f.name, None) for f in dataclasses.fields(Groups)}
         if output_dir is not None:
             kwargs["output_dir"] = str(output_dir)
-        checked = decode_settings(HFSettings, read_arguments(kwargs))
         kept = {name: kwargs.get(name, argument.default) for name, argument in ARGUMENTS.items()}
+        kept |= {name: kwargs.get(name, alias.default) for name, alias in ALIASES.items()}
+        # HfArgumentParser gives every argument, and what it gives at its default nobody has named
+        parsed = kwargs.keys() >= _FIELDS.keys()
+        named = {
+            n for n, v in kwargs.items() if v is not None and not (parsed and n in _FIELDS and v == _FIELDS[n].default)
+        }
+        kwargs = without_aliases(kwargs, named)
+        own = {f.name: kwargs.pop(f.name, None) for f in dataclasses.fields(Groups)}
+        checked = decode_settings(HFSettings, read_arguments(kwargs))
         kept["do_eval"] = bool(kept["do_eval"]) or checked.eval_strategy != "no"  # as that library has it
         for name, value in {**kept, **vars(checked)}.items():
             object.__setattr__(self, name, value)
@@ -254,7 +268,9 @@ class TrainingArguments(HFSettings, HuggingFaceNames):
             raise ConfigError("fp16: excludes bf16, got True for both; set one of them")
         self.groups = as_groups(own)
         self.typed = {group: name for group, names in _STAND_FOR.items() for name in self.given.intersection(names)}
-        """Group -> the name that says something of it."""
+        self.typed |= {"precision": "mixed_precision"} if kept["mixed_precision"] is not None else {}
+        self.typed |= {alias.excludes[0]: name for name, alias in ALIASES.items() if name in _RENAMES & named}
+        """Group or setting -> the name that says something of it."""
         for group, names in _STAND_FOR.items():
             twice = self.given.intersection(names) if own[group] is not None else ()
             for name in twice:
@@ -360,7 +376,8 @@ def _fields() -> dict[str, Any]:
     """
     hints = get_type_hints(HFSettings)
     found: list[tuple[str, Any, Any]] = []
-    for name, (hint, default, how, note) in ARGUMENTS.items():
+    aliases = ((name, (alias.type, alias.default, "read", alias.stands_for)) for name, alias in ALIASES.items())
+    for name, (hint, default, how, note) in (*ARGUMENTS.items(), *aliases):
         told = {"help": (note if how == "read" else f"{how}: {note}").replace("%", "%%")}
         made = field(default_factory=list, metadata=told) if default == [] else field(default=default, metadata=told)
         found.append((name, hint, made))
@@ -368,7 +385,7 @@ def _fields() -> dict[str, Any]:
         hint = hints[own.name]
         kinds = [kind for kind in get_args(hint) if kind is not NoneType] or [hint]
         is_plain = get_origin(hint) is Literal or (len(kinds) == 1 and kinds[0] in (bool, int, float, str))
-        if own.name not in ARGUMENTS and is_plain:
+        if own.name not in {*ARGUMENTS, *ALIASES} and is_plain:
             found.append((own.name, hint, field(default=own.default)))
     return {each.name: each for each in dataclasses.fields(dataclasses.make_dataclass("_", found))}
 

@@ -91,7 +91,8 @@ def model_spec(
 
     def checkpoint(part: nn.Module) -> nn.Module:
         if enable_checkpointing is None:
-            apply_activation_checkpointing(part, **(script_settings(args).gradient_checkpointing_kwargs or {}))
+            options = script_settings(args).gradient_checkpointing_kwargs or {}
+            apply_activation_checkpointing(part, args.recomputes, **options)
             return part
         changed = enable_checkpointing(part)
         return changed if isinstance(changed, nn.Module) else part

@@ -37,7 +37,10 @@ log = logging.getLogger(__name__)
 _PATIENCE = 10.0  # seconds that a save in flight gets when training fails
 OWN_MOMENTS = "own_moments"
 """Key of the component with a rank's own moments, beside their mean among the optimizer's tensors."""
-COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks")
+COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks", "components")
+"""Of ``resume_components``; ``components`` are the user's own."""
+RESERVED = frozenset((*COMPONENTS, "identity", "strategy", "loss_scale", "diloco", OWN_MOMENTS))
+"""Keys that no component of a user's own may have."""
 
 
 class _Stopped(Exception):
@@ -51,6 +54,8 @@ class Checkpoints:
         """``callbacks``: the run's, by name."""
         self._run, self._callbacks = run, callbacks
         self._has_recorded_files = False
+        self.own: list[Component] = []
+        """Components of the user's own."""
         self.average_failure: str | None = None
         """Why the average at the end could not be written."""
         self._checkpointer = Checkpointer(
@@ -134,6 +139,7 @@ class Checkpoints:
         own = [] if not run.ranks_differ else [ToCompare(run.optimizer.state_tensors())]
         return [
             *self._restorable(),
+            *self.own,
             *self._of_strategy(),
             *self._of_scaling(),
             *(Component(OWN_MOMENTS, moments, Sharing.PER_RANK) for moments in own),
@@ -240,6 +246,8 @@ class Checkpoints:
             with reader.loading(reader.file_of("trainer"), "trainer"):
                 if run.state.global_step != reader.step:
                     raise FieldError(f"global_step is {run.state.global_step}, the manifest's step {reader.step}")
+        if "components" in wanted:
+            restore_components(reader, self.own, rank=rank, world_size=size, foreign=logging.WARNING)
         if "optimizer" in wanted:
             # how gradients and weights are shared belongs with it; another number of ranks takes rank 0's state
             saved = [component for component in self._of_strategy() if component.key in reader.components()]

@@ -115,6 +115,7 @@ def _helps_training(args: RunSettings) -> list[tuple[bool, str]]:
     return [
         (size > 1, f"a smaller per_device_train_batch_size (now {size}{found})"),
         (not args.gradient_checkpointing, "gradient_checkpointing=true"),
+        (args.gradient_checkpointing_every > 1, "gradient_checkpointing_every=1"),
         *_helps_both(args),
         (not args.fuse_optim_with_backward, "fuse_optim_with_backward=true with max_grad_norm=null"),
     ]

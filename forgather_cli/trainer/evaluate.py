@@ -306,26 +306,29 @@ def track_best(args: RunSettings, state: TrainerState, metrics: dict[str, float]
         state.best_metric, state.best_global_step = value, state.global_step
 
 
-def check_metric(args: RunSettings, state: TrainerState, metrics: dict[str, float], group: Any) -> None:
-    """Collective. Raise ConfigError, on all ranks, where an evaluation lacks the metric of the best model:
-    ``load_best_model_at_end`` needs it of each, else one of those so far must have had it. Without targets there is no
-    loss, which ends only a run that is to load the best.
+def agree_on_best(args: RunSettings, state: TrainerState, metrics: dict[str, float], group: Any) -> None:
+    """Collective. Give all ranks rank 0's best evaluation: a callback may have added to the metrics of rank 0 alone.
 
-    A callback may have added to the metrics of rank 0 alone: these count.
+    Raises ConfigError, on all ranks, where an evaluation lacks the metric of the best model: ``load_best_model_at_end``
+    and ``save_strategy=best`` need it of each, else one of those so far must have had it. Without targets there is no
+    loss, which ends only a run that needs it.
     """
-    metric, step, loads = args.metric_for_best_model, state.global_step, args.load_best_model_at_end
-    found, has_best = gather((list(metrics), state.best_metric is not None), group)[0]
-    if metric in found or f"eval_{metric}" in found or (has_best and not loads):
+    metric, step = args.metric_for_best_model, state.global_step
+    needs = "load_best_model_at_end=false" if args.load_best_model_at_end else ""
+    needs = needs or ("save_strategy=steps" if args.save_strategy == "best" else "")
+    mine = (list(metrics), state.best_metric, state.best_global_step)
+    found, state.best_metric, state.best_global_step = gather(mine, group)[0]
+    if metric in found or f"eval_{metric}" in found or (state.best_metric is not None and not needs):
         return
     if metric.removeprefix("eval_") in ("loss", "perplexity"):
-        if not loads:
+        if not needs:
             return
         raise ConfigError(
             f"metric_for_best_model: the evaluation at step {step} has no {metric}, since it has no targets (every "
-            "label is -100); mend the labels of the evaluation split, or set load_best_model_at_end=false"
+            f"label is -100); mend the labels of the evaluation split, or set {needs}"
         )
     names = ", ".join(name for name in found if name != "epoch")
     raise ConfigError(
-        f"metric_for_best_model: the evaluation at step {step} has no {metric}; set it to one that it has ({names})"
-        f"{', or load_best_model_at_end=false' if loads else ', or leave it out'}"
+        f"metric_for_best_model: the evaluation at step {step} has no {metric}; set it to one that it has ({names}), "
+        f"or {needs or 'leave it out'}"
     )

@@ -5,6 +5,7 @@ as Hugging Face's ``log_metrics`` and ``save_metrics`` have them.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import json
@@ -20,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from forgather_cli.callbacks.base import CallbackList, TrainerCallback
+from forgather_cli.callbacks.base import BuiltIn, CallbackList, TrainerCallback
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
@@ -30,7 +31,7 @@ from forgather_cli.config.schema import (
     RunSettings,
     Target,
 )
-from forgather_cli.distributed import on_rank_0, world_size
+from forgather_cli.distributed import on_rank_0, world, world_size
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
@@ -53,6 +54,8 @@ class Objects:
     loss: Any
     made_strategy: Strategy | None
     enable_checkpointing: Any
+    callbacks: dict[str, BuiltIn[Any]]
+    """Forgather's own, by config name."""
 
 
 _FUNCTIONS = {
@@ -61,7 +64,7 @@ _FUNCTIONS = {
     "lr_scheduler_factory": "of an optimizer",
     "loss_fn": "of logits and labels, and an option's name as loss= to TrainingArguments",
     "fused_loss_factory": "of the model's head",
-    "enable_activation_checkpoint_fn": "of the model",
+    "enable_activation_checkpoint_fn": "of the model, or of (rank, model)",
     "compute_metrics": "of an EvalPrediction",
     "preprocess_logits_for_metrics": "of logits and labels",
 }
@@ -124,9 +127,13 @@ def checked_config(args: TrainingArguments, objects: Objects) -> Config:
     known = objects.made_strategy is None and size >= min_ranks
     here = replace(config, nproc_per_node=size if known else "auto", nnodes=1, node_rank=0)
     layers = dict.fromkeys(args.given - _READ_LATER, 0)
+    for name, callback in objects.callbacks.items():
+        defaults, own = vars(callback.kind()), vars(callback.settings)
+        layers |= {f"callbacks.{name}.{key}": 0 for key, value in own.items() if value != defaults[key]}
+    typed = args.typed | {f"callbacks.{name}": type(each).__name__ for name, each in objects.callbacks.items()}
     problems = [*_problems(args, objects, config, size), *objects.optimizer.problems(), *rule_problems(here, layers)]
     if problems:
-        raise ConfigError([_as_typed(problem, args.typed) for problem in problems])
+        raise ConfigError([_as_typed(problem, typed) for problem in problems])
     return config
 
 
@@ -161,8 +168,14 @@ def _config(args: TrainingArguments, objects: Objects) -> Config:
         lr_scheduler=lr_scheduler,
         loss=args.loss if objects.loss is None else _named(objects.loss),
         precision=args.precision,
-        callbacks=args.callbacks,
+        callbacks=replace(args.callbacks, **{name: each.settings for name, each in objects.callbacks.items()}),
     )
+
+
+def built_in(callbacks: Iterable[Any]) -> dict[str, BuiltIn[Any]]:
+    """Those of a script's callbacks that a recipe has settings for, by config name; not subclasses of them."""
+    given = (each[1] if isinstance(each, tuple) else each for each in callbacks)
+    return {vars(type(each))["config_name"]: each for each in given if "config_name" in vars(type(each))}
 
 
 def described_data(objects: Objects) -> dict[str, Any]:
@@ -194,10 +207,10 @@ def _problems(args: TrainingArguments, objects: Objects, config: Config, size: i
         yield "max_steps: -1 with num_train_epochs=-1 never ends on a dataset with a length; set one of them"
     if objects.enable_checkpointing is not None and not args.gradient_checkpointing:
         yield "enable_activation_checkpoint_fn: only gradient_checkpointing=true calls it; set that"
-    if objects.enable_checkpointing is not None and not _takes_a_model(objects.enable_checkpointing):
+    if objects.enable_checkpointing is not None and args.gradient_checkpointing_every > 1:
         yield (
-            "enable_activation_checkpoint_fn: is called with the model alone, which "
-            f"{_named(objects.enable_checkpointing).path} cannot be; give a function of one argument"
+            "gradient_checkpointing_every: nothing reads it beside enable_activation_checkpoint_fn, which chooses the "
+            "layers; leave it out"
         )
     yield from _said_twice(args, objects)
 
@@ -255,17 +268,31 @@ def _said_twice(args: TrainingArguments, objects: Objects) -> Iterator[str]:
             yield f"{name}: nothing reads it, {argument} stands in its place; leave one of the two out"
 
 
-def _takes_a_model(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # some C functions have no signature
-        return True
-    return True
+def function_of_model(given: Callable[..., Any] | None) -> Callable[[nn.Module], Any] | None:
+    """``enable_activation_checkpoint_fn`` as a function of the model: itself, or one of (rank, model) on this rank.
+
+    Raises ConfigError for a function of neither.
+    """
+    if given is None:
+        return None
+    with contextlib.suppress(TypeError):
+        with contextlib.suppress(ValueError):  # some C functions have no signature
+            inspect.signature(given).bind(None)
+        return given
+    with contextlib.suppress(TypeError):
+        inspect.signature(given).bind(0, None)
+        return lambda model: given(world().rank, model)  # which is known when the strategy has joined the ranks
+    raise ConfigError(
+        f"enable_activation_checkpoint_fn: is called with the model, or with (rank, model), which {_named(given).path} "
+        "cannot be; give a function of one or two arguments"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ messages
+
+
+_GROUPS_BUT_TRAINER = ("precision", "optimizer", "lr_scheduler", "loss")
+"""What other names than a group's own say of it takes other values."""
 
 
 def _as_typed(problem: str, typed: dict[str, str]) -> str:
@@ -276,11 +303,15 @@ def _as_typed(problem: str, typed: dict[str, str]) -> str:
         if typed.get(name) == text:  # precision=fp16
             return f"{text}=True"
         shown = {"null": "None", "true": "True", "false": "False"}.get(text, f'"{text}"')
-        return f"{typed.get(name, name) if name == 'trainer' else name}={shown}"
+        if typed.get(name) == "mixed_precision" and text in ("fp32", "bf16", "fp16"):
+            return f"""mixed_precision={'"no"' if text == "fp32" else shown}"""
+        return f"{name if name in _GROUPS_BUT_TRAINER else typed.get(name, name)}={shown}"
 
     name, colon, words = problem.partition(": ")
     name = name.replace("optimizer.groups", "optimizer_groups")
-    return typed.get(name, name) + colon + re.sub(r"\b([a-z]\w*)=([A-Za-z]\w*|1F1B)\b(?![.(])", value, words)
+    head, dot, tail = name.rpartition(".")
+    name = f"{typed.get(head, head)}{dot}{tail}" if dot else typed.get(name, name)
+    return name + colon + re.sub(r"\b([a-z]\w*)=([A-Za-z]\w*|1F1B)\b(?![.(])", value, words)
 
 
 # --------------------------------------------------------------------------------------------------- its run directory
@@ -341,7 +372,7 @@ class RunFiles:
                 held.conclude(status)
 
 
-def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects, users: Iterable[Any]) -> RunFiles:
+def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects) -> RunFiles:
     """The run of a script, shown and written like every other, but for callbacks that the user gives in their place.
 
     ``config.yaml`` has the names of the objects that the script gave, in angle brackets: commands read the settings,
@@ -350,9 +381,8 @@ def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects, use
     config = checked_config(args, objects)
     tree = to_tree(replace(config, output_dir=str(run_dir.root)))
     origin = {"recipe": config.recipe, "recipe_path": sys.argv[0], "overrides": [], "directory": str(Path.cwd())}
-    kinds = {given if isinstance(given, type) else type(given) for given in users}
-    built = build_callbacks(config.callbacks, run_dir, config_tree=tree)
-    return RunFiles(run_dir, tree, origin, [(name, each) for name, each in built if type(each) not in kinds])
+    built = build_callbacks(args.callbacks, run_dir, config_tree=tree)
+    return RunFiles(run_dir, tree, origin, [(name, each) for name, each in built if name not in objects.callbacks])
 
 
 class _FirstStep(TrainerCallback):

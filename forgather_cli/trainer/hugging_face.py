@@ -126,7 +126,7 @@ ARGUMENTS: dict[str, Argument] = {
         bool, False, "compute_metrics gets all predictions at once; make them small in preprocess_logits_for_metrics"
     ),
     "save_only_model": _read(bool, False, "as there: such a checkpoint is no place to resume from"),
-    "save_strategy": _read(str, "steps", "no, steps, epoch; best is refused"),
+    "save_strategy": _read(str, "steps", "as there; best saves at the end too"),
     "save_steps": _read(float, 500, "as there; a fraction needs max_steps"),
     "save_on_each_node": _refused(
         bool, False, "ranks write one checkpoint together; give an output_dir that all nodes see"
@@ -181,7 +181,7 @@ ARGUMENTS: dict[str, Argument] = {
     "fsdp": _read(str | None, None, "FSDP2: true, or full_shard, shard_grad_op, offload, auto_wrap"),
     "fsdp_config": _read(dict[str, Any] | str | None, None, "of FSDP2, also as a JSON file"),
     "deepspeed": _refused(dict | str | None, None, "DeepSpeed is not available; set fsdp=true"),
-    "debug": _refused(str, "", "not available; use callbacks.divergence, or torch.autograd.set_detect_anomaly"),
+    "debug": _refused(str, "", "not available; set detect_anomaly=True, or use callbacks.divergence"),
     "skip_memory_metrics": _void(bool, True, "peak_mem_allocated is in every log"),
     "do_train": _void(bool, False, "kept for the script to read"),
     "do_eval": _void(bool, False, "kept for the script to read"),
@@ -279,7 +279,13 @@ def _checkpointing_kwargs(name: str) -> Callable[[Any, dict[str, Any]], dict[str
         kwargs = _mapping(name, value)
         left = {key: each for key, each in kwargs.items() if key not in takes}
         _none_left(name, left, {"use_reentrant": False, "offload": False}, ", ".join(takes))
-        return {"gradient_checkpointing_kwargs": {key: each for key, each in kwargs.items() if key in takes}}
+        found = {key: each for key, each in kwargs.items() if key in takes}
+        every = found.pop("every_n_layers", None)
+        if every is not None and given.get("gradient_checkpointing_every", 1) != 1:
+            raise ConfigError(f"gradient_checkpointing_every: {name}.every_n_layers says it, got both; leave one out")
+        return {"gradient_checkpointing_kwargs": found} | (
+            {} if every is None else {"gradient_checkpointing_every": every}
+        )
 
     return read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
@@ -12,12 +13,13 @@ from torch.optim import Optimizer
 
 from forgather_cli.config.decode import decode_settings, to_tree
 from forgather_cli.config.schema import DEFAULT_GROUP, Config, GroupSettings, Target, groups_of, regex_problems
+from forgather_cli.distributed import gather, world
 from forgather_cli.errors import ConfigError
 from forgather_cli.optim.build import Optimizers, build_optimizer
-from forgather_cli.optim.groups import members_of
+from forgather_cli.optim.groups import kind_of, members_of
 from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.optim.schedules import Schedule, TorchSchedule, build_schedule
-from forgather_cli.optim.state import ParameterOptimizer
+from forgather_cli.optim.state import ParameterOptimizer, merge_group_states
 from forgather_cli.targets import accepts, call, import_target
 from forgather_cli.trainer.arguments import TrainingArguments
 
@@ -144,6 +146,25 @@ def as_schedule(made: Any, optimizer: ParameterOptimizer) -> Schedule | TorchSch
             "give a list with one for each, or lr_scheduler_factory"
         )
     return schedule
+
+
+def print_groups(optimizer: ParameterOptimizer, parameters: Named, group: Any) -> None:
+    """Collective. Print on rank 0 what is trained and by what, as ``forgather plan --params`` does."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for held in gather({name: tuple(parameter.shape) for name, parameter in parameters}, group):
+        shapes |= held
+    groups = merge_group_states(gather(optimizer.group_state(), group))["groups"]
+    if world().rank != 0:
+        return
+    rows = [("parameter", "shape", "numbers", "kind", "group", "optimizer", "decay")]
+    for name, shape in shapes.items():
+        key, found = next(item for item in groups.items() if name in item[1]["parameters"])
+        decay = {**found["settings"], **found["changed"]}.get("weight_decay")
+        sizes = (" x ".join(map(str, shape)), f"{math.prod(shape):,}", kind_of(name))
+        rows.append((name, *sizes, key, found["optimizer"].lower(), "-" if decay is None else f"{decay:g}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def as_group_settings(given: Any) -> GroupsGiven:

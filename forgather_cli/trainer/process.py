@@ -26,7 +26,7 @@ again, which takes about seven times as long, so both take 2 % of a run. After e
 
 def prepare_process(args: RunSettings, script: ScriptSettings, seed: int) -> None:
     """Seed every generator that users' code may draw from; with ``deterministic`` two runs are bit-identical. Sets the
-    level of our logs and the format of CUDA's fp32 products where TrainingArguments have one. Raises ConfigError.
+    format of fp32 products, and the level of our logs, where the settings have one. Raises ConfigError.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -43,6 +43,8 @@ def prepare_process(args: RunSettings, script: ScriptSettings, seed: int) -> Non
             logger.setLevel("DEBUG" if level == "detail" else level.upper())
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())
+    if args.float32_matmul_precision is not None:
+        torch.set_float32_matmul_precision(args.float32_matmul_precision)
     if script.tf32 is not None:
         if script.tf32 and not torch.cuda.is_available():
             raise ConfigError("tf32: needs a CUDA device, which there is none of, got True; leave it out")

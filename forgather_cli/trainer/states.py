@@ -79,8 +79,10 @@ class CallbackStates:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_fields(state, {})
         for name, callback in self._callbacks.items():
-            if name in state and callable(getattr(callback, "load_state_dict", None)):
-                callback.load_state_dict(state[name])
+            # 0.3 has those of a script under the names of their classes, Forgather's own too
+            key = name if name in state else type(callback).__name__
+            if key in state and callable(getattr(callback, "load_state_dict", None)):
+                callback.load_state_dict(state[key])
 
 
 class StrategyState:

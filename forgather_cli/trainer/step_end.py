@@ -15,7 +15,7 @@ from forgather_cli.distributed import all_sum
 from forgather_cli.errors import NotFiniteError
 from forgather_cli.run_dir import step_of
 from forgather_cli.trainer.checkpoints import Checkpoints
-from forgather_cli.trainer.evaluate import EvaluationStopped, check_metric
+from forgather_cli.trainer.evaluate import EvaluationStopped, agree_on_best
 from forgather_cli.trainer.metrics import Interval
 from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.run import Run
@@ -140,6 +140,8 @@ class StepEnd:
                 self._log()
             if control.should_evaluate and control.divergence is None:
                 self._evaluate()
+                is_best = run.state.best_global_step == run.state.global_step and control.divergence is None
+                control.should_save |= run.args.save_strategy == "best" and is_best
             if control.should_save and control.divergence is None and not control.should_abort_without_save:
                 self._save()
         if control.divergence is not None:
@@ -203,7 +205,7 @@ class StepEnd:
         try:
             self._eval_metrics = self._evaluate_split()
             self._evaluated_step = step
-            check_metric(run.args, run.state, self._eval_metrics, run.cpu_group)
+            agree_on_best(run.args, run.state, self._eval_metrics, run.cpu_group)
         except EvaluationStopped:
             self._discarded_step = step
             log.info("the evaluation at step %d was stopped and discarded", step)

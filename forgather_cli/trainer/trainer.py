@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.callbacks.base import CallbackList, NoWriter, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import BuiltIn, CallbackList, NoWriter, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.checkpoint.components import Sharing
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config, TrainerOption
@@ -43,15 +44,23 @@ from forgather_cli.trainer.arguments import (
     with_strategy,
 )
 from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num_parameters, strategy_of, train_loader
-from forgather_cli.trainer.checkpoints import Checkpoints, drawn_seed, save_model
+from forgather_cli.trainer.checkpoints import RESERVED, Checkpoints, drawn_seed, save_model
 from forgather_cli.trainer.device_errors import explain_model, explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, tasks_of, track_best, users_metrics
 from forgather_cli.trainer.finish import finish
-from forgather_cli.trainer.from_python import Objects, RunFiles, described_data, script_files
+from forgather_cli.trainer.from_python import Objects, RunFiles, built_in, described_data, script_files
+from forgather_cli.trainer.generate import generated
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
-from forgather_cli.trainer.optimizers import OptimizerRecipe, as_group_settings, as_optimizers, as_schedule
+from forgather_cli.trainer.optimizers import (
+    OptimizerRecipe,
+    as_group_settings,
+    as_optimizers,
+    as_schedule,
+    print_groups,
+)
 from forgather_cli.trainer.outer import outer_loop
+from forgather_cli.trainer.own_components import StateComponent, own_components
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.run import Run, describe
@@ -124,7 +133,8 @@ class Trainer:
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         self._should_stop, self._on_stop = should_stop, on_stop
-        self._warned_no_targets = False
+        self._warned_no_targets = self._is_training = False
+        self._added: list[StateComponent] = []
         root, logs = self.args.output_dir or "trainer_output", self.args.logging_dir
         run_dir = RunDir(Path(root), None if logs is None else Path(logs))
         groups = as_group_settings(optimizer_groups)
@@ -135,15 +145,16 @@ class Trainer:
         self.lr_scheduler: Any = None
 
         # A script's settings and objects are checked, recorded and shown like a recipe.
-        callbacks = list(callbacks or ())
+        callbacks = [each() if isinstance(each, type) else each for each in callbacks or ()]
+        enable_activation_checkpoint_fn = from_python.function_of_model(enable_activation_checkpoint_fn)
         self._files = run_files
         if isinstance(self.args, TrainingArguments):
             objects = Objects(
                 model=model, model_init=model_init, train_dataset=train_dataset, eval_dataset=eval_dataset,
                 optimizer=self._recipe, loss=loss_fn or fused_loss_factory, made_strategy=made_strategy,
-                enable_checkpointing=enable_activation_checkpoint_fn,
+                enable_checkpointing=enable_activation_checkpoint_fn, callbacks=built_in(callbacks),
             )  # fmt: skip
-            self._files = script_files(run_dir, self.args, objects, callbacks)
+            self._files = script_files(run_dir, self.args, objects)
             config_tree, data_description = self._files.tree, described_data(objects)
             callbacks = [*self._files.callbacks, *callbacks]
 
@@ -196,6 +207,9 @@ class Trainer:
         # the ``args`` of events: a script's own object, or a recipe's settings under Hugging Face's names
         self._event_args: Any = RecipeArguments(self.args) if isinstance(self.args, Config) else self.args
         self.callbacks = CallbackList(callbacks)
+        for callback in self.callbacks.by_name.values():
+            if isinstance(callback, BuiltIn):
+                callback.taken_by(run_dir, self.run.config_tree)
         makers = (getattr(callback, "outer_loop", None) for callback in self.callbacks.by_name.values())
         brought = next((made for make in makers if make is not None and (made := make(self.run)) is not None), None)
         self.run.outer = outer_loop(strategy, here, brought)
@@ -205,7 +219,9 @@ class Trainer:
 
     def add_callback(self, callback: Any) -> None:
         """Append a callback: an object or a class."""
-        self.callbacks.add(callback)
+        added = self.callbacks.by_name[self.callbacks.add(callback)]
+        if isinstance(added, BuiltIn):
+            added.taken_by(self.run_dir, self.run.config_tree)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove and return a callback: this object, or the first of this class; None if there is none."""
@@ -214,6 +230,33 @@ class Trainer:
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback: this object, or the first of this class."""
         self.callbacks.pop(callback)
+
+    def add_state_component(
+        self,
+        key: str,
+        object: Any,
+        sharing: Sharing | str = Sharing.GLOBAL,
+        *,
+        required: bool = False,
+        process_group: str | None = None,
+        group_id: str | int | None = None,
+    ) -> None:
+        """Have the state of an object in checkpoints, and restored from them; see ``StateComponent``.
+
+        On all ranks alike, before ``train()``; a callback does it in ``on_init_end``. Raises ConfigError.
+        """
+        if self._is_training:
+            raise ConfigError(f"state component {key!r}: training has begun; add it before train(), or in on_init_end")
+        self._added.append(StateComponent(key, object, sharing, required, process_group, group_id))
+
+    def get_state_components(self) -> list[StateComponent]:
+        """Components of a subclass's own, beside those that are added; asked once for each training, when model and
+        optimizer are made."""
+        return []
+
+    def get_process_groups(self) -> dict[str, Any]:
+        """Process groups of a subclass's own, by the names that its components have for them."""
+        return {}
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train to the end, or until something stops it; returns the run's metrics.
@@ -229,9 +272,14 @@ class Trainer:
 
     def _train(self, resume: bool | str) -> TrainOutput:
         self._prepare(resume)
-        run = self.run
+        self._is_training = True
+        run, anomaly = self.run, self.args.detect_anomaly
+        if anomaly and run.world.rank == 0:
+            log.warning("detect_anomaly: every backward pass looks for NaN, and steps take several times as long")
+        # set_detect_anomaly, since detect_anomaly warns by itself
+        anomaly_mode = torch.autograd.set_detect_anomaly(anomaly or torch.is_anomaly_enabled())
         try:
-            with garbage_collection(self.args) as self._garbage, self.checkpoints:
+            with anomaly_mode, garbage_collection(self.args) as self._garbage, self.checkpoints:
                 self.emit("on_train_begin")
                 if run.outer is not None:
                     run.outer.begin()
@@ -246,6 +294,8 @@ class Trainer:
         except BaseException as error:
             self.emit("on_exception", quietly=True, exception=error)
             raise
+        finally:
+            self._is_training = False
         return TrainOutput(run.state.global_step, run.metrics.mean_loss(), metrics)
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -270,6 +320,16 @@ class Trainer:
         arrays, metrics = self._evaluated(test_dataset, metric_key_prefix, "the prediction", None, predictions)
         self.emit("on_predict", metrics=metrics)
         return PredictionOutput(arrays.get("predictions"), arrays.get("labels"), metrics)
+
+    def generate(self, prompts: Any, **settings: Any) -> Any:
+        """Collective. Each prompt with what the model, as it is now, writes to it; the same on all ranks.
+
+        ``prompts``: a text or a list of texts, which come back as texts; or token ids, a list or tensor of them or a
+        list of such, which come back as lists. ``settings``: those of ``config.schema.Sampling``, as of ``forgather
+        generate``: max_new_tokens, temperature (0 is greedy), num_beams, seed, stop and so on. A row ends with the
+        tokenizer's end token, which is left out, or before a text of ``stop``. Raises ConfigError.
+        """
+        return generated(self, prompts, settings)
 
     def _evaluated(
         self, dataset: Any, prefix: str, what: str, sync: StepSync | None, predictions: Predictions | None
@@ -499,6 +559,8 @@ class Trainer:
         )
 
         # as of the checkpoint
+        components = [*self._added, *self.get_state_components()]
+        self.checkpoints.own = own_components(components, self.get_process_groups(), RESERVED, run.cpu_group)
         if reader is not None:
             self.checkpoints.restore(reader, self._recovery.position)
             run.epochs.update_max_steps()
@@ -531,6 +593,8 @@ class Trainer:
         made = self.create_scheduler(total_steps)
         run.lr_scheduler = as_schedule(made if self.lr_scheduler is None else self.lr_scheduler, run.optimizer)
         self.optimizer, self.lr_scheduler = run.optimizer, run.lr_scheduler
+        if run.script.debug_optimizer_groups:
+            print_groups(run.optimizer, self._named_parameters, run.cpu_group)
         for scheduler in run.lr_scheduler.schedulers:
             if isinstance(scheduler, TrainerCallback):
                 self.callbacks.add(scheduler)

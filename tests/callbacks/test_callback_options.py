@@ -7,12 +7,28 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import tiny
 import yaml
+from program import modules_after
 
-from forgather_cli.callbacks.build import FACTORIES, build_callbacks
+import forgather_cli.callbacks
+from forgather_cli import Trainer, TrainingArguments
+from forgather_cli.callbacks import (
+    DivergenceDetector,
+    EarlyStopping,
+    GradNormLogger,
+    JsonLogger,
+    ParameterNormLogger,
+    TextgenCallback,
+)
+from forgather_cli.callbacks.build import CALLBACKS as CLASSES
+from forgather_cli.callbacks.build import build_callbacks
+from forgather_cli.checkpoint.load import Reader
 from forgather_cli.config import options
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import CallbackSettings, Config
+from forgather_cli.data.text.tokenizer import ByteTokenizer
+from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 
 CALLBACKS = options.shipped("conf") / "callbacks"
@@ -50,9 +66,9 @@ def test_the_options() -> None:
 
 
 def test_every_callback_can_be_built_in_the_order_of_events(tmp_path: Path) -> None:
-    assert set(FACTORIES) == set(NAMES)
+    assert {each.config_name: each.kind for each in CLASSES} == {name: settings_of(name) for name in NAMES}
     built = [name for name, _ in build_callbacks(config("callbacks=full").callbacks, RunDir(tmp_path), config_tree={})]
-    assert built == [name for name in FACTORIES if name not in NEEDS_A_PACKAGE]
+    assert built == [each.config_name for each in CLASSES if each.config_name not in NEEDS_A_PACKAGE]
     shown, acts = built.index("json"), built.index("early_stopping")
     assert max(built.index(name) for name in ("metrics", "weight_norm", "peak_memory")) < shown < acts
     assert list(tmp_path.iterdir()) == []
@@ -91,3 +107,67 @@ def test_full_has_the_defaults_of_the_settings() -> None:
     for name, entry in entries.items():
         defaults = dataclasses.asdict(settings_of(name)())
         assert {key for key in entry if entry[key] != defaults[key]} == own.get(name, set()), name
+
+
+# -------------------------------------------------------------------------------------------- by keyword, in a script
+
+
+def test_importing_them_is_cheap() -> None:
+    assert not {"torch", "pydantic", "forgather_cli.callbacks.base"} & modules_after("import forgather_cli.callbacks")
+    loaded = modules_after("from forgather_cli.callbacks import DivergenceDetector, TrainerCallback")
+    assert not {"torch", "hydra", "forgather_cli.callbacks.textgen"} & loaded
+    assert {each.__name__ for each in CLASSES} <= set(forgather_cli.callbacks.__all__)
+    for name in forgather_cli.callbacks.__all__:
+        assert getattr(forgather_cli.callbacks, name).__name__ == name
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_each_is_made_by_keyword_with_the_defaults_of_its_settings(kind: Any) -> None:
+    callback = kind()
+    assert callback.settings == kind.kind()
+    assert callback.name == kind.config_name
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}\.thresholld: unknown setting;"):
+        kind(thresholld=1)
+
+
+def test_a_mistyped_keyword_is_named_with_its_neighbours() -> None:
+    with pytest.raises(ConfigError, match=r"^DivergenceDetector\.smothing: unknown setting; did you mean smoothing\?"):
+        DivergenceDetector(smothing=0.3)
+    with pytest.raises(ConfigError, match=r"^DivergenceDetector\.action: must be stop, abort or rollback, got 'halt'"):
+        DivergenceDetector(action="halt")
+    with pytest.raises(ConfigError, match=r"^DivergenceDetector: .*got 0\.3; write DivergenceDetector\(name=value\)"):
+        DivergenceDetector(0.3)
+
+
+def test_a_script_s_own_are_checked_recorded_and_stand_in_the_place_of_ours(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1)
+    data, detector = tiny.RandomTokens(), DivergenceDetector(smoothing=1.0, action="abort", warmup=0)
+    texts = TextgenCallback(prompts=["ab"], max_new_tokens=3)
+    callbacks = [detector, texts, GradNormLogger(every=1), JsonLogger, ParameterNormLogger(log_spectral_norms=False)]
+    trainer = Trainer(
+        tiny.decoder(vocab_size=300), args, None, data, data,
+        processing_class=ByteTokenizer(), callbacks=callbacks,
+    )  # fmt: skip
+    trainer.train()
+    names = [*trainer.callbacks.by_name]
+    assert names.count("json") == 1
+    assert {"json_2", "divergence_2"}.isdisjoint(names)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())["callbacks"]
+    assert (saved["divergence"]["action"], saved["grad_norms"], "json" in saved) == ("abort", {"every": 1}, True)
+    assert len([record for record in tiny.metrics(tmp_path) if "loss" in record]) == 2, "written once"
+    for name in ("samples.txt", "gradient_norms.jsonl", "parameter_norms.jsonl"):
+        assert (tmp_path / name).stat().st_size > 0
+    state = Reader(trainer.run_dir.checkpoint(2)).state("callbacks")
+    assert state["divergence"]["seen"] == 2
+    assert trainer.pop_callback(DivergenceDetector) is detector
+
+
+def test_rules_between_settings_hold_for_them_too(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no")
+    wrong = [DivergenceDetector(action="rollback"), EarlyStopping(patience=2)]
+    with pytest.raises(ConfigError) as refused:
+        Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=wrong)
+    assert any("DivergenceDetector.action: rollback needs" in problem for problem in refused.value.problems)
+    assert any("EarlyStopping" in problem and "eval_strategy" in problem for problem in refused.value.problems)
+    with pytest.raises(ConfigError, match=r"DivergenceDetector\.max_rollbacks: nothing reads it"):
+        Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[DivergenceDetector(max_rollbacks=2)])

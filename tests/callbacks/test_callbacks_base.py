@@ -53,6 +53,28 @@ def test_handlers_run_in_order_and_only_those_that_exist() -> None:
     assert [event for event in EVENTS if callbacks.handlers[event]] == ["on_step_end"]
 
 
+class Named(TrainerCallback):
+    name = "mine"
+
+
+class Fixed(TrainerCallback):
+    @property
+    def name(self) -> str:
+        return "fixed"
+
+
+def test_a_callback_knows_its_name() -> None:
+    first, second, custom, fixed = Recorder(), Recorder(), Named(), [Fixed(), Fixed()]
+    assert (first.name, custom.name) == ("Recorder", "mine")
+    callbacks = CallbackList([first, second, custom, ("config_name", Named()), *fixed])
+    assert [each.name for each in callbacks.by_name.values()] == [
+        "Recorder", "Recorder_2", "mine", "config_name", "fixed", "fixed"
+    ]  # fmt: skip
+    assert [*callbacks.by_name][-1] == "fixed_2"
+    second.name = "renamed"
+    assert CallbackList([second]).by_name == {"renamed": second}
+
+
 def test_names_are_numbered_when_repeated() -> None:
     callbacks = CallbackList()
     assert [callbacks.add(Recorder()), callbacks.add(Recorder), callbacks.add(Recorder(), "mine")] == [

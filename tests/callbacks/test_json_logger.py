@@ -24,7 +24,7 @@ def log(logger: JsonLogger, step: int, **logs: Any) -> None:
 
 
 def begin(path: Path, resumed_step: int = 0) -> JsonLogger:
-    logger = JsonLogger(RunDir(path))
+    logger = JsonLogger(run=RunDir(path))
     logger.on_train_begin(None, TrainerState(resumed_step=resumed_step), CONTROL)
     return logger
 
@@ -68,7 +68,7 @@ def test_every_line_is_json_whatever_a_callback_adds(tmp_path: Path) -> None:
 
 
 def test_only_world_rank_zero_writes(tmp_path: Path) -> None:
-    logger, state = JsonLogger(RunDir(tmp_path)), TrainerState(is_world_process_zero=False)
+    logger, state = JsonLogger(run=RunDir(tmp_path)), TrainerState(is_world_process_zero=False)
     logger.on_train_begin(None, state, CONTROL)
     logger.on_log(None, state, CONTROL, logs={"loss": 1.0})
     assert list(tmp_path.iterdir()) == []
@@ -94,7 +94,7 @@ def test_a_fresh_start_cuts_all(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_before_training_in_one_process_stays(tmp_path: Path) -> None:
-    logger = JsonLogger(RunDir(tmp_path))
+    logger = JsonLogger(run=RunDir(tmp_path))
     log(logger, 0, eval_loss=5.0)
     logger.on_train_begin(None, TrainerState(), CONTROL)
     log(logger, 1, loss=4.0)
@@ -115,7 +115,7 @@ def test_a_torn_tail_is_cut_outside_training_too(tmp_path: Path) -> None:
     run_to(tmp_path, 2)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"st')
-    logger = JsonLogger(RunDir(tmp_path))
+    logger = JsonLogger(run=RunDir(tmp_path))
     log(logger, 2, eval_loss=1.0)
     assert steps(tmp_path) == [1, 2, 2]
 

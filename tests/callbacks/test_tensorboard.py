@@ -24,7 +24,7 @@ class FakeTrainer:
 
 
 def train(path: Path, steps: range, scalars: dict[str, Any] | None = None, rank_zero: bool = True) -> None:
-    logger = TBLogger(RunDir(path), TensorboardSettings(scalars=scalars or {}), config_tree={"seed": 42})
+    logger = TBLogger(TensorboardSettings(scalars=scalars or {}), RunDir(path), config_tree={"seed": 42})
     state = TrainerState(resumed_step=steps.start - 1, is_world_process_zero=rank_zero)
     logger.on_train_begin(None, state, CONTROL, trainer=FakeTrainer())
     for step in steps:
@@ -103,7 +103,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 def test_a_transform_that_is_not_defined_leaves_a_gap(tmp_path: Path) -> None:
     scalars = {"log": {"source": "epoch_minus", "transform": "log"}, "lg": {"source": "minus", "transform": "log10"}}
-    logger = TBLogger(RunDir(tmp_path), TensorboardSettings(scalars=scalars))
+    logger = TBLogger(TensorboardSettings(scalars=scalars), RunDir(tmp_path))
     logger.on_log(None, TrainerState(global_step=1), CONTROL, logs={"minus": -1.0, "epoch_minus": 1.0})
     logger.on_train_end(None, TrainerState(), CONTROL)
     events = read(tmp_path)
@@ -115,7 +115,7 @@ def test_a_transform_that_is_not_defined_leaves_a_gap(tmp_path: Path) -> None:
 def test_wrong_scalars_are_config_mistakes_all_at_once(tmp_path: Path) -> None:
     scalars = {"a": {"source": "loss", "transform": "cube"}, "b": {"sauce": "loss"}}
     with pytest.raises(ConfigError) as caught:
-        TBLogger(RunDir(tmp_path), TensorboardSettings(scalars=scalars))
+        TBLogger(TensorboardSettings(scalars=scalars), RunDir(tmp_path))
     text = str(caught.value)
     assert "callbacks.tensorboard.scalars.a.transform: unknown, got 'cube'; use one of exp, log" in text
     assert "callbacks.tensorboard.scalars.b.sauce: unknown" in text
@@ -128,7 +128,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_tensorboard import *
-logger = TBLogger(RunDir(Path({str(tmp_path)!r})))
+logger = TBLogger(run=RunDir(Path({str(tmp_path)!r})))
 logger.on_train_begin(None, TrainerState(), CONTROL, trainer=FakeTrainer())
 """
     assert not {"tensorboard", "torch"} & modules_after(code)

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from forgather_cli.callbacks.base import CallbackList, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import CallbackList, NoWriter, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.textgen import TextgenCallback
 from forgather_cli.config.schema import GenerationConfig, RunSettings, TextgenSettings
@@ -48,7 +48,7 @@ class Speaker:
 def trainer_of(strategy: Any, group: Any) -> Any:
     sync = StepSync(TrainerControl(), lambda: None, lambda signum: None)
     run = SimpleNamespace(strategy=strategy, seed=42, cpu_group=group, sync=sync)
-    return SimpleNamespace(strategy=strategy, run=run)
+    return SimpleNamespace(strategy=strategy, run=run, tensorboard=NoWriter(), callbacks=CallbackList())
 
 
 def event(

@@ -241,6 +241,15 @@ def test_activation_checkpointing_changes_neither_names_nor_gradients() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0, msg=name)
 
 
+def test_layers_keep_their_numbers_in_a_stage() -> None:
+    stage = decoder(num_hidden_layers=6)
+    stage.cut(3, 5, is_first=False, is_last=True)
+    apply_activation_checkpointing(
+        stage, RunSettings(gradient_checkpointing=True, gradient_checkpointing_every=2).recomputes
+    )
+    assert [name for name, layer in stage.model.layers.items() if "forward" in vars(layer)] == ["4"]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.13's dynamo reads it itself
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_blocks_compile_in_place_once_for_all_layers(recomputed: bool) -> None:

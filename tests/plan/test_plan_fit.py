@@ -28,6 +28,8 @@ MANY_WEIGHTS = ("seq_len=32", "per_device_train_batch_size=1", "hidden_size=256"
 CASES: dict[tuple[str, ...], tuple[float, float]] = {
     MANY_TOKENS: (0.95, 1.15),
     (*MANY_TOKENS, "gradient_checkpointing=true"): (0.95, 1.2),
+    (*MANY_TOKENS, "gradient_checkpointing=true", "gradient_checkpointing_every=2"): (0.95, 1.2),
+    (*MANY_TOKENS, "gradient_checkpointing=true", "gradient_checkpointing_every=2", "num_hidden_layers=5"): (0.9, 1.2),
     (*MANY_TOKENS, "loss=linear_cross_entropy"): (0.9, 1.15),
     (*MANY_TOKENS, "precision=bf16"): (0.95, 1.2),
     (*MANY_TOKENS, "model.vocab_size=4096"): (0.95, 1.15),

@@ -488,7 +488,7 @@ def test_without_a_healthy_checkpoint_a_rollback_is_refused(tmp_path: Path) -> N
 
 
 def test_abandoned_records_are_marked_and_survive_a_resume(tmp_path: Path) -> None:
-    logger = JsonLogger(RunDir(tmp_path))
+    logger = JsonLogger(run=RunDir(tmp_path))
     logger.on_train_begin(None, TrainerState(), TrainerControl())
     for step in (1, 2, 3):
         logger.on_log(None, TrainerState(global_step=step), TrainerControl(), logs={"loss": 1.0 / 3})
@@ -499,6 +499,6 @@ def test_abandoned_records_are_marked_and_survive_a_resume(tmp_path: Path) -> No
         (1, 1 / 3, None), (2, 1 / 3, True), (3, 1 / 3, True),
     ]  # fmt: skip
     assert newest_step(RunDir(tmp_path)) == 1
-    logger = JsonLogger(RunDir(tmp_path))
+    logger = JsonLogger(run=RunDir(tmp_path))
     logger.on_train_begin(None, TrainerState(), TrainerControl())
     assert tiny.metrics(tmp_path) == []

@@ -149,7 +149,6 @@ def test_fsdp_and_ddp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPa
         ({"label_names": ["start_positions", "end_positions"]}, "label_names"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
         ({"include_for_metrics": ["outputs"]}, "include_for_metrics"),
-        ({"save_strategy": "best"}, "save_strategy"),
         ({"debug": "underflow_overflow"}, "debug"),
     ],
 )

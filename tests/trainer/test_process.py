@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ import pytest
 import tiny
 import torch
 
+from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.schema import RunSettings
+from forgather_cli.errors import DivergenceError
+from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
 from forgather_cli.trainer.process import garbage_collection
 
@@ -126,3 +130,44 @@ def test_a_long_step_gives_free_memory_back_and_a_short_one_keeps_it() -> None:
     assert before - kept < 1e6
     assert kept - resident() > 50e6
     assert all(bool(block.all()) for block in blocks)
+
+
+@pytest.fixture
+def matmul_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("matmul_precision")
+def test_fp32_products_are_as_precise_as_the_setting_says(tmp_path: Path) -> None:
+    tiny_run = ["max_steps=1", "save_strategy=no", "eval_strategy=no", "float32_matmul_precision=medium"]
+    worker.run(tiny.config(tmp_path, *tiny_run), RunDir(tmp_path))
+    assert torch.get_float32_matmul_precision() == "medium"
+    worker.run(tiny.config(tmp_path, *tiny_run[:-1]), RunDir(tmp_path))
+    assert torch.get_float32_matmul_precision() == "medium", "null leaves it as it is"
+
+
+class _VoidGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * float("nan")
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_anomaly_mode_names_what_has_made_a_gradient_nan(
+    tmp_path: Path, finds: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return _VoidGradient.apply(logits).float().square().mean()
+
+    args = TrainingArguments(str(tmp_path), max_steps=4, save_strategy="no", detect_anomaly=finds)
+    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), loss_fn=loss_fn)
+    with pytest.raises(RuntimeError if finds else DivergenceError, match="VoidGradient" if finds else "gradient norm"):
+        trainer.train()
+    assert ("detect_anomaly" in caplog.text) == finds
+    assert not torch.is_anomaly_enabled()

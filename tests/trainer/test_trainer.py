@@ -356,6 +356,37 @@ def test_the_best_whole_model_is_kept_loaded_and_named(
     assert len(told) == len(damaged) + (loaded is None)
 
 
+class Falling(FakeStrategy):
+    """Evaluation losses by step."""
+
+    def __init__(self, *losses: float) -> None:
+        super().__init__()
+        self.losses = iter(losses)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return torch.tensor(next(self.losses)), torch.tensor(1.0)
+
+
+def test_the_best_alone_is_saved_and_the_end_and_a_resume_remembers_the_best(tmp_path: Path) -> None:
+    def trained(steps: int, *losses: float, at_start: bool = False) -> tuple[Trainer, list[int]]:
+        args = arguments(
+            tmp_path, save_strategy="best", eval_strategy="steps", eval_steps=1, max_steps=steps, save_total_limit=9,
+            eval_on_start=at_start,
+        )  # fmt: skip
+        data, saved = (tiny.RandomTokens(), tiny.RandomTokens(4)), Recorder()
+        trainer = Trainer(nn.Linear(1, 1), args, None, *data, strategy=Falling(*losses), callbacks=[saved])
+        trainer.train(resume_from_checkpoint=True)
+        return trainer, [step for event, step in saved.events if event == "on_save"]
+
+    # an evaluation at the start is compared with, but saves nothing
+    trainer, saved = trained(5, 9.0, 5.0, 6.0, 4.0, 4.0, 8.0, at_start=True)
+    assert saved == [1, 3, 5], "new bests, and the end"
+    assert [trainer.state.best_global_step, trainer.state.best_metric] == [3, 4.0]
+    trainer, saved = trained(9, 4.5, 7.0, 3.0, 3.5)
+    assert saved == [8, 9]
+    assert trainer.run_dir.checkpoint_steps() == [1, 3, 5, 8, 9]
+
+
 class Accuracy(TrainerCallback):
     """Adds what a user's metric function would, up to a step."""
 

@@ -120,7 +120,7 @@ def test_arguments_that_exclude_each_other() -> None:
         ({"precision": "bf16", "fp16": True}, {}, "fp16"),
         ({"fuse_optim_with_backward": True, "max_grad_norm": 0}, {"optimizer_factory": SGD}, "optimizer_factory"),
         ({}, {"enable_activation_checkpoint_fn": len}, "enable_activation_checkpoint_fn"),
-        ({"gradient_checkpointing": True}, {"enable_activation_checkpoint_fn": isinstance},
+        ({"gradient_checkpointing": True}, {"enable_activation_checkpoint_fn": setattr},
          "enable_activation_checkpoint_fn"),
         ({}, {"optimizer_groups": [{"params": []}]}, "optimizer_groups"),
         ({}, {"optimizer_groups": {"a": {"rgx": "a"}}}, "optimizer_groups.a.rgx"),
@@ -262,7 +262,31 @@ def test_a_function_of_the_user_s_checkpoints_activations(tmp_path: Path, return
     assert len(calls) == 2 * 3
 
 
+def test_a_checkpointing_function_may_take_the_rank_too(tmp_path: Path) -> None:
+    given: list[Any] = []
+    trained(
+        tmp_path,
+        {"gradient_checkpointing": True},
+        enable_activation_checkpoint_fn=lambda rank, model: given.extend((rank, type(model).__name__)),
+    )
+    assert given == [0, "Decoder"]
+    both = {"gradient_checkpointing": True, "gradient_checkpointing_every": 2}
+    [problem] = refusal(both, enable_activation_checkpoint_fn=len)
+    assert "gradient_checkpointing_every" in problem
+    assert "enable_activation_checkpoint_fn" in problem
+
+
 # ------------------------------------------------------------------------------------------------------- several ranks
+
+
+def rank_given() -> list[int]:
+    ranks: list[int] = []
+    make({"gradient_checkpointing": True}, enable_activation_checkpoint_fn=lambda rank, model: ranks.append(rank))
+    return ranks
+
+
+def test_a_checkpointing_function_gets_its_own_rank() -> None:
+    assert run_ranks(2, rank_given) == [[0], [1]]
 
 
 def fused_on_two_ranks(path: str, strategy: str) -> dict[str, Tensor]:

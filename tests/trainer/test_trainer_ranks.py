@@ -18,6 +18,7 @@ from forgather_cli.callbacks.base import CommandCounts, TrainerCallback, Trainer
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.data.loaders.collate import Counts, Step
 from forgather_cli.errors import ConfigError
+from forgather_cli.models.decoder import Decoder
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
 from forgather_cli.trainer.step_sync import Agreed, StepSync, Sum
@@ -66,6 +67,30 @@ def test_ranks_count_and_log_together_what_one_rank_does(layout: str, tmp_path: 
         for key in ("loss", "grad_norm", "max_grad_norm", "eval_loss", "train_loss"):
             assert values(result, key) == pytest.approx(values(alone, key), rel=1e-5), key
     assert [result["rank_0"] for result in ranks] == [True, False]
+
+
+def recomputing(root: str, *overrides: str) -> tuple[list[str], list[float]]:
+    """The layers of this rank that recompute their activations in a run, and the gradient norms of its steps."""
+    run = Path(root)
+    more = ("gradient_checkpointing=true", "gradient_checkpointing_every=2", "nproc_per_node=2")
+    trainer = worker.run(tiny.config(run, *EVERY, *more, *overrides), RunDir(run))
+    parts = [part for part in trainer.strategy.parts if isinstance(part, Decoder)]
+    names = [name for part in parts for name, layer in part.model.layers.items() if "forward" in vars(layer)]
+    return names, values({"history": trainer.state.log_history}, "grad_norm")
+
+
+EVERY = ("num_hidden_layers=5", "residual_dropout=0.0", "logging_steps=1", "save_strategy=no", "eval_strategy=no")
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "ZBVZeroBubble"])
+def test_every_second_layer_of_the_full_model_is_recomputed(layout: str, tmp_path: Path) -> None:
+    words = LAYOUTS.get(layout) or ("trainer=pipeline", f"schedule={layout}", "n_microbatches=4")
+    ranks = run_ranks(2, recomputing, str(tmp_path / "ranks"), *words)
+    found = [names for names, _ in ranks]
+    assert sorted(found[0] + found[1]) == ["0", "2", "4"] if "pipeline" in words[0] else found == [["0", "2", "4"]] * 2
+    alone = single(tmp_path / "alone", *EVERY)
+    for _, norms in ranks:
+        assert norms == pytest.approx(values(alone, "grad_norm"), rel=1e-5)
 
 
 def told_on(rank: int, from_poll: int, root: str, *overrides: str) -> dict[str, Any]:
@@ -385,6 +410,29 @@ def test_ranks_miss_the_best_metric_together(tmp_path: Path, until: int, step: i
     assert first == second
     assert first[0] == step
     assert told in first[1]
+
+
+class BetterOnRank0(TrainerCallback):
+    """Adds a metric on rank 0 alone, which is better at every second evaluation."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            kwargs["metrics"]["eval_accuracy"] = 0.5 + state.global_step / 100 if state.global_step % 4 == 0 else 0.1
+
+
+def saves_the_best(root: str) -> tuple[list[int], Any]:
+    settings = ("eval_steps=2", "save_strategy=best", "greater_is_better=true", "max_steps=9", "save_total_limit=null")
+    layout = ("trainer=ddp", "nproc_per_node=2", "metric_for_best_model=accuracy")
+    config, data = tiny.config(Path(root), *layout, *settings), tiny.RandomTokens(128)
+    trainer = Trainer(
+        model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=[BetterOnRank0]
+    )
+    trainer.train()
+    return trainer.run_dir.checkpoint_steps(), trainer.state.best_global_step
+
+
+def test_ranks_save_the_best_of_rank_0_together(tmp_path: Path) -> None:
+    assert run_ranks(2, saves_the_best, str(tmp_path)) == [([2, 4, 8, 9], 8)] * 2
 
 
 def diverging_seed(root: str) -> None:

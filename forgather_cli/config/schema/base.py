@@ -100,7 +100,9 @@ NonNegative = Annotated[float, Ge(0)]
 Probability = Annotated[float, Ge(0), Lt(1)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 # YAML 1.1 reads a bare ``no`` as false; Hugging Face users write it
-Interval = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(lambda value: "no" if value is False else value)]
+_bare_no = BeforeValidator(lambda value: "no" if value is False else value)
+Interval = Annotated[Literal["no", "steps", "epoch"], _bare_no]
+SaveInterval = Annotated[Literal["no", "steps", "epoch", "best"], _bare_no]
 
 
 @dataclass(frozen=True)

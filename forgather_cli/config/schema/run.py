@@ -18,6 +18,7 @@ from forgather_cli.config.schema.base import (
     OnlyIf,
     PositiveFloat,
     PositiveInt,
+    SaveInterval,
     Settings,
     Target,
     Void,
@@ -42,7 +43,7 @@ _SEVERAL_RANKS = only_where("trainer", lambda kind: kind != "single", "choose tr
 _WORKERS = only_where("dataloader_num_workers", bool, "set dataloader_num_workers above 0")
 _COMPILED = only_if("torch_compile", True)
 _EVALUATES = only_if("eval_strategy", "steps", "epoch", remedy="set eval_strategy=steps")
-_SAVES = only_if("save_strategy", "steps", "epoch", remedy="set save_strategy=steps")
+_SAVES = only_if("save_strategy", "steps", "epoch", "best", remedy="set save_strategy=steps")
 _ON_RESUME = only_where("resume_from_checkpoint", lambda resume: resume is not False, "set resume_from_checkpoint=true")
 
 
@@ -96,7 +97,7 @@ class RunSettings(Settings):
     max_eval_samples: Annotated[PositiveInt | None, NEEDS_EVALUATION] = None
     max_eval_steps: Annotated[Literal[-1] | PositiveInt, NEEDS_EVALUATION] = -1
 
-    save_strategy: Interval = "steps"
+    save_strategy: SaveInterval = "steps"
     save_steps: Annotated[PositiveInt, only_if("save_strategy", "steps")] = 500
     save_total_limit: PositiveInt | None = 3  # null: keep all
     async_save: bool = True
@@ -111,7 +112,8 @@ class RunSettings(Settings):
 
     resume_from_checkpoint: bool | str = False
     resume_components: Annotated[
-        Literal["all"] | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks"]],
+        Literal["all"]
+        | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks", "components"]],
         _ON_RESUME,
     ] = "all"
     ignore_data_skip: Annotated[bool, _ON_RESUME] = False
@@ -126,6 +128,8 @@ class RunSettings(Settings):
     seed: Annotated[int, Ge(-1)] = 42
     deterministic: bool = False
     device: str = "auto"
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None  # null: as torch is
+    detect_anomaly: bool = False
 
     torch_compile: bool = False
     torch_compile_backend: Annotated[str | None, _COMPILED] = None
@@ -134,6 +138,7 @@ class RunSettings(Settings):
     torch_compile_fullgraph: Annotated[bool, _COMPILED] = False
     activation_memory_budget: Annotated[Fraction | None, _COMPILED] = None
     gradient_checkpointing: bool = False
+    gradient_checkpointing_every: Annotated[PositiveInt, only_if("gradient_checkpointing", True)] = 1
     fuse_optim_with_backward: bool = False
     construct_model_on: Literal["meta", "device", "cpu"] = "meta"
 
@@ -150,6 +155,10 @@ class RunSettings(Settings):
     rdzv_backend: Annotated[str | None, _SEVERAL_RANKS] = None
     rdzv_id: Annotated[str | None, _SEVERAL_RANKS] = None
     max_restarts: Annotated[Count, _SEVERAL_RANKS] = 0
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether activations of this layer, counted from 0 in its stack of the full model, are computed again."""
+        return self.gradient_checkpointing and layer % self.gradient_checkpointing_every == 0
 
 
 @settings
@@ -220,12 +229,17 @@ class Config(RunSettings):
         elif self.max_steps == -1 and epochs <= 0 and epochs != -1:
             yield f"num_train_epochs: must be above 0 with max_steps=-1, got {epochs:g}; set one of them"
         yield from self._batch_problems()
-        best, metric = "load_best_model_at_end", self.metric_for_best_model
-        if self.load_best_model_at_end and self.eval_strategy == "no" and not self.eval_on_save:
+        best, metric, saves_best = "load_best_model_at_end", self.metric_for_best_model, self.save_strategy == "best"
+        if saves_best and self.eval_strategy == "no":
+            yield "save_strategy: best saves after an evaluation, got eval_strategy=no; set eval_strategy=steps"
+        elif self.load_best_model_at_end and self.eval_strategy == "no" and not self.eval_on_save:
             yield f"{best}: needs evaluations, got eval_strategy=no; set eval_strategy=steps or eval_on_save=true"
-        elif self.load_best_model_at_end and (nothing := self.data.nothing_held_out):
-            got = f"{nothing.because.rpartition('.')[2]}={typed(value_at(self, nothing.because))}"
-            yield f"{best}: needs evaluations, got {got}, which leaves nothing to evaluate on; {nothing.remedy}"
+        elif (saves_best or self.load_best_model_at_end) and (nothing := self.data.nothing_held_out):
+            name, got = "save_strategy" if saves_best else best, typed(value_at(self, nothing.because))
+            yield (
+                f"{name}: needs evaluations, got {nothing.because.rpartition('.')[2]}={got}, which leaves nothing to "
+                f"evaluate on; {nothing.remedy}"
+            )
         if self.load_best_model_at_end and self.save_strategy == "no":
             yield f"{best}: needs checkpoints, got save_strategy=no; set save_strategy=steps"
         average, limit = self.average_last, self.save_total_limit
