@@ -26,7 +26,7 @@ from forgather_cli.data.cache import Cache
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.data.paired.denoise import row_lengths
-from forgather_cli.data.paired.rows import Shape, best_fit_in_two
+from forgather_cli.data.paired.rows import Shape, batch_of_rows, best_fit_in_two
 from forgather_cli.data.paired.sentinels import with_sentinels
 from forgather_cli.data.paired.ul2 import CorpusWindows, DenoisedRows
 from forgather_cli.data.text.tokenizer import load_tokenizer
@@ -178,6 +178,16 @@ def test_a_position_goes_on_with_the_very_next_row(packing: str) -> None:
         rest = rows(packing=packing)
         rest.load_state_dict(first.state_dict())
         assert same([*head, *rest], whole)
+
+
+def test_rows_padded_together_are_the_batch_of_their_examples() -> None:
+    data = rows(packing="pad")
+    block, _ = next(data._windows.blocks(0, 0, None, 8))
+    examples = data.rows(block, 0)
+    assert len({len(example.source) for [example] in examples}) > 1
+    collated, wanted = data.collate(list(islice(data, len(examples)))), batch_of_rows(examples, data._shape)
+    assert same([collated], [wanted])
+    assert collated.keys() == wanted.keys()
 
 
 def test_draws_follow_from_the_epoch_in_training_alone() -> None:

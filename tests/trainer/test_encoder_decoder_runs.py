@@ -18,6 +18,7 @@ from two_ranks import train_in_pool
 from forgather_cli.run_dir import RunDir
 
 PAIRS = ["data=seq2seq", "data.files=[pairs.jsonl]", "max_encoder_length=32", "max_decoder_length=32", "eval_steps=4"]
+PADDED = [*(word for word in UL2 if not word.startswith("pack_")), "packing=pad", "eval_steps=4"]
 SAVED = [*WORDS, *UL2, "eval_steps=2", "save_steps=2", "lr_scheduler=constant"]
 
 
@@ -58,21 +59,39 @@ def on_two_ranks(*words: str) -> None:
         assert code == 0, shown
 
 
-@pytest.mark.parametrize("data", [PAIRS, [*UL2, "eval_steps=4"]], ids=["seq2seq", "ul2"])
-def test_layouts_agree(data: list[str]) -> None:
+@pytest.mark.parametrize("data", [PAIRS, [*UL2, "eval_steps=4"], PADDED], ids=["seq2seq", "ul2", "ul2-pad"])
+def test_layouts_agree(data: list[str], request: pytest.FixtureRequest) -> None:
     words = [*WORDS, *data, "max_steps=4", "save_strategy=no"]
-    single = f"{data[0][5:]}-single"
+    name = request.node.callspec.id
+    single = f"{name}-single"
     assert forgather("train", *words, f"output_dir={single}") == 0
     first = next(each for each in records(single) if "tokens" in each)
     assert first["tokens"] == first["encoder_tokens"] + first["decoder_tokens"]
     for strategy in ("ddp", "fsdp2"):
-        run = f"{data[0][5:]}-{strategy}"
+        run = f"{name}-{strategy}"
         on_two_ranks(*words, f"trainer={strategy}", f"output_dir={run}")
         assert curve(run) == [pytest.approx(each, rel=1e-5) for each in curve(single)]
         wanted = {name: value for name, value in evaluation(single).items() if "loss" in name or "bits" in name}
         assert {name: evaluation(run)[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
     if data is not PAIRS:
         assert {"eval_loss_S", "eval_bits_per_byte_S", "eval_bits_per_byte"} <= evaluation(single).keys()
+
+
+def test_rows_padded_together_count_as_each_by_itself() -> None:
+    words = [*WORDS, *PADDED, "max_steps=4", "save_steps=2", "lr_scheduler=constant"]
+    for size, run in ((1, "alone"), (4, "together")):
+        sizes = [f"per_device_train_batch_size={size}", f"per_device_eval_batch_size={size}"]
+        assert forgather("train", *words, *sizes, f"output_dir={run}") == 0
+    assert curve("together") == [pytest.approx(each, rel=1e-5) for each in curve("alone")]
+    assert [each.get("tokens") for each in records("together")] == [each.get("tokens") for each in records("alone")]
+    of_losses = [
+        {name: value for name, value in evaluation(run).items() if "loss" in name or "bits" in name or "targets" in name}
+        for run in ("alone", "together")
+    ]
+    assert of_losses[1] == pytest.approx(of_losses[0], rel=1e-5)
+    goes_on = ["resume_from_checkpoint=together/checkpoints/step-00000002", "output_dir=again-together"]
+    assert forgather("train", *words, "per_device_train_batch_size=4", *goes_on) == 0
+    assert curve("again-together") == curve("together")[2:]
 
 
 def test_a_run_goes_on_exactly_and_in_other_layouts() -> None:

@@ -56,6 +56,7 @@ class IterableRounds:
 
     ``name``: of the dataset, for messages; ``check`` raises DataError for a first round that is too small; ``chunk``:
     samples that a worker reads at once, the same in every layout; ``limit``: only the first so many samples are used.
+    Without ``collate_fn`` the dataset's own ``collate`` makes batches, where it has one.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class IterableRounds:
         dispatch: bool = True,
     ) -> None:
         self._name, self._share, self._workers, self._seed = name, share, workers, seed
-        self._collate, self._check = collate_fn or default_collate, check
+        self._collate: CollateFn = collate_fn or getattr(dataset, "collate", default_collate)
+        self._check = check
         self._chunk, self._tell_epoch, self._limit = chunk, tell_epoch, limit
         self._ranks = ranks
         self._dispatched = ranks is not None and dispatch

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from forgather_cli.data.paired.denoise import Example
 from forgather_cli.labels import IGNORED, LENGTHS, TASKS
@@ -76,6 +77,15 @@ def batch_of_rows(rows: Sequence[Sequence[Example]], shape: Shape) -> dict[str, 
     if shape.has_tasks:
         arrays[TASKS] = tasks
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def padded_batch(rows: Sequence[dict[str, Tensor]], pad_token_id: int) -> dict[str, Tensor]:
+    """Rows that ``batch_of_rows`` has made one by one, without the batch's dimension, as the batch it makes of all."""
+    fill = {"input_ids": pad_token_id, "decoder_input_ids": pad_token_id, "labels": IGNORED, TASKS: -1}
+    return {
+        name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill.get(name, 0))
+        for name in rows[0]
+    }
 
 
 _LOOKED_AT = 8

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from forgather_cli.data.order import Order
 from forgather_cli.data.paired.denoise import Denoising, Example
-from forgather_cli.data.paired.rows import Shape, batch_of_rows, best_fit_in_two
+from forgather_cli.data.paired.rows import Shape, batch_of_rows, best_fit_in_two, padded_batch
 from forgather_cli.data.text.token_stream import TokenStream
 from forgather_cli.data.tokens import Tokens
 
@@ -127,6 +127,10 @@ class DenoisedRows(IterableDataset[dict[str, Tensor]]):
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Rows as a batch."""
+        return padded_batch(samples, self._shape.pad_token_id)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands: rows handed out of a block, and the source's state before it."""
