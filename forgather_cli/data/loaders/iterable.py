@@ -76,7 +76,8 @@ class IterableRounds:
         dispatch: bool = True,
     ) -> None:
         self._name, self._share, self._workers, self._seed = name, share, workers, seed
-        self._collate: CollateFn = collate_fn or getattr(dataset, "collate", default_collate)
+        own_collate: CollateFn = getattr(dataset, "collate", default_collate)
+        self._collate = collate_fn or own_collate
         self._check = check
         self._chunk, self._tell_epoch, self._limit = chunk, tell_epoch, limit
         self._ranks = ranks
