@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from forgather_cli.config.schema import Config
 
 _BEGUN_WITH = {
-    "trainer": ("single",), "precision": ("fp32", "auto"), "optimizer": ("adamw",), "lr_scheduler": ("cosine",),
+    "trainer": "single", "precision": "auto", "optimizer": "adamw", "lr_scheduler": "cosine",
 }  # fmt: skip
-"""Options that a recipe has without choosing them (``conf/train.yaml``), and precision=auto."""
+"""Options that a recipe has without choosing them (``conf/train.yaml``)."""
 
 
 @dataclass
@@ -282,7 +282,7 @@ class ConfigBuilder:
     def _chosen_in(self, files: list[Path], group: str) -> bool:
         """Whether recipes have another option of a group than every run begins with, or settings of it."""
         settings = [path for path, change in self.given.items() if change.source in files]
-        return self.options[group] not in _BEGUN_WITH[group] or any(path.startswith(f"{group}.") for path in settings)
+        return self.options[group] != _BEGUN_WITH[group] or any(path.startswith(f"{group}.") for path in settings)
 
     def _choose(self, group: str, option: str) -> None:
         """Replace a group's option; of its settings those of the command line stay."""

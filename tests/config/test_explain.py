@@ -60,7 +60,7 @@ def test_a_group_has_options_and_recipes_that_choose_them(tmp_path: Path) -> Non
     assert about["mine"] == "As I like it."
     assert about.keys() >= {"auto", "bf16", "fp32"}
     assert {name: found.recipes[name] for name in ("default", "pretrain_1b_accelerate", "qat", "own")} == {
-        "default": "auto", "pretrain_1b_accelerate": "fp32", "qat": "qat", "own": "mine",
+        "default": "auto", "pretrain_1b_accelerate": "auto", "qat": "qat", "own": "mine",
     }  # fmt: skip
     assert explain("model")[0].recipes["qat"] == "pretrained", "as finetune, from which it starts"
     assert "init_scale" in found.settings

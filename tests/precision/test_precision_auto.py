@@ -97,3 +97,8 @@ def test_plans_and_scripts_count_with_it(instruction: str, precision: str, monke
     assert made.auto_because
     assert replace(made, auto_because="") == make_plan(known)
     assert TrainingArguments("out", precision="auto", use_cpu=True).precision.type == precision
+
+
+def test_a_recipe_that_says_nothing_has_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("# Mine.\ndefaults: [train]\n")
+    assert load_config("mine.yaml", [], cwd=tmp_path).config.precision.type == "auto"

@@ -85,11 +85,7 @@ def test_rows_padded_together_count_as_each_by_itself() -> None:
     assert curve("together") == [pytest.approx(each, rel=1e-5) for each in curve("alone")]
     assert [each.get("tokens") for each in records("together")] == [each.get("tokens") for each in records("alone")]
     of_losses = [
-        {
-            name: value
-            for name, value in evaluation(run).items()
-            if "loss" in name or "bits" in name or "targets" in name
-        }
+        {name: value for name, value in evaluation(run).items() if any(w in name for w in ("loss", "bits", "targets"))}
         for run in ("alone", "together")
     ]
     assert of_losses[1] == pytest.approx(of_losses[0], rel=1e-5)
