@@ -15,6 +15,8 @@ _AVERAGE = re.compile(r"step-\d{8,}-average-\d+$")
 _LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml$")
 _PASSING = re.compile(r".+-rank-\d+\.pickle|\.before-.+|\..+\.deleted")
 """Names of memory snapshots, and of what a start or a removal has hidden."""
+CALLED_FROM = "FORGATHER_CALLED_FROM"
+"""Environment variable: the user's working directory, while a run goes on in the one that it was begun in."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -206,6 +208,12 @@ def is_checkpoint(path: Path) -> bool:
 def model_in(path: Path) -> Path:
     """Where the model is that a directory holds: in a checkpoint's ``model/``, else in itself. Reads the disk."""
     return path / "model" if is_checkpoint(path) else path
+
+
+def shown(path: Path | str) -> str:
+    """``path`` as people are shown it: short where it lies below the directory that the command was given in."""
+    here = os.environ.get(CALLED_FROM) or os.getcwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
 
 
 def is_name(text: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
@@ -13,6 +12,7 @@ from forgather_cli.callbacks.display import PlainDisplay, TableDisplay, evaluati
 from forgather_cli.callbacks.screen import screen_of
 from forgather_cli.config.schema import ProgressSettings
 from forgather_cli.errors import ConfigError
+from forgather_cli.run_dir import shown
 
 
 class ProgressCallback(BuiltIn[ProgressSettings]):
@@ -96,8 +96,7 @@ class ProgressCallback(BuiltIn[ProgressSettings]):
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero and kwargs.get("checkpoint") is not None:
-            path, here = Path(kwargs["checkpoint"]), Path.cwd()
-            self._shown().note(f"checkpoint saved: {path.relative_to(here) if path.is_relative_to(here) else path}")
+            self._shown().note(f"checkpoint saved: {shown(kwargs['checkpoint'])}")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close()

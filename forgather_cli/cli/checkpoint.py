@@ -27,7 +27,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import Overrides, RunPath, TrustConfig, check_overrides, or_latest, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
-from forgather_cli.run_dir import RunDir, run_of
+from forgather_cli.run_dir import RunDir, run_of, shown
 
 if TYPE_CHECKING:
     from forgather_cli.checkpoint.load import Reader
@@ -68,8 +68,8 @@ def list_(
     found = _of_run(run_dir)
     if as_json:
         hidden = ("best_by", "foreign")
-        shown = [{key: value for key, value in asdict(info).items() if key not in hidden} for info in found]
-        print_json([{**each, "path": str(info.path)} for each, info in zip(shown, found, strict=True)])
+        kept = [{key: value for key, value in asdict(info).items() if key not in hidden} for info in found]
+        print_json([{**each, "path": str(info.path)} for each, info in zip(kept, found, strict=True)])
     else:
         _print_list(found)
 
@@ -101,7 +101,7 @@ def _print_list(found: list[CheckpointInfo]) -> None:
     rows, styles = [], []
     for info in found:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
-        shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
+        numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
         marks = {
             "damaged": info.problem,
             "best": info.best and not info.problem,
@@ -110,10 +110,10 @@ def _print_list(found: list[CheckpointInfo]) -> None:
             "abandoned": info.abandoned and not info.problem,
         }
         told = ", ".join(mark for mark, holds in marks.items() if holds)
-        rows.append((str(info.step), *shown, human_bytes(info.size_bytes), local_time(info.created), told))
+        rows.append((str(info.step), *numbers, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")
     print_table(columns, rows, styles)
-    typer.echo(f"newest: {found[-1].path}")
+    typer.echo(f"newest: {shown(found[-1].path)}")
 
 
 @app.command(cls=Command)
@@ -131,11 +131,12 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
         model = [t for t in tensors if t["file"].startswith("model/")]  # of others how many; --json lists all
         shapes = [" x ".join(map(str, t["shape"])) or "scalar" for t in model]
         rows = [(t["name"], t["dtype"], s, human_bytes(t["bytes"])) for t, s in zip(model, shapes, strict=True)]
-        print_table((Col("tensor", fold=True), Col("dtype", droppable=1), Col("shape"), Col("size", right=True)), rows)
+        columns = (Col("tensor", copied=True), Col("dtype", droppable=1), Col("shape"), Col("size", right=True))
+        print_table(columns, rows)
         files = dict.fromkeys(t["file"] for t in tensors)
         sizes = {file: [t["bytes"] for t in tensors if t["file"] == file] for file in files}
         totals = [(file, f"{len(each):,}", human_bytes(sum(each))) for file, each in sizes.items()]
-        print_table((Col("file", fold=True), Col("tensors", right=True), Col("size", right=True)), totals)
+        print_table((Col("file", copied=True), Col("tensors", right=True), Col("size", right=True)), totals)
 
 
 def _tensors(path: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
@@ -153,7 +154,7 @@ def _print_manifest(path: Path, manifest: Manifest) -> None:
     kinds = {key: kind.lower().replace("_", " ") for key, kind in manifest.components.items()}
     print_facts(
         {
-            "checkpoint": str(path),
+            "checkpoint": path,
             "step": str(manifest.step),
             "saved": local_time(manifest.created),
             "strategy": f"{manifest.strategy}, world size {manifest.world_size}",
@@ -175,7 +176,7 @@ def verify(source: RunOrCheckpoint, as_json: AsJson = False) -> None:
         print_json([{"path": str(path), "valid": not problems, "problems": problems} for path, problems in checked])
     else:
         for path, problems in checked:
-            typer.secho(f"{path}: {'damaged' if problems else 'ok'}", fg="red" if problems else "green")
+            typer.secho(f"{shown(path)}: {'damaged' if problems else 'ok'}", fg="red" if problems else "green")
             typer.echo("".join(f"  {problem}\n" for problem in problems), nl=False)
     if any(problems for _, problems in checked):
         raise typer.Exit(1)
@@ -242,7 +243,7 @@ def average(
         print_json({"path": str(out), "sources": [str(member) for member in members]})
     else:
         typer.echo(f"mean of {', '.join(member.name for member in members)}")
-        typer.echo(str(out))
+        typer.echo(shown(out))
 
 
 def _last_of(sources: list[Path], count: int) -> list[Path]:
@@ -291,10 +292,10 @@ def edit(
         return
     for name, values in made.changes.items():
         typer.echo(f"{name}: " + " -> ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
-    typer.echo(f"as it was: {made.backup}")
+    typer.echo(f"as it was: {shown(made.backup)}")
     if how := _how_to_resume(reader.path, words):
         typer.echo(how)
-    typer.echo(str(reader.path))
+    typer.echo(shown(reader.path))
 
 
 def _how_to_resume(path: Path, words: list[str]) -> str | None:

@@ -76,8 +76,9 @@ def diff(
         named = list(zip(("first", "second"), sides, strict=True))
         print_json({path: {name: side[path] for name, side in named if path in side} for path in paths})
     elif paths:
-        columns = (Col("setting", style="cyan", fold=True), Col(first, fold=True), Col(second, fold=True))
+        columns = (Col("setting", style="cyan"), Col("first", copied=True), Col("second", copied=True))
         rows = [(path, *(typed(side[path]) if path in side else "-" for side in sides)) for path in paths]
+        print_facts({"first": Path(first), "second": Path(second)})
         print_table(columns, rows)
     else:
         typer.echo("no setting differs")

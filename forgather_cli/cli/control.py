@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forgather_cli.callbacks.columns import STEP_COLUMNS, format_value
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -29,7 +30,7 @@ from forgather_cli.errors import ConfigError, ControlError
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.launch.stacks import Standing, table
 from forgather_cli.report.summary import holder_of, how_it_ended
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, shown
 
 _REDRAW = 1.0  # seconds
 
@@ -61,20 +62,17 @@ def list_(as_json: AsJson = False) -> None:
         typer.echo("no jobs")
         return
     columns = (
-        Col("job", fold=True),
+        Col("job", copied=True),
         Col("state"),
         Col("step", right=True),
         Col("mean loss", right=True, droppable=1),
         Col("left", right=True, droppable=2),
-        Col("run directory", fold=True),
+        Col("run directory", copied=True),
     )
-    rows = [(entry.job_id, listing.state(entry, status), *_cells(status), _from_here(entry)) for entry, status in found]
+    rows = [
+        (entry.job_id, listing.state(entry, status), *_cells(status), shown(entry.run_dir)) for entry, status in found
+    ]
     print_table(columns, rows, ["dim" if entry.is_running is False else "" for entry, _ in found])
-
-
-def _from_here(entry: Entry) -> str:
-    """A job's run directory, short where it lies below the current one."""
-    return str(Path(entry.run_dir).relative_to(Path.cwd())) if entry.is_below else entry.run_dir
 
 
 def _cells(status: dict[str, Any] | None) -> tuple[str, str, str]:
@@ -107,25 +105,26 @@ def status(
         print_facts(_facts(client.status(entry)))
 
 
-def _facts(status: dict[str, Any]) -> dict[str, str]:
-    metrics, saved = status["metrics"], status["checkpoints"]
-    epoch = f", epoch {status['epoch']:.2f}" if status["epoch"] else ""
-    numbers = {"mean loss" if key == "loss" else key: value for key, value in metrics.items()}
-    shown = [f"{key} {value:{',' if isinstance(value, int) else '.5g'}}" for key, value in numbers.items()
-             if isinstance(value, int | float)]  # fmt: skip
+def _facts(status: dict[str, Any]) -> dict[str, str | Path]:
+    """Newest metrics under the labels and in the units of the training table, others behind them as they are."""
+    metrics, saved = {"epoch": status["epoch"], **status["metrics"]}, status["checkpoints"]
+    known = {name: column for name, column in STEP_COLUMNS.items() if name != "step" and metrics.get(name) is not None}
+    others = {name: value for name, value in metrics.items() if name not in STEP_COLUMNS}
     waiting = ", ".join(f"{command['command']} ({command['state']})" for command in status["commands"])
-    facts = {
+    facts: dict[str, str | Path] = {
         "job": status["job_id"],
         "state": status["state"],
-        "step": f"{_cells(status)[0]}{epoch}",
+        "step": _cells(status)[0],
         "time left": human_seconds(status["eta_seconds"]),
-        "metrics": ", ".join(shown),
+        **{column.label: column.text(metrics[name]) for name, column in known.items()},
+        "others": ", ".join(f"{name} {format_value(value, '.4g')}" for name, value in others.items()
+                            if isinstance(value, int | float)),
         "commands": waiting,
-        "checkpoint": saved[-1]["path"] if saved else "none yet",
+        "checkpoint": Path(saved[-1]["path"]) if saved else "none yet",
         "not saved": f"{status['steps_since_checkpoint']} steps",
-        "run": status["run_dir"],
+        "run": Path(status["run_dir"]),
         "ranks": f"{status['world_size']} ({status['strategy']}), process {status['pid']} on {status['hostname']}",
-    }
+    }  # fmt: skip
     return {label: text for label, text in facts.items() if text}
 
 
@@ -224,7 +223,7 @@ def stop(job: Job = None, no_wait: NoWait = False, timeout: Timeout = None, as_j
     _run_command(STOP, _job_to_command(job, STOP, as_json), no_wait, timeout, as_json)
 
 
-@app.command("save-and-stop", cls=Command)
+@app.command("save_and_stop", cls=Command)
 def save_and_stop(job: Job = None, no_wait: NoWait = False, timeout: Timeout = None, as_json: AsJson = False) -> None:
     """Write a checkpoint, then end training. [cyan]forgather resume[/] continues from it."""
     _run_command(SAVE_AND_STOP, _job_to_command(job, SAVE_AND_STOP, as_json), no_wait, timeout, as_json)
@@ -253,7 +252,7 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
     Exit code 1 if it failed, or is not done within ``timeout``.
     """
     command = client.submit(entry, name)
-    later = f"its answer will be in {RunDir(Path(entry.run_dir)).command(command.id)}"
+    later = f"its answer will be in {shown(RunDir(Path(entry.run_dir)).command(command.id))}"
     if not no_wait:
         with interruptible():
             try:
@@ -264,7 +263,7 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
     if as_json:
         print_json(command.document())
     elif command.state == DONE and command.checkpoint is not None:
-        typer.echo(command.checkpoint)
+        typer.echo(shown(command.checkpoint))
     elif command.state == DONE and name == ABORT:
         typer.echo(f"{entry.job_id} is aborted, nothing was saved")
     elif command.state == DONE:

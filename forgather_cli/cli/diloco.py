@@ -260,9 +260,9 @@ def _shown(status: dict[str, Any]) -> RenderableType:
         f"round {number}, {status['state']} for {human_seconds(status['round_seconds'])}; {human(status['tokens'])} "
         f"targets, checkpoint {checkpoint}; {human_bytes(status['received'])} in, {human_bytes(status['sent'])} out"
     )
-    columns = (Col("worker"), Col("slot", right=True), Col("state"), Col("step", right=True),
+    columns = (Col("worker", copied=True), Col("slot", right=True), Col("state"), Col("step", right=True),
                Col("tok/s", right=True), Col("heard", right=True), Col("sent", right=True, droppable=2),
-               Col("received", right=True, droppable=3), Col("host", droppable=1))  # fmt: skip
+               Col("received", right=True, droppable=3), Col("host", copied=True))  # fmt: skip
     rows = [
         (
             each["worker"],

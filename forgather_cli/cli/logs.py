@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from codecs import getincrementaldecoder
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -188,23 +189,30 @@ def follow(run_dir: RunPath) -> None:
 
 
 def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None:
-    """One row per run, below each other for people or as a table in Markdown."""
-    keys = list(dict.fromkeys(key for each in summaries for key in each.settings))
+    """One row per run, below each other for people or as a table in Markdown; last the settings that not all have."""
+    counts = Counter(key for each in summaries for key in each.settings)
+    common = [key for key, count in counts.items() if count == len(summaries)]
+    keys = [*common, *(key for key in counts if key not in common)]
+    settings = [Col(key, right=True, fold=True, droppable=2 if n < 2 else n + 5) for n, key in enumerate(keys)]
     columns = (
-        Col("run", fold=True),
-        *(Col(key, right=True, fold=True, droppable=n + 4 if n > 1 else 0) for n, key in enumerate(keys)),
+        Col("run", copied=True),
+        *settings[: len(common)],
         Col("step", right=True),
-        Col("first loss", right=True, droppable=4),
+        Col("first loss", right=True, droppable=5),
         Col("mean loss", right=True, droppable=1),
-        Col("best loss", right=True, droppable=5),
-        Col("eval", right=True, droppable=2),
+        Col("best loss", right=True, droppable=6),
+        Col("eval", right=True, droppable=3),
         Col("best eval", right=True),
-        Col("tokens", right=True, droppable=3),
-        Col("tok/s", right=True, droppable=3),
-        Col("time", right=True, droppable=3),
+        Col("tokens", right=True, droppable=4),
+        Col("tok/s", right=True, droppable=4),
+        Col("time", right=True, droppable=4),
         Col("state"),
+        *settings[len(common) :],
     )
-    rows = [(each.run, *(each.settings.get(key, "-") for key in keys), *_cells(each)) for each in summaries]
+    rows = []
+    for each in summaries:
+        values = [each.settings.get(key, "-") for key in keys]
+        rows.append((each.run, *values[: len(common)], *_cells(each), *values[len(common) :]))
     if markdown:
         lines = [[column.title for column in columns], ["---:" if column.right else "---" for column in columns]]
         for line in [*lines, *rows]:

@@ -267,7 +267,7 @@ class _Sweep:
 
         columns = (
             Col("job", right=True),
-            Col("settings", fold=True),
+            Col("settings", copied=True),
             Col("state"),
             Col("step", right=True),
             Col("mean loss", right=True),
@@ -307,7 +307,7 @@ def _show(jobs: list[Job], recipe: str | None, config_dir: Path | None, as_json:
 def _print_table(jobs: list[Job], codes: dict[str, int]) -> None:
     """The summary at the end, with the job of the best evaluation in bold. ``codes``: of the jobs that were started."""
     columns = (
-        Col("job", fold=True),
+        Col("job", copied=True),
         Col("state"),
         Col("step", right=True),
         Col("mean loss", right=True, droppable=1),

@@ -7,24 +7,27 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.input_files import write_whole
+from forgather_cli.run_dir import shown
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+    from rich.text import Text
 
-    from forgather_cli.generation import Generator, Text
+    from forgather_cli.generation import Generator
+    from forgather_cli.generation import Text as Written
 
 NO_TERMINAL = 100_000  # columns where nobody looks: a pipe gets every value whole, in one line
-_FOLDED = 16  # characters that a column which may fold keeps
+_GAP = "   "  # between columns
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
@@ -45,57 +48,113 @@ class Col:
     right: bool = False
     style: str = ""
     fold: bool = False
-    """Names and sentences: they go on below themselves where the terminal is too narrow."""
+    """Sentences and lists: their words go on below themselves where the terminal is too narrow."""
+    copied: bool = False
+    """Ids, paths and commands: where the terminal is too narrow, they stand on lines of their own."""
     droppable: int = 0
-    """Where folding is not enough, the columns with the largest number are left out first, and those with 0 last."""
+    """Where that is not enough, the columns with the largest number are left out first, and those with 0 last."""
 
 
 def print_table(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
-    """Print rows under titles. No value is cut: what is too wide for the terminal folds, then columns are left out, of
-    which a line below tells; the first one stays.
+    """Print rows under titles. No word is cut or broken: in a terminal that is too narrow sentences fold, then what is
+    copied leaves the row, widest first, then columns are left out, of which a line below tells.
     """
-    console().print(table_of(columns, rows, styles))
+    console().print(table_of(columns, rows, styles), soft_wrap=True)
 
 
-def table_of(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> RenderableType:
+def table_of(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Text:
     """What ``print_table`` prints."""
-    from rich import box
     from rich.cells import cell_len
-    from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    screen = console()
-    widths = [max(cell_len(text) for text in (c.title, *(row[n] for row in rows))) for n, c in enumerate(columns)]
-    needed = [min(width, _FOLDED) if c.fold else width for c, width in zip(columns, widths, strict=True)]
-    kept = list(range(len(columns)))
-    while len(kept) > 1 and sum(needed[n] + 3 for n in kept) > screen.width:  # 3 blanks between two in SIMPLE_HEAD
-        kept.remove(max(kept[1:], key=lambda n: (columns[n].droppable, n)))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for n in kept:
-        justify: Literal["left", "right"] = "right" if columns[n].right else "left"
-        folds = columns[n].fold or len(kept) == 1
-        table.add_column(columns[n].title, justify=justify, style=columns[n].style, no_wrap=not folds, overflow="fold")
-    for number, row in enumerate(rows):
-        table.add_row(*(row[n] for n in kept), style=styles[number] if styles else "")
-    if left_out := [column.title for n, column in enumerate(columns) if n not in kept]:
+    screen, titles = console(), [column.title for column in columns]
+    texts_of = list(zip(titles, *rows, strict=True))
+    whole = [max(map(cell_len, texts)) for texts in texts_of]
+    widths = [
+        max(map(_longest_word, texts)) if column.fold else width
+        for column, texts, width in zip(columns, texts_of, whole, strict=True)
+    ]
+    kept, apart = list(range(len(columns))), list[int]()
+
+    def room() -> int:
+        """Characters that rows leave free; below 0 they are too wide."""
+        return screen.width - 2 - (2 if apart else 0) - sum(widths[n] + len(_GAP) for n in kept) + len(_GAP)
+
+    while room() < 0 and (copied := [n for n in kept if columns[n].copied]):
+        apart = sorted([*apart, widest := max(copied, key=widths.__getitem__)])
+        kept.remove(widest)
+    while room() < 0 and len(kept) > 1:
+        kept.remove(max(kept if apart else kept[1:], key=lambda n: (columns[n].droppable, n)))
+    folded = sorted((n for n in kept if widths[n] < whole[n]), key=lambda n: whole[n] - widths[n])
+    for left, n in zip(range(len(folded), 0, -1), folded, strict=True):
+        widths[n] += min(whole[n] - widths[n], max(room(), 0) // left)
+
+    def lines(texts: Sequence[str], style: str) -> list[Text]:
+        own = [Text(texts[n], columns[n].style) for n in apart]
+        row = _row([texts[n] for n in kept], [columns[n] for n in kept], [widths[n] for n in kept])
+        first, second = (own, row) if 0 in apart else (row, own)
+        return [Text(style=style).append(line) for line in [*first, *(Text("  ").append(line) for line in second)]]
+
+    rule = max(screen.width - 2 - room(), *(cell_len(titles[n]) for n in apart), 0)
+    page = _page(
+        [*lines(titles, "bold"), Text("─" * rule)]
+        + [line for n, row in enumerate(rows) for line in lines(row, styles[n] if styles else "")]
+    )
+    if left_out := [title for n, title in enumerate(titles) if n not in kept + apart]:
         how = "a wider terminal or a pipe shows them"
         note = Text(f"not shown at {screen.width} columns: {', '.join(left_out)}; {how}", style="dim")
-        return Group(table, note)
-    return table
+        page.append("\n").append(Text("\n").join(note.wrap(screen, screen.width)))
+    return page
 
 
-def print_facts(facts: dict[str, str]) -> None:
-    """Print labels with their values, long ones folded under each other."""
-    from rich import box
-    from rich.table import Table
+def print_facts(facts: Mapping[str, str | Path]) -> None:
+    """Print labels with their values behind them. Words that find no room go on below; a path is never broken."""
+    from rich.cells import cell_len
 
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in facts.items():
-        table.add_row(label, value)
-    console().print(table)
+    screen = console()
+    label = max(map(cell_len, facts), default=0)
+    lines = []
+    for name, value in facts.items():
+        column, text = Col("", fold=not isinstance(value, Path)), shown(value) if isinstance(value, Path) else value
+        width = min(cell_len(text), screen.width - 2 - label - len(_GAP))
+        lines += _row([name, text], [Col("", style="bold"), column], [label, width])
+    screen.print(_page(lines), soft_wrap=True)
+
+
+def _row(texts: Sequence[str], columns: Sequence[Col], widths: Sequence[int]) -> list[Text]:
+    """The lines of one row."""
+    from rich.text import Text
+
+    parts = []
+    for text, column, width in zip(texts, columns, widths, strict=True):
+        cell = Text(text, column.style)
+        parts.append(list(cell.wrap(console(), max(width, _longest_word(text)))) if column.fold else [cell])
+    lines = []
+    for number in range(max(map(len, parts), default=0)):
+        cells = [part[number] if number < len(part) else Text() for part in parts]
+        for cell, column, width in zip(cells, columns, widths, strict=True):
+            blank = max(width - cell.cell_len, 0)
+            cell.pad_left(blank) if column.right else cell.pad_right(blank)
+        lines.append(Text(_GAP).join(cells))
+    return lines
+
+
+def _longest_word(text: str) -> int:
+    """The characters on a terminal that the longest word of a text takes."""
+    from rich.cells import cell_len
+
+    return max(map(cell_len, text.split()), default=0)
+
+
+def _page(lines: Iterable[Text]) -> Text:
+    """Lines between two blank ones, with nothing behind their last words; whoever draws it breaks none."""
+    from rich.text import Text
+
+    page = Text(no_wrap=True, overflow="ignore")
+    for line in lines:
+        line.rstrip()
+        page.append("\n").append(" " if line else "").append(line)
+    return page.append("\n")
 
 
 def print_json(value: Any) -> None:
@@ -229,7 +288,7 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def tell_of_limit(model: Generator, texts: Iterable[Text]) -> None:
+def tell_of_limit(model: Generator, texts: Iterable[Written]) -> None:
     """Say where a text ended since the model knows no more positions, and not since it was done."""
     cut = sum(text.finish_reason == "limit" for text in texts)
     if cut:

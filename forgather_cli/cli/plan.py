@@ -234,7 +234,7 @@ def _known(size: int | None) -> str:
 
 def _print_parameters(made: RunPlan) -> None:
     columns = (
-        Col("parameter", fold=True),
+        Col("parameter", copied=True),
         Col("shape", droppable=1),
         Col("numbers", right=True, droppable=2),
         Col("kind", droppable=3),
@@ -365,7 +365,7 @@ def print_fit(fit: Fit, config: Config, made: RunPlan) -> None:
     if fit.ways:
         typer.echo("To fit more:")
         columns = (
-            Col("settings", fold=True),
+            Col("settings", copied=True),
             Col("micro-batch", right=True),
             Col("memory", right=True),
             Col("step time", right=True, droppable=1),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import typer
 from forgather_cli.cli.train import run_training
 from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
 from forgather_cli.launch.place import joined
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import CALLED_FROM, RunDir
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -43,10 +45,21 @@ def resume(
     if RunDir(run_dir).diloco.is_file():
         from forgather_cli.cli.diloco import resume_server
 
-        with contextlib.chdir(directory):
+        with _working_in(directory):
             raise typer.Exit(resume_server(run_dir, check_overrides(overrides), config_dir))
-    with contextlib.chdir(directory):  # for all that the run reads, its own modules and its ranks too
+    with _working_in(directory):
         raise typer.Exit(run_training(joined(overrides or []), compose, RunDir(run_dir)))
+
+
+@contextlib.contextmanager
+def _working_in(directory: Path) -> Iterator[None]:
+    """For all that the run reads, its own modules and its ranks too; paths are shown from where the user is."""
+    os.environ[CALLED_FROM] = os.getcwd()
+    try:
+        with contextlib.chdir(directory):
+            yield
+    finally:
+        del os.environ[CALLED_FROM]
 
 
 def _edited(run_dir: Path) -> dict[str, Any]:

@@ -64,8 +64,9 @@ def list_(
     if not found:
         typer.echo(f"no runs below {directory}")
         return
-    columns = (Col("run", fold=True), Col("state"), Col("step", right=True), Col("best eval", right=True, droppable=1),
-               Col("size", right=True), Col("changed", droppable=2))  # fmt: skip
+    columns = (Col("run", copied=True), Col("state"), Col("step", right=True),
+               Col("best eval", right=True, droppable=1), Col("size", right=True),
+               Col("changed", droppable=2))  # fmt: skip
     rows = []
     for each, size, changed in found:
         steps = f"{each.step}/{each.max_steps}" if each.max_steps else str(each.step)

@@ -53,7 +53,10 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A command with subcommands."""
+    """A command with subcommands, whose names are shown as the docs spell them and are taken with - and with _."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) or super().get_command(ctx, cmd_name.replace("-", "_"))
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))

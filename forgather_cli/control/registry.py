@@ -21,7 +21,7 @@ from typing import Any
 
 from forgather_cli.errors import ControlError
 from forgather_cli.input_files import parse_json, read_bytes
-from forgather_cli.run_dir import is_name
+from forgather_cli.run_dir import is_name, shown
 
 LOOPBACK = ("127.", "localhost", "::1")
 """How a host begins on which only this machine can reach a server."""
@@ -252,8 +252,8 @@ def _text(path: Path) -> str:
 
 
 def _listed(found: list[Entry]) -> str:
-    shown = ", ".join(entry.job_id for entry in found[-5:])
-    return f"{shown} and {len(found) - 5} more" if len(found) > 5 else shown
+    newest = ", ".join(f"{entry.job_id} in {shown(entry.run_dir)}" for entry in found[-5:])
+    return f"{newest} and {len(found) - 5} more" if len(found) > 5 else newest
 
 
 def new_job_id(pid: int) -> str:
