@@ -163,7 +163,7 @@ def test_names_from_elsewhere_are_no_settings_of_ours_and_stand_for_some() -> No
         ("n_micro_batches", "n_microbatches"), ("save_total", "save_total_limit"), ("num_eval_steps", "eval_steps"),
         ("lr_scheduler.warmup", "lr_scheduler.warmup_steps"), ("weigth_decay", "weight_decay"),
         ("loss_fn", "loss"),
-        *((other, None) for other in ("step_size", "top_p", "ddp_backend", "lora", "T_max", "push_to_hub")),
+        *((other, None) for other in ("step_size", "ddp_backend", "lora", "T_max", "push_to_hub")),
     ],
 )  # fmt: skip
 def test_suggestions_are_the_same_words_mistyped_and_no_others(
