@@ -93,6 +93,15 @@ def test_every_second_layer_of_the_full_model_is_recomputed(layout: str, tmp_pat
         assert norms == pytest.approx(values(alone, "grad_norm"), rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, "ZBVZeroBubble"])
+def test_anomaly_mode_changes_no_number_of_any_strategy(layout: str, tmp_path: Path) -> None:
+    words = LAYOUTS.get(layout) or ("trainer=pipeline", f"schedule={layout}", "n_microbatches=4")
+    ranks = run_ranks(2, trained, str(tmp_path / "ranks"), *EVERY, *words, "detect_anomaly=true")
+    alone = single(tmp_path / "alone", *EVERY)
+    for result in ranks:
+        assert values(result, "grad_norm") == pytest.approx(values(alone, "grad_norm"), rel=1e-5)
+
+
 def told_on(rank: int, from_poll: int, root: str, *overrides: str) -> dict[str, Any]:
     """A run in which one rank gets SIGTERM."""
     polls = iter(range(10_000))
