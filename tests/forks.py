@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -148,6 +149,7 @@ def _become(command: tuple[str, ...], environment: dict[str, str]) -> NoReturn:
     """Do what a new interpreter does."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # read anew, from TMPDIR
     multiprocessing.set_start_method(None, force=True)  # else it is that of this process: by a fork server
     kind = next(number for number, word in enumerate(command) if word in ("-m", "-c"))
     here = [] if "-P" in command[:kind] else [os.getcwd()]

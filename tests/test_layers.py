@@ -84,7 +84,7 @@ ALLOWED = {
     "http_server": set(),
     "checkpoint": {"distributed", "optim.groups", "optim.state"},
     "models": set(),
-    "data": {"checkpoint.files", "distributed"},
+    "data": {"checkpoint.files", "distributed", "launch.processes"},
     "optim": set(),
     "loss": set(),
     "precision": {"loss"},

@@ -264,7 +264,7 @@ def _leftovers(findings: list[Finding]) -> None:
 
     if folders := abandoned_folders():
         size, where = human_bytes(sum(map(size_of, folders))), ", ".join(map(str, folders))
-        clean(f"temporary folders of killed jobs, {size}: {where}", "the next job on several ranks removes them")
+        clean(f"temporary folders of killed jobs, {size}: {where}", "the next forgather train or resume removes them")
     if stale := len(list(abandoned())):
         clean(f"entries of killed jobs in {jobs_directory()}: {stale}", "remove them by forgather control cleanup")
     for run in runs_below(OUTPUTS) if OUTPUTS.is_dir() else ():

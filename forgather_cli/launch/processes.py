@@ -126,9 +126,10 @@ _OWNER = "owner"
 
 @contextlib.contextmanager
 def temporary_folder(name: str) -> Iterator[Path]:
-    """A folder that only this user may read, until the end. Those of this user whose owners were killed go now."""
-    for left in abandoned_folders():
-        shutil.rmtree(left, ignore_errors=True)
+    """A folder that only this user may read, until the end. Those of this user whose owners were killed go now, and
+    at the end those of ranks that were.
+    """
+    remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=f"forgather-{name}-"))
     with _locked(folder):
         (folder / _OWNER).touch(mode=0o600)
@@ -137,6 +138,13 @@ def temporary_folder(name: str) -> Iterator[Path]:
         finally:
             if (folder / _OWNER).exists():
                 shutil.rmtree(folder, ignore_errors=True)
+            remove_abandoned()
+
+
+def remove_abandoned() -> None:
+    """Remove this user's temporary folders whose owners were killed."""
+    for left in abandoned_folders():
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def abandoned_folders() -> list[Path]:

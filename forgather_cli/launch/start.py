@@ -46,7 +46,7 @@ from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.memory import check_memory
 from forgather_cli.launch.place import Place, enter
-from forgather_cli.launch.processes import leave_now
+from forgather_cli.launch.processes import leave_now, remove_abandoned
 from forgather_cli.launch.rank import Start, Work, run_rank, wait_for_start
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.run_lock import RunLock
@@ -67,6 +67,7 @@ def launch(loaded: Loaded, work: Work) -> int:
 
     Raises ConfigError and SetupError before the run directory is locked; later errors are shown and logged here.
     """
+    remove_abandoned()
     check_surroundings(loaded.config)
     check_best_metric(loaded.config)
     layout = plan_layout(loaded.config, loaded.given)

@@ -9,12 +9,20 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
+
+from forgather_cli.launch.processes import temporary_folder
+
+_SOCKET_PATH = 107  # characters of a Unix socket's path (unix(7)); macOS takes 103, but passes tensors by files
+_HELD = ExitStack()
+"""Not left to ``Finalize`` alone: a forked worker drops what that holds, and would remove the folder."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ def worker_loader(dataset: Any, workers: Workers, seed: int, **kwargs: Any) -> A
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
     if workers.num:
+        _share_folder()
         kwargs |= {"prefetch_factor": workers.prefetch_factor or 2, "persistent_workers": workers.persistent}
         kwargs["worker_init_fn"] = partial(_end_with_trainer_alone, os.getpid())
     generator = torch.Generator().manual_seed(seed & (1 << 63) - 1)
@@ -74,8 +83,22 @@ def _end_with_trainer_alone(trainer: int, worker: int) -> None:
         threading.Thread(target=outlive, daemon=True).start()
 
 
+def _share_folder() -> None:
+    """Have the sockets through which workers pass tensors lie in a folder of this process, which goes with it.
+
+    Else each worker makes a ``pymp-*`` of its own for them, and leaves it: it does not live to remove it (Python 3.11
+    to 3.14, ``multiprocessing.util.get_temp_dir``, which looks for this setting first).
+    """
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if settings.get("tempdir") is None:
+        folder = _HELD.enter_context(temporary_folder("data"))
+        if len(str(folder / "listener-12345678")) <= _SOCKET_PATH:  # pymp-* is some characters shorter
+            settings["tempdir"] = str(folder)
+        Finalize(None, _HELD.close, exitpriority=-100)  # after workers, and in this process alone
+
+
 def start_workers(loader: Any) -> Iterator[Any]:
-    """``iter(loader)`` with what starting processes would otherwise print."""
+    """``iter(loader)`` without what starting processes would otherwise print."""
     if "tokenizers" in sys.modules:
         # its thread pool does not survive a fork; unset, it says so in every worker (tokenizers 0.23, parallelism.rs)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

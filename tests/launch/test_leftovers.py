@@ -1,0 +1,74 @@
+"""What runs leave in TMPDIR: nothing, however they end, and nothing of others is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from program import Process
+from two_ranks import SMALL
+
+from forgather_cli.launch.processes import children, is_running
+
+WORKERS = [*SMALL, "dataloader_num_workers=2", "max_steps=100000", "save_strategy=no"]
+STRATEGIES = pytest.mark.parametrize("trainer", ["single", "ddp"])
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """TMPDIR of processes that a test starts, with something of another program in it."""
+    folder = tmp_path_factory.mktemp("t")  # short: a socket's path has 107 characters
+    monkeypatch.chdir(tmp_path_factory.mktemp("w"))
+    for name in ("pymp-another", "torchelastic_another", "forgather-another"):
+        (folder / name).mkdir()
+    return folder
+
+
+def ours(temporary: Path) -> list[str]:
+    return sorted(path.name for path in temporary.iterdir() if not path.name.endswith("another"))
+
+
+def start(temporary: Path, *words: str, cold: bool = False) -> Process:
+    return Process("train", *WORKERS, *words, env={"TMPDIR": str(temporary)}, cold=cold)
+
+
+@STRATEGIES
+def test_a_run_with_data_workers_leaves_nothing(temporary: Path, trainer: str) -> None:
+    with start(temporary, f"trainer={trainer}", "max_steps=2") as job:
+        assert job.finish() == 0, job.output
+    assert ours(temporary) == []
+    assert len(list(temporary.iterdir())) == 3
+
+
+@STRATEGIES
+def test_nor_one_that_is_stopped(temporary: Path, trainer: str) -> None:
+    with start(temporary, f"trainer={trainer}") as job:
+        job.read_until("step 3/")
+        job.process.terminate()
+        assert job.finish() == 75, job.output
+    assert ours(temporary) == []
+
+
+@STRATEGIES
+def test_what_a_killed_run_leaves_goes_with_the_next_command(temporary: Path, trainer: str) -> None:
+    with start(temporary, f"trainer={trainer}", cold=trainer == "single") as job:
+        job.read_until("step 3/")
+        family = {job.process.pid}
+        while more := {child for pid in family for child in children(pid)} - family:
+            family |= more
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.finish()
+    until = time.monotonic() + 20
+    while any(is_running(pid) for pid in family) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert ours(temporary)  # or nothing is tested here
+    with start(temporary, "trainer=single", "max_steps=2", "dataloader_num_workers=0", "output_dir=next") as job:
+        assert job.finish() == 0, job.output
+    assert ours(temporary) == []
+    assert len(list(temporary.iterdir())) == 3
