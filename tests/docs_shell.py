@@ -54,7 +54,7 @@ class Shell:
         self.directory = directory
         if start is not None:
             shutil.copytree(start / "outputs", directory / "outputs")
-        for name in ("docs", "scripts", "CONTRIBUTING.md", "CHANGELOG.md"):
+        for name in ("docs", "scripts", "pyproject.toml", "CONTRIBUTING.md", "CHANGELOG.md"):
             (directory / name).symlink_to(ROOT / name)
         for folder, ending in (("notes", "md"), ("corpus", "txt")):  # the texts that pages speak of
             (directory / folder).mkdir(parents=True)
@@ -62,6 +62,12 @@ class Shell:
                 shutil.copy(page, directory / folder / f"{page.stem}.{ending}")
         commands = directory / ".venv" / "bin"
         commands.mkdir(parents=True)
+        # scripts/environment finds what it would install, and installs nothing
+        versions = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
+        torch = next(line for line in versions if line.startswith("torch=="))
+        others = [line for line in versions if not line.startswith(("torch==", "#"))]
+        wanted = [torch, *others, (ROOT / "pyproject.toml").read_text().rstrip("\n")]
+        (directory / ".venv" / "installed").write_text("\n".join(wanted))
         self._programs: list[Program] = []
         self._trainings: list[Program] = []
         self._forking = threading.Lock()

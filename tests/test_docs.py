@@ -233,7 +233,6 @@ def test_what_is_named_exists(page: Path) -> None:
 def unknown_of_command(first: str, second: str, rest: str) -> list[str]:
     """Commands and options that the program does not have."""
     command: Any = typer.main.get_command(app)
-    first, second = first.replace("_", "-"), second.replace("_", "-")
     for word in filter(None, (first, second)):
         if hasattr(command, "commands"):
             if word not in command.commands:
