@@ -65,7 +65,7 @@ def list_(as_json: AsJson = False) -> None:
         Col("job", copied=True),
         Col("state"),
         Col("step", right=True),
-        Col("mean loss", right=True, droppable=1),
+        Col("loss", right=True, droppable=1),
         Col("left", right=True, droppable=2),
         Col("run directory", copied=True),
     )

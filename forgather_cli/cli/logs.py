@@ -199,7 +199,7 @@ def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None
         *settings[: len(common)],
         Col("step", right=True),
         Col("first loss", right=True, droppable=5),
-        Col("mean loss", right=True, droppable=1),
+        Col("loss", right=True, droppable=1),
         Col("best loss", right=True, droppable=6),
         Col("eval", right=True, droppable=3),
         Col("best eval", right=True),

@@ -251,9 +251,7 @@ class _Sweep:
             return
         state, step, loss, _, best, seconds = _cells(job, code)
         if self._live is None:
-            numbers = (
-                f": step {step}, mean loss {loss}, best eval {best}, {seconds}" if job.run.metrics.exists() else ""
-            )
+            numbers = f": step {step}, loss {loss}, best eval {best}, {seconds}" if job.run.metrics.exists() else ""
             print(f"{timestamp()} {self._head(ended.number)} {state}{numbers}", flush=True)
         with ended.told as stream:
             stream.seek(0)
@@ -270,7 +268,7 @@ class _Sweep:
             Col("settings", copied=True),
             Col("state"),
             Col("step", right=True),
-            Col("mean loss", right=True),
+            Col("loss", right=True),
             Col("best eval", right=True),
             Col("tok/s", right=True, droppable=1),
         )
@@ -310,7 +308,7 @@ def _print_table(jobs: list[Job], codes: dict[str, int]) -> None:
         Col("job", copied=True),
         Col("state"),
         Col("step", right=True),
-        Col("mean loss", right=True, droppable=1),
+        Col("loss", right=True, droppable=1),
         Col("eval", right=True, droppable=2),
         Col("best eval", right=True),
         Col("time", right=True, droppable=3),

@@ -550,7 +550,7 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
     assert lines.index("[2/4] 8 begins") < min(n for n, line in enumerate(lines) if line.startswith("[1/4] 300 done"))
     for number, size in ((1, 300), (3, 301), (4, 302)):
         assert f"[{number}/4] {size} begins" in lines
-        assert any(line.startswith(f"[{number}/4] {size} done: step 200, mean loss") for line in lines), again.output
+        assert any(line.startswith(f"[{number}/4] {size} done: step 200, loss") for line in lines), again.output
         [run] = (RunDir(path) for path in root.glob(f"*={size}-*"))
         records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         assert [record["step"] for record in records if "loss" in record] == list(range(1, 201))

@@ -69,7 +69,7 @@ def test_a_directory_of_runs_is_a_table_with_the_settings_that_differ(
     assert summaries(capsys, str(sweep / "lr-*")) == found  # a pattern that the shell left alone
     assert forgather("logs", "summary", str(sweep), "--markdown") == 0
     head, rule, *rows = capsys.readouterr().out.splitlines()
-    assert head.startswith("| run | learning_rate | step | first loss | mean loss |")
+    assert head.startswith("| run | learning_rate | step | first loss | loss |")
     assert rule.startswith("| --- | ---: |")
     assert rows[2].split(" | ")[1:5] == ["0.003", "20/100", "2.9000", "2.0000"]
 
