@@ -56,7 +56,8 @@ class ConfigBuilder:
     given: dict[str, Change] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What became of the lines of Accelerate's file, and that its launcher has started one process alone."""
+    """What a recipe's settings that are left out were for, what became of the lines of Accelerate's file, and that its
+    launcher has started one process alone."""
     read_from: dict[str, Path] = field(default_factory=dict)
     """Path -> Accelerate's file that sets it."""
 
@@ -228,7 +229,7 @@ class ConfigBuilder:
             if isinstance(name, str) and name != "???":
                 source, found = f"accelerate_config={name}", accelerate_settings(Path(name), own_decoder=own_decoder)
             elif name is None and kinds.get("trainer") == "single" and (alone := launched_alone()):
-                self.notes = [alone]
+                self.notes.append(alone)
                 return
             elif name is None and is_launched():
                 source, found = LAUNCHED, launched_settings(sharded=sharded, own_decoder=own_decoder)
@@ -239,7 +240,7 @@ class ConfigBuilder:
             return
         outcomes = self._take_over(found, source, Path(name) if isinstance(name, str) else None)
         if notes := found.notes(outcomes):
-            self.notes = [f"{source}:", *(f"  {note}" for note in notes)]
+            self.notes += [f"{source}:", *(f"  {note}" for note in notes)]
 
     def _take_over(self, found: Translation, source: str, file: Path | None) -> dict[str, str]:
         """Put the settings that a file says into the config; returns, by path, what holds where that is another value.

@@ -16,11 +16,11 @@ from typing import Any
 
 from forgather_cli.config.accelerate_file import launched_trainer
 from forgather_cli.config.builder import ConfigBuilder
-from forgather_cli.config.compose import compose, is_reference
+from forgather_cli.config.compose import compose, is_reference, plain
 from forgather_cli.config.decode import decode_saved, load_tree, option_types
-from forgather_cli.config.options import GROUPS, SearchPath, search_path
-from forgather_cli.config.overrides import Parsed, parse, parse_lines
-from forgather_cli.config.paths import walk
+from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, search_path
+from forgather_cli.config.overrides import Parsed, full_path, parse, parse_lines
+from forgather_cli.config.paths import leaves, lookup, walk
 from forgather_cli.config.recipe import Recipe, read_recipe
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError
@@ -76,8 +76,9 @@ def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: P
     """The recipe, and what is built from it and the overrides, not checked yet."""
     source = read_recipe(recipe, search, here)
     parsed = parse(overrides, search)
-    problems = [*parsed.problems, *source.problems]
+    problems, notes = [*parsed.problems, *source.problems], []
     try:
+        notes = _leave_behind(source, parsed, search)
         cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
         trainer = _trainer_of_accelerate(parsed)
         if trainer is not None and options.get("trainer") == "single":
@@ -86,10 +87,57 @@ def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: P
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     builder = ConfigBuilder(
-        search, cfg, options, source.name, parsed.chosen, problems, dict(source.given), source.files
+        search, cfg, options, source.name, parsed.chosen, problems, dict(source.given), source.files, notes
     )
     builder.apply_changes([*source.bare, *parsed.changes])
     return source, builder
+
+
+def _leave_behind(source: Recipe, parsed: Parsed, search: SearchPath) -> list[str]:
+    """Take out of a recipe what it sets of options of its own that the command line replaces by options without such
+    settings; returns a line for each group.
+    """
+    groups = parsed.chosen.intersection(BARE_GROUPS)
+    if not groups or not (source.bare or any(path.split(".")[0] in groups for path in source.given)):
+        return []
+    its_cfg, its_options = compose(source.primary, source.nodes, [], search)
+    cfg, options = compose("train", {}, parsed.groups, search)
+    its_tree, tree = plain(its_cfg)[0], plain(cfg)[0]
+    known, its_types, types = frozenset(leaves(its_tree)), option_types(its_tree), option_types(tree)
+    meant = {change.key: full_path(change.key, known, its_types)[0] for change in source.bare}
+    notes = []
+    for group in sorted(group for group in groups if its_options.get(group) != options.get(group)):
+
+        def is_of(path: str, types: dict[str, str], own: Collection[str], group: str = group) -> bool:
+            """The option of these types has the setting; of a class of the user's, its option file does."""
+            setting, kind = lookup(path), types.get(group)
+            return path.split(".")[1] in own if kind == "_target_" else setting is not None and kind in setting.types
+
+        set_here = [path for path in (*source.given, *meant.values()) if path.startswith(f"{group}.")]
+        paths = {
+            path: None
+            for path in (".".join(path.split(".")[:2]) for path in set_here)
+            if is_of(path, its_types, its_tree.get(group) or ()) and not is_of(path, types, tree.get(group) or ())
+        }
+        if paths:
+            notes.append(
+                f"{', '.join(paths)}: the recipe's, for {group}={its_options.get(group)}; left out under "
+                f"{group}={options.get(group)}"
+            )
+        for path in paths:
+            for node in source.nodes.values():
+                if isinstance(node.get(group), dict):
+                    node[group].pop(path.split(".")[1], None)
+            source.given = {
+                each: change for each, change in source.given.items() if not f"{each}.".startswith(f"{path}.")
+            }
+        source.bare = [change for change in source.bare if meant[change.key] not in paths]
+        parsed.changes[:] = [  # ~KEY asks for what has happened already
+            change
+            for change in parsed.changes
+            if change.action != "delete" or not any(f".{path}".endswith(f".{change.key}") for path in paths)
+        ]
+    return notes
 
 
 def load_resumed(

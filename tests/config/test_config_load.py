@@ -264,3 +264,30 @@ def test_a_saved_config_says_which_version_wrote_it_and_one_without_is_completed
     assert f"forgather_version: {__version__}\n" in saved.read_text()
     assert load_saved(saved).data.add_bos is None
     assert load_saved(write(tmp_path / "older.yaml", dump_tree(tree))).data.add_bos is False
+
+
+def test_what_a_recipe_sets_of_its_option_goes_with_it_and_is_said(tmp_path: Path) -> None:
+    write(tmp_path / "conf/lr_scheduler/mine.yaml", "_target_: torch.optim.lr_scheduler.StepLR\nstep_size: 5\n")
+    own = load_config(None, ["lr_scheduler=mine"], cwd=tmp_path)
+    assert own.config.lr_scheduler.kwargs == {"step_size": 5}
+    [note] = [note for note in own.notes if "left out" in note]
+    assert "lr_scheduler.warmup_steps" in note
+    assert "lr_scheduler=linear" in note
+    assert "lr_scheduler=mine" in note
+    kept = load_config(None, ["lr_scheduler=cosine"], cwd=tmp_path)  # which has it too
+    assert kept.config.lr_scheduler.warmup_steps == 20
+    assert not kept.notes
+    for body in ("trainer:\n  n_microbatches: 8\n", "n_microbatches: 8\n"):
+        recipe = f"defaults: [train, override trainer: pipeline, _self_]\nnproc_per_node: 2\n{body}"
+        write(
+            tmp_path / "recipes/piped.yaml",
+            recipe.replace("override trainer: pipeline", "{override trainer: pipeline}"),
+        )
+        piped = load_config("piped", ["trainer=ddp"], cwd=tmp_path)
+        assert any("trainer.n_microbatches" in note and "trainer=pipeline" in note for note in piped.notes)
+        assert load_config("piped", [], cwd=tmp_path).config.trainer.n_microbatches == 8
+    with pytest.raises(ConfigError, match="n_microbatches"):  # what was typed now is meant
+        load_config("piped", ["trainer=ddp", "n_microbatches=8"], cwd=tmp_path)
+    write(tmp_path / "recipes/wrong.yaml", "defaults: [train, _self_]\nn_microbatches: 8\n")
+    with pytest.raises(ConfigError, match="n_microbatches"):  # never of an option that it chose
+        load_config("wrong", ["trainer=ddp"], cwd=tmp_path)
