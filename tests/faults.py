@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.launch import signals
-from forgather_cli.models import generate
+from forgather_cli.models import texts
 
 
 class Fault(TrainerCallback):
@@ -62,7 +62,7 @@ class Fault(TrainerCallback):
         if self._moment == "save":
             torch.get_rng_state = self._before("save", torch.default_generator.get_state)
         if self._moment == "generation":
-            generate._finite = self._before("generation", generate._finite)
+            texts.finite = self._before("generation", texts.finite)
 
     def _before(self, moment: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def with_fault(*args: Any) -> Any:

@@ -43,7 +43,7 @@ def test_the_steps_of_the_window_and_no_others(tmp_path: Path, capsys: pytest.Ca
     assert calls(tmp_path / "profile/rank-0-steps-3-5.trace.json", "aten::_fused_adamw_") == 3 * 2
     table = (tmp_path / "profile/rank-0-steps-3-5.txt").read_text()
     assert table.count("The 30 longest by") == 2
-    assert max(int(n) for n in re.findall(r"ProfilerStep\*.* (\d+) *$", table, re.MULTILINE)) == 3
+    assert max(int(n) for n in re.findall(r"ProfilerStep\*.* (\d+) +\[\] *$", table, re.MULTILINE)) == 3
     longest = table.split("The 30 longest by")[1]
     assert len(longest.split("\n-")[2].splitlines()) - 1 == 30
     output = capsys.readouterr()
