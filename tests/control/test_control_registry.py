@@ -130,7 +130,9 @@ def test_jobs_are_found_by_id_prefix_directory_and_as_the_newest() -> None:
     assert resolve("job_b"[:5]).job_id == "job_b"
     with pytest.raises(ControlError, match="job_a: 2 jobs begin with that: job_a2 in two, job_a1 in one; give more"):
         resolve("job_a")
-    with pytest.raises(ControlError, match="3 jobs are running: job_b, job_a2, job_a1; name one"):
+    with pytest.raises(
+        ControlError, match="3 jobs are running: job_b in three, job_a2 in two, job_a1 in one; name one"
+    ):
         resolve(None)
     unregister(entry("job_a1", "one", 3))
     unregister(entry("job_a2", "two", 2))
