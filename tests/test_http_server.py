@@ -177,13 +177,14 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_idle_strangers_give_way_and_a_friend_is_answered(
     pem: Path, tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """500 strangers who say nothing, more than the server may have connections; over TLS they do not even greet."""
+    """More strangers who say nothing than the server may have connections; over TLS they do not even greet."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # which a process with many files open has more of
     context = ssl.create_default_context(cafile=pem / "pem") if tls else None
     caplog.set_level("WARNING", "forgather_cli.http_server")  # whatever a run of this process has asked for
 
     async def test(port: int) -> None:
         async with connected(port, ssl=context) as (reader, writer):
-            for come in (contextlib.nullcontext(), strangers(port, 500)):
+            for come in (contextlib.nullcontext(), strangers(port, most + 350)):
                 async with come:
                     writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n" + KNOWN + b"Content-Length: 4\r\n\r\nwell")
                     assert (await reader.readuntil(b"well")).startswith(b"HTTP/1.1 200"), "on the connection of before"
