@@ -193,7 +193,7 @@ def test_the_notebook_shows_one_output_and_no_lines(
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
     [texts] = kernel.outputs.values()
-    assert "mean loss of the run" in texts[-1]
+    assert "run's mean loss" in texts[-1]
     assert " loss " not in capsys.readouterr().out
     assert names["trainer"].state.global_step == 20
 

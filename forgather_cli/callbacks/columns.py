@@ -55,7 +55,7 @@ STEP_COLUMNS = _columns(
 
 FINAL_METRICS = {
     "train_runtime": Column("train_runtime", "time", fmt="duration"),
-    "train_loss": Column("train_loss", "mean loss of the run", fmt=".4f"),
+    "train_loss": Column("train_loss", "run's mean loss", fmt=".4f"),
     "epoch": Column("epoch", "epochs", fmt=".2f"),
     "total_tokens": Column("total_tokens", "tokens", fmt=",d"),
     "tokens_per_second": Column("tokens_per_second", "tokens per second", fmt=",.0f"),

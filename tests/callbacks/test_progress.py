@@ -111,7 +111,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "checkpoint saved: outputs/default/2026-11-21_06-55-01/checkpoints/step-00000020",
         f"step 30/40 epoch 1.50 loss 0.1667 {same} tokens 30",
         f"step 40/40 epoch 2.00 loss 0.1250 {same} tokens 40",
-        "results: time 1:02:05, mean loss of the run 3.4300, tokens 819,200, compute 1.23 TFLOP/s",
+        "results: time 1:02:05, run's mean loss 3.4300, tokens 819,200, compute 1.23 TFLOP/s",
     ]
 
 
@@ -199,7 +199,7 @@ def test_nothing_wraps_on_a_terminal(width: int) -> None:
     assert [r.split()[0] for r in rows] == ["10", "20", "30", "40", "50", "60"]
     assert all(len(r) == len(headers[0]) for r in rows)
     assert any(line.startswith("     30    eval    3.2000  perplexity 24.53") for line in lines)
-    assert any(re.match(r"  mean loss of the run +3\.4300$", line) for line in lines)
+    assert any(re.match(r"  run's mean loss +3\.4300$", line) for line in lines)
     assert ("peak mem" in headers[0]) == (width >= 80)
 
 
@@ -273,7 +273,7 @@ def test_a_notebook_has_one_output_that_is_updated(
     assert not re.search("[█░]", texts[-1])
     rows = [line.split()[0] for line in texts[-1].splitlines() if re.match(r" +\d+  +\d\.\d\d  ", line)]
     assert rows == ["10", "20", "30", "40"]
-    assert "mean loss of the run" in texts[-1]
+    assert "run's mean loss" in texts[-1]
     fake_run([callback], num_steps=1000)  # another cell; a long run does not grow
     assert len(kernel.outputs) == 2
     assert len(list(kernel.outputs.values())[1][-1].splitlines()) < 60
