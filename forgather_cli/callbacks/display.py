@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
-from forgather_cli.callbacks.console import StreamName, say, timestamp
+from forgather_cli.callbacks.console import Stream, say, timestamp
 from forgather_cli.callbacks.screen import Screen
 
 Logs = Mapping[str, Any]
@@ -45,7 +45,7 @@ class PlainDisplay:
     interval = math.inf
     """Seconds between two calls of ``advance`` and of ``bar``."""
 
-    def __init__(self, name: StreamName, columns: Iterable[Column]) -> None:
+    def __init__(self, name: Stream, columns: Iterable[Column]) -> None:
         self._name = name
         self._columns = [column for column in columns if column.name != "step"]
 

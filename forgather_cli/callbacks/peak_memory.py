@@ -14,6 +14,7 @@ from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.columns import format_value
 from forgather_cli.callbacks.console import say
 from forgather_cli.callbacks.metrics import peak_memory, peak_reserved
+from forgather_cli.callbacks.tensorboard import indented
 from forgather_cli.config.schema import PeakMemorySettings
 from forgather_cli.distributed import gather
 from forgather_cli.messages import sent
@@ -38,9 +39,11 @@ class Peak:
     """What the device has."""
     retries: int = 0
     """Allocations that succeeded only after cached memory was given back: a sign of fragments."""
+    statistics: str = ""
+    """CUDA's own of this process, as a table of text (``torch.cuda.memory_summary``)."""
 
     @classmethod
-    def of(cls, device: torch.device) -> Peak:
+    def of(cls, device: torch.device, *, statistics: bool = False) -> Peak:
         """This process's so far."""
         host = f"cpu of {socket.gethostname()}"
         resident = peak_memory(torch.device("cpu"))
@@ -53,6 +56,7 @@ class Peak:
             peak_reserved(device),
             torch.cuda.get_device_properties(device).total_memory,
             torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+            torch.cuda.memory_summary(device) if statistics else "",
         )
 
     def line(self, rank: int, *, details: bool) -> str:
@@ -70,7 +74,8 @@ class Peak:
 class PeakMemory(BuiltIn[PeakMemorySettings]):
     """Ends training with a line for each rank: its peak of CUDA memory, on CPU of resident memory.
 
-    ``show_details`` adds where it was, and on CUDA the device's size, retried allocations and host memory. ``do_log``
+    ``show_details`` adds where it was, and on CUDA the device's size, retried allocations, host memory and below the
+    lines each rank's statistics of CUDA as text, which stand in TensorBoard too. ``do_log``
     adds bytes to each training log: ``peak_mem_rank_<n>`` for every rank, with details also what it has reserved.
     ``enable_memory_snapshot`` records CUDA allocations and leaves ``<file_prefix>-rank-<n>.pickle`` for
     https://pytorch.org/memory_viz at the end of training, or where it fails; recording costs time and host memory.
@@ -110,10 +115,16 @@ class PeakMemory(BuiltIn[PeakMemorySettings]):
                 kwargs["logs"][f"peak_mem_reserved_rank_{rank}"] = peak.reserved
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        peaks = gather(Peak.of(self._device), kwargs["trainer"].run.cpu_group)
+        details = self.settings.show_details
+        peaks = gather(Peak.of(self._device, statistics=details), kwargs["trainer"].run.cpu_group)
         if state.is_world_process_zero:
             for rank, peak in enumerate(peaks):
-                say(peak.line(rank, details=self.settings.show_details), self._stream)
+                say(peak.line(rank, details=details), self._stream)
+            for rank, peak in enumerate(peaks):
+                if peak.statistics:
+                    say(peak.statistics, self._stream)
+                    tag = f"peak memory/rank {rank}"
+                    kwargs["trainer"].tensorboard.add_text(tag, indented(peak.statistics), state.global_step)
         self._dump()
 
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

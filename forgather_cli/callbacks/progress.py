@@ -8,6 +8,7 @@ from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge, time_shares
+from forgather_cli.callbacks.console import Stream
 from forgather_cli.callbacks.display import PlainDisplay, TableDisplay, evaluation_prefix
 from forgather_cli.callbacks.screen import screen_of
 from forgather_cli.config.schema import ProgressSettings
@@ -18,15 +19,23 @@ from forgather_cli.run_dir import shown
 class ProgressCallback(BuiltIn[ProgressSettings]):
     """Bar, table rows and results on world rank 0.
 
-    A step costs one look at the clock; the bar moves at most five times a second. Raises ConfigError for a column
-    that is not one.
+    A step costs one look at the clock; the bar moves at most five times a second. A script's ``output_stream`` may also
+    be an open text file. Raises ConfigError for a column that is not one, and for a stream that cannot be written to.
     """
 
     config_name = "progress"
     kind = ProgressSettings
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, output_stream: Stream | None = None, **kwargs: Any) -> None:
+        if isinstance(output_stream, str):
+            kwargs["output_stream"] = output_stream
+        elif output_stream is not None and not hasattr(output_stream, "write"):
+            raise ConfigError(
+                f"ProgressCallback.output_stream: must be stdout, stderr or an open text file, got {output_stream!r}; "
+                'open it first: output_stream=open(PATH, "w")'
+            )
         super().__init__(*args, **kwargs)
+        self._output: Stream = self.settings.output_stream if output_stream is None else output_stream
         if problems := list(self.settings.problems()):
             raise ConfigError(problems)
         self.columns = merge(STEP_COLUMNS, self.settings.step_columns)
@@ -106,10 +115,10 @@ class ProgressCallback(BuiltIn[ProgressSettings]):
 
     def _shown(self) -> PlainDisplay | TableDisplay:
         if self._display is None:
-            stream, columns = self.settings.output_stream, self.columns.values()
-            screen = screen_of(stream)
+            columns = self.columns.values()
+            screen = screen_of(self._output, self.settings.use_tqdm)
             if screen is None:
-                self._display = PlainDisplay(stream, columns)
+                self._display = PlainDisplay(self._output, columns)
             else:
                 self._display = TableDisplay(screen, columns, self.settings.header_interval)
         return self._display

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from forgather_cli.bars import close_bar, open_bar
-from forgather_cli.callbacks.console import StreamName, console, is_notebook, is_terminal, printable, say
+from forgather_cli.callbacks.console import Stream, console, is_notebook, is_terminal, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -40,8 +40,8 @@ class Screen(Protocol):
 class Terminal:
     """Lines scroll, and bars stay below them. The caller's calls draw it, no thread of its own."""
 
-    def __init__(self, name: StreamName) -> None:
-        self._name: StreamName = name
+    def __init__(self, name: Stream) -> None:
+        self._name = name
         self._console = console(name)
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -56,7 +56,9 @@ class Terminal:
         self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", crop=True)
 
     def note(self, text: str) -> None:
-        say(text, self._name, "dim")
+        from rich.text import Text
+
+        self._console.print(Text(printable(text, self._name), style="dim"), soft_wrap=True)
 
     def bar(self, name: str, done: int, total: int | None, status: str = "") -> None:
         if self._progress is None:  # an exit that closes nothing still gives the cursor back
@@ -78,7 +80,7 @@ class Terminal:
         self._progress, self._tasks = None, {}
 
 
-def _progress(name: StreamName) -> Progress:
+def _progress(name: Stream) -> Progress:
     from rich.constrain import Constrain
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Column as Cell
@@ -152,8 +154,11 @@ class Notebook:
         show({"text/plain": "\n".join([*self._lines, *self._bars.values()])}, raw=True, display_id=self._display_id)
 
 
-def screen_of(name: StreamName) -> Screen | None:
-    """The screen that a person sees the stream on; None for a file, a pipe and the like."""
-    if is_terminal(name):
-        return Terminal(name)
-    return Notebook() if is_notebook() else None
+def screen_of(name: Stream, wanted: bool | None = None) -> Screen | None:
+    """The screen that a person sees the stream on; None for a file, a pipe and the like. ``wanted``: in any case, or
+    never."""
+    if wanted is False:
+        return None
+    if is_notebook() and isinstance(name, str) and not is_terminal(name):
+        return Notebook()
+    return Terminal(name) if wanted or is_terminal(name) else None

@@ -14,14 +14,17 @@ from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import TRANSFORMS, TensorboardSettings
 from forgather_cli.errors import ConfigError, SetupError
 
+_PLACES = ("output_dir", "logging_dir", "overwrite_output_dir", "resume_from_checkpoint")
+
 
 class TBLogger(BuiltIn[TensorboardSettings]):
     """Writes RUN/tensorboard on world rank 0.
 
     Every number of a log becomes a curve under Hugging Face's names: ``eval_loss`` is ``eval/loss``, the rest
     ``train/<name>``. ``scalars`` adds or replaces curves by tag, null removes one. Texts: the config,
-    ``trainer.info()`` and the results. A resumed run goes on in the same directory; what was written after the
-    resumed step is purged. TensorBoard is imported with the first log, not before the first step.
+    ``trainer.info()``, ``experiment_info`` and the results. What was typed for the run stands in the tab of
+    hyperparameters, where the runs of a sweep are compared. A resumed run goes on in the same directory; what was
+    written after the resumed step is purged. TensorBoard is imported with the first log, not before the first step.
     """
 
     config_name = "tensorboard"
@@ -49,6 +52,11 @@ class TBLogger(BuiltIn[TensorboardSettings]):
             text = yaml.safe_dump(self._tree, sort_keys=False, allow_unicode=True)
             self._waiting.append(("config", indented(text), state.resumed_step))
         self._waiting.append(("training info", _table(kwargs["trainer"].info()), state.resumed_step))
+        for name, info in self.settings.experiment_info.items():
+            text = (
+                info if isinstance(info, str) else indented(yaml.safe_dump(info, sort_keys=False, allow_unicode=True))
+            )
+            self._waiting.append((f"experiment_info/{name}", text, state.resumed_step))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -102,11 +110,30 @@ class TBLogger(BuiltIn[TensorboardSettings]):
 
             self._writer = SummaryWriter(str(self.run.tensorboard), purge_step=self._purge_step)
             self._purge_step = None  # a later reopening goes on
+            if chosen := self._hyperparameters():
+                from torch.utils.tensorboard.summary import hparams
+
+                # not by add_hparams (torch 2.13), which makes a second run below this one
+                for summary in hparams(chosen, {"eval/loss": None, "train/loss": None}):  # type: ignore[no-untyped-call]
+                    self._writer._get_file_writer().add_summary(summary)
             atexit.register(self._close)  # of what others write after on_train_end
         for text in self._waiting:
             self._writer.add_text(*text)
         self._waiting.clear()
         return self._writer
+
+    def _hyperparameters(self) -> dict[str, float | str]:
+        """The settings typed for this run, by name, without those that say where it lies."""
+        origin = yaml.safe_load(self.run.origin.read_text()) if self.run.origin.exists() else {}
+        chosen: dict[str, float | str] = {}
+        for word in origin.get("overrides", []):
+            name, _, value = word.lstrip("+").partition("=")
+            if name not in _PLACES and not name.startswith("~"):
+                try:
+                    chosen[name] = float(value)
+                except ValueError:
+                    chosen[name] = value
+        return chosen
 
     def _close(self) -> None:
         atexit.unregister(self._close)

@@ -19,6 +19,7 @@ from ranks import run_ranks
 from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.metrics import peak_memory
+from forgather_cli.callbacks.peak_memory import Peak
 from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
 
@@ -96,11 +97,30 @@ def test_a_run_that_fails_tells_its_peak_too(tmp_path: Path, caplog: pytest.LogC
     assert re.search(r"peak memory of rank 0 \(cpu of .+\): .+ resident", caplog.text)
 
 
+def test_details_have_each_ranks_statistics_of_cuda_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a device that tells some: on a CPU there are none."""
+
+    def of(device: torch.device, *, statistics: bool = False) -> Peak:
+        return Peak("cuda:0 of here", 1, 1, statistics="|=== PyTorch CUDA memory ===|" if statistics else "")
+
+    monkeypatch.setattr(Peak, "of", of)
+    for details in (True, False):
+        root = tmp_path / str(details)
+        words = (f"+callbacks.peak_memory.show_details={details}", "+callbacks.tensorboard={}")
+        worker.run(tiny.config(root, *SMALL, *words), RunDir(root))
+        assert ("PyTorch CUDA memory" in capsys.readouterr().out) == details
+        written = b"".join(path.read_bytes() for path in (root / "tensorboard").iterdir())
+        assert (b"PyTorch CUDA memory" in written) == details
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_cuda_peaks_are_the_allocators_and_a_snapshot_is_left(tmp_path: Path) -> None:
     settings = "{do_log: true, show_details: true, enable_memory_snapshot: true, file_prefix: seen}"
     said, _ = trained(str(tmp_path), "device=cuda", f"+callbacks.peak_memory={settings}")
     assert re.search(r"^peak memory of rank 0 \(cuda:0 .+\): .+ allocated, .+ reserved of .+$", said, re.MULTILINE)
+    assert "PyTorch CUDA memory summary" in said
     last = [record for record in tiny.metrics(tmp_path) if "grad_norm" in record][-1]
     assert 0 < last["peak_mem_rank_0"] <= torch.cuda.max_memory_allocated()
     assert last["peak_mem_rank_0"] <= last["peak_mem_reserved_rank_0"]

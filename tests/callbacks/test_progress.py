@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -137,6 +138,29 @@ def test_output_stream(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "step 10/40" in captured.err
+
+
+def test_a_script_may_give_an_open_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with (tmp_path / "progress.txt").open("w") as file:
+        fake_run([ProgressCallback(output_stream=file)])
+    assert "step 10/40" in (tmp_path / "progress.txt").read_text()
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+    fake_run([ProgressCallback(output_stream="stderr")])
+    assert "step 10/40" in capsys.readouterr().err
+    for wrong in (tmp_path / "progress.txt", "stdin"):
+        with pytest.raises(ConfigError, match="output_stream"):
+            ProgressCallback(output_stream=wrong)
+
+
+def test_a_bar_is_forced_or_left_out_by_use_tqdm() -> None:
+    file = io.StringIO()
+    fake_run([ProgressCallback(output_stream=file, use_tqdm=True)])
+    assert "\x1b[" in file.getvalue()
+    assert not re.search(STAMP, file.getvalue())
+    code = "fake_run([ProgressCallback(use_tqdm=False)])"
+    assert "step 10/40" in on_terminal(100, code)
+    assert "step 10/40" not in on_terminal(100, code.replace("use_tqdm=False", ""))
 
 
 def test_columns_are_merged_over_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

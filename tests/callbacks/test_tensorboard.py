@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from program import modules_after
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
@@ -85,6 +86,36 @@ def test_texts(tmp_path: Path) -> None:
         "samples/1/text_summary": "    def f():\n        # *x*",
         "results/text_summary": "| | |\n|---|---|\n| train_runtime | 12.5 |\n| train_loss | 1.5 |",
     }
+
+
+def test_experiment_info_is_shown_as_markdown_or_settings(tmp_path: Path) -> None:
+    info = {"question": "does *QK-norm* help?", "cluster": {"nodes": 2, "name": "a"}}
+    logger = TBLogger(TensorboardSettings(experiment_info=info), RunDir(tmp_path))
+    logger.on_train_begin(None, TrainerState(), CONTROL, trainer=FakeTrainer())
+    logger.on_log(None, TrainerState(global_step=1), CONTROL, logs={"loss": 1.0})
+    logger.on_train_end(None, TrainerState(), CONTROL)
+    events = read(tmp_path)
+    texts = [
+        events.Tensors(f"experiment_info/{name}/text_summary")[0].tensor_proto.string_val[0].decode() for name in info
+    ]
+    assert texts == ["does *QK-norm* help?", "    nodes: 2\n    name: a"]
+
+
+def test_what_was_typed_for_a_run_are_its_hyperparameters(tmp_path: Path) -> None:
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    words = ["learning_rate=0.002", "model=nano", "+callbacks.weight_norm={}", "~callbacks.textgen", "output_dir=x"]
+    RunDir(tmp_path).origin.write_text(yaml.safe_dump({"recipe": "default", "overrides": words}))
+    train(tmp_path, range(1, 2))
+    events = read(tmp_path)
+    written = events.summary_metadata
+    start = HParamsPluginData.FromString(written["_hparams_/session_start_info"].plugin_data.content)
+    chosen = {
+        name: value.number_value or value.string_value for name, value in start.session_start_info.hparams.items()
+    }
+    assert chosen == {"learning_rate": 0.002, "model": "nano", "callbacks.weight_norm": "{}"}
+    experiment = HParamsPluginData.FromString(written["_hparams_/experiment"].plugin_data.content).experiment
+    assert {info.name.tag for info in experiment.metric_infos} <= set(events.Tags()["scalars"])
 
 
 def test_a_resumed_run_goes_on_where_it_was_and_purges_what_came_after(tmp_path: Path) -> None:

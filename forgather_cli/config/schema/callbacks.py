@@ -67,6 +67,7 @@ class ProgressSettings(Settings):
     step_columns: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     final_metrics: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     output_stream: Literal["stdout", "stderr"] = "stdout"
+    use_tqdm: bool | None = None
 
     def problems(self, config: Any = None) -> Iterator[str]:
         for setting, changes, defaults in (
@@ -123,6 +124,7 @@ TRANSFORMS: dict[str, Callable[[float], float]] = {
 @settings
 class TensorboardSettings(Settings):
     scalars: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # tag: {source, transform}; null removes
+    experiment_info: dict[str, Any] = field(default_factory=dict)  # name: Markdown, or settings of one's own
 
     def problems(self, config: Any = None) -> Iterator[str]:
         for tag, scalar in self.scalars.items():
