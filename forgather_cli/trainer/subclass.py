@@ -1,12 +1,15 @@
 """Subclasses of ``Trainer``: which methods of Hugging Face's are called if they are overridden, and what to do in the
 place of the others.
 
-Names are those of transformers 5.23 (trainer.py); a test compares them with the installed library's.
+Public names are those of transformers 5.24 (trainer.py); a test compares them with the installed library's.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
+from pathlib import Path
 
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError
@@ -73,11 +76,33 @@ REFUSED: dict[str, str] = {
 }
 """Public names of that library's -> what to do instead."""
 
-PRIVATE = frozenset(
-    ("_get_train_sampler", "_get_eval_sampler", "_prepare_inputs", "_inner_training_loop", "_save", "_save_checkpoint",
-     "_load_from_checkpoint", "_maybe_log_save_evaluate", "_wrap_model")
+_LISTED = frozenset(
+    ("_build_accelerator_args", "_clip_grad_norm", "_defer_fsdp_gradient_reduction", "_determine_best_metric",
+     "_evaluate", "_finalize_training", "_finish_current_push", "_get_collator_with_removed_columns",
+     "_get_dataloader", "_get_eval_sampler", "_get_grad_norm", "_get_learning_rate", "_get_num_items_in_batch",
+     "_get_output_dir", "_get_train_sampler", "_has_mixed_mesh_grads", "_hp_search_setup", "_init_training_state",
+     "_inner_training_loop", "_issue_warnings_after_load", "_load_best_model", "_load_callback_state",
+     "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler",
+     "_maybe_log_save_evaluate", "_mixed_mesh_grad_norm", "_move_model_to_device", "_prepare_context_parallel_inputs",
+     "_prepare_for_training", "_prepare_input", "_prepare_inputs", "_push_from_checkpoint", "_remove_unused_columns",
+     "_report_to_hp_search", "_run_epoch", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler",
+     "_save_rng_state", "_save_scaler", "_set_signature_columns_if_needed", "_sync_replicated_trainable_parameters",
+     "_track_num_input_tokens", "_tune_save_checkpoint", "_update_auto_batch_size", "_validate_args", "_wrap_model")
 )  # fmt: skip
-"""Private ones that subclasses override too."""
+"""Private ones; written by scripts/hugging_face_names from transformers 5.24.0."""
+
+
+def private_methods() -> frozenset[str]:
+    """Those of that library's class, which subclasses override too: of the installed version, read from its file
+    (30 ms; to import it takes seconds), or those above where it is not installed.
+    """
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return _LISTED
+    source = Path(found.origin).with_name("trainer.py").read_text(encoding="utf-8")
+    [body] = [each.body for each in ast.parse(source).body if isinstance(each, ast.ClassDef) and each.name == "Trainer"]
+    names = {each.name for each in body if isinstance(each, ast.FunctionDef)}
+    return frozenset(name for name in names if name.startswith("_") and not name.startswith("__"))
 
 
 def checked_overrides(kind: type, base: type, args: Config | TrainingArguments, *, made_strategy: bool) -> set[str]:
@@ -85,7 +110,9 @@ def checked_overrides(kind: type, base: type, args: Config | TrainingArguments, 
 
     Raises ConfigError, with all of them, for those that nothing would call, or not as they are meant.
     """
-    names = HONOURED | REFUSED.keys() | PRIVATE
+    if kind is base:
+        return set()
+    names = HONOURED | REFUSED.keys() | private_methods()
     found = {name for name in names
              if inspect.getattr_static(kind, name, None) is not inspect.getattr_static(base, name, None)}  # fmt: skip
     in_stages = not made_strategy and getattr(args.trainer, "cuts_layers", False)

@@ -4,6 +4,7 @@ rest is refused when the object is made.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from torch.utils.data import DataLoader
 from forgather_cli import Trainer, TrainerCallback, TrainingArguments
 from forgather_cli.errors import ConfigError
 from forgather_cli.strategies.build import build_strategy
-from forgather_cli.trainer.subclass import HONOURED, PRIVATE, REFUSED
+from forgather_cli.trainer import subclass
+from forgather_cli.trainer.subclass import HONOURED, REFUSED, private_methods
 
 QUIET: dict[str, Any] = {
     "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "report_to": [],
@@ -289,18 +291,25 @@ def test_an_optimizer_of_the_settings_by_super_and_one_that_is_set_before(tmp_pa
     assert isinstance(trainer.optimizer.optimizers[0], torch.optim.SGD)
 
 
-def test_the_list_of_names_is_that_of_the_installed_library() -> None:
+def test_the_list_of_names_is_that_of_the_installed_library(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {name for name, each in vars(transformers.Trainer).items()
               if not name.startswith("_") and (inspect.isroutine(each) or name == "loss_is_scaled_for_ga")}  # fmt: skip
     assert HONOURED | REFUSED.keys() == theirs
-    assert vars(transformers.Trainer).keys() >= PRIVATE
+    private = {name for name, each in vars(transformers.Trainer).items()
+               if name.startswith("_") and not name.startswith("__") and inspect.isfunction(each)}  # fmt: skip
+    assert private_methods() == private
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    listed = private_methods()
+    assert {"_save_optimizer_and_scheduler", "_load_best_model", "_get_num_items_in_batch"} <= listed
+    if f"from transformers {transformers.__version__}." in Path(subclass.__file__).read_text():
+        assert listed == private
 
 
 @pytest.mark.parametrize("mixed_in", [False, True])
 def test_other_names_of_that_library_are_refused_by_name(mixed_in: bool, tmp_path: Path) -> None:
     def override(self: Any, *args: Any, **kwargs: Any) -> None: ...
 
-    names = sorted(REFUSED.keys() | PRIVATE)
+    names = sorted(REFUSED.keys() | private_methods())
     own = dict.fromkeys([*names, "a_method_of_mine"], override)
     kind = type("Mine", (type("Mixin", (), own), Trainer), {}) if mixed_in else type("Mine", (Trainer,), own)
     with pytest.raises(ConfigError) as refused:
