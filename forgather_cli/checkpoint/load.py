@@ -140,7 +140,7 @@ class Reader:
         stem = self._stem(key, rank, group)
         document = self._document(stem)
         if key not in document:
-            raise DamagedError(f"{self.path / stem}.json: is damaged: {key} is missing; {instead_of(self.path)}")
+            raise self._damaged(f"{self.path / stem}.json: is damaged: {key} is missing")
 
         def tensor(name: str) -> Tensor:
             if stem not in self._state_tensors:
@@ -156,7 +156,7 @@ class Reader:
         try:
             yield
         except FieldError as error:
-            raise DamagedError(f"{self.path / file}: is damaged: {key}: {error}; {instead_of(self.path)}") from error
+            raise self._damaged(f"{self.path / file}: is damaged: {key}: {error}") from error
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
             raise CheckpointError(
                 f"{self.path / file}: the state of {key} does not fit this run ({type(error).__name__}: {error}); "
@@ -210,11 +210,14 @@ class Reader:
     def _document(self, stem: str) -> dict[str, Any]:
         if stem not in self._documents:
             path = self.path / f"{stem}.json"
-            components = read_json_object(path, CheckpointError, limit=None).get("components")
+            components = read_json_object(path, self._damaged, limit=None).get("components")
             if not isinstance(components, dict):
-                raise CheckpointError(f"{path}: is damaged (has no components)")
+                raise self._damaged(f"{path}: is damaged: components must be an object, got {components!r:.80}")
             self._documents[stem] = components
         return self._documents[stem]
+
+    def _damaged(self, why: str) -> DamagedError:
+        return DamagedError(f"{why}; {instead_of(self.path)}")
 
 
 def open_whole(path: Path, remedy: str | None = None) -> Reader:
@@ -232,9 +235,15 @@ def open_whole(path: Path, remedy: str | None = None) -> Reader:
 
 def instead_of(path: Path) -> str:
     """What to do where the checkpoint at ``path`` cannot be used: the newest other one of its run that is healthy and
-    whole, for which this rank reads every byte of it, or that there is none.
+    whole, for which this rank reads every byte of it, or that there is none. Where none is at ``path``, those that are
+    there.
     """
     place = path.absolute()
+    if not path.exists():
+        for run in (path.parent.parent, path.parent):
+            if steps := RunDir(run).checkpoint_steps():
+                names = [str(RunDir(run).checkpoint(step)) for step in steps]
+                return f"{run} has {', '.join(names[-5:])}" + (", and earlier ones" if len(names) > 5 else "")
     if step_of(place) is None or place.parent.name != "checkpoints":
         return "name another checkpoint, RUN/checkpoints/step-..."
     try:

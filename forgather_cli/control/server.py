@@ -16,6 +16,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -70,6 +71,11 @@ class ControlServer:
         self.port = int(self._listener.getsockname()[1])
         self._clients: dict[asyncio.Task[None], _Client] = {}  # the oldest first
         self._closed = threading.Event()
+        with (
+            contextlib.ExitStack() as three
+        ):  # descriptors: half a loop of asyncio (3.11) prints a traceback when it goes
+            for _ in range(3):
+                three.callback(os.close, os.dup(self._listener.fileno()))
         self._loop = asyncio.new_event_loop()
         self._accepting = self._loop.create_task(self._accept())
         threading.Thread(target=self._run, name="control", daemon=True).start()

@@ -18,6 +18,7 @@ from forgather_cli.encoding import DTYPES
 from forgather_cli.errors import ModelError
 from forgather_cli.finalize.options import DtypeName
 from forgather_cli.input_files import read_json_object
+from forgather_cli.models.pretrained import size_problems
 from forgather_cli.models.resize import new_rows
 
 TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
@@ -113,6 +114,8 @@ def read_config(directory: Path) -> dict[str, Any]:
             "its weights and tokenizer lie there ready for use"
         )
     config = read_json_object(path, ModelError)
+    for problem in size_problems(config):
+        raise ModelError(f"{path}: {problem}")
     if config.get("quantization_config") is not None:
         raise ModelError(f"{directory}: is quantized already; finalize the checkpoint or model that it was made from")
     return config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,18 @@ def read_config(path: Path, setting: str) -> dict[str, Any]:
             "read; give a decoder"
         )
     for values in (config, *(value for value in config.values() if isinstance(value, dict))):  # text_config, say
-        for key, most in _BOUNDS.items():
-            value = values.get(key)
-            whole = value is None or (type(value) is int and 1 <= value <= most)
-            if not whole and isinstance(value, int | float | str):
-                raise ModelError(f"{setting}: {file}: {key} must be from 1 to {most:,}, got {value!r:.80}")
+        for problem in size_problems(values):
+            raise ModelError(f"{setting}: {file}: {problem}")
     return config
+
+
+def size_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """What in a config.json, or in a part of it, cannot be a model's size."""
+    for key, most in _BOUNDS.items():
+        value = values.get(key)
+        whole = value is None or (type(value) is int and 1 <= value <= most)
+        if not whole and isinstance(value, int | float | str):
+            yield f"{key} must be from 1 to {most:,}, got {value!r:.80}"
 
 
 def _with_floats(value: Any) -> Any:

@@ -195,6 +195,8 @@ class Checkpoints:
         Raises CheckpointError.
         """
         verify, group = self._run.args.verify_checkpoint, self._run.cpu_group
+        if resume == "":
+            raise CheckpointError("resume_from_checkpoint: is empty; name a checkpoint, or give True for the newest")
         if resume is not True:
             return named(Path(str(resume)), verify, group)
         newest = newest_valid(self._run.run_dir, verify, group)

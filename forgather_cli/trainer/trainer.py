@@ -521,7 +521,7 @@ class Trainer:
         run.batch_plan = batch_plan(args, strategy.data_size, multiple_of=strategy.batch_multiple)
         self.checkpoints = Checkpoints(run, self.callbacks.by_name)
         self._recovery = Recovery(run, self.checkpoints)
-        reader = self.checkpoints.find(resume) if resume else None
+        reader = self.checkpoints.find(resume) if resume or resume == "" else None
         if reader is not None and args.seed < 0:
             run.seed = drawn_seed(reader)
 

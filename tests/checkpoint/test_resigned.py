@@ -255,6 +255,17 @@ def test_a_wrong_field_of_a_state_is_damage(
     assert not Path("RUN/checkpoints/step-00000003").exists()
 
 
+@pytest.mark.parametrize("content", ["[]", '{"components": [1]}', "{}", '"x'])
+def test_a_state_that_is_no_object_is_damage_like_other(
+    here: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (STEP_2 / "state.json").write_text(content)
+    resign(STEP_2)
+    code, text = said(capsys, *READERS["train"])
+    assert code == 2
+    assert re.search(rf"{STEP_2}/state.json: .*; use {STEP_1}, ", text)
+
+
 @pytest.mark.parametrize(
     ("path", "value"), [(("rng",), 5), (("rng", "numpy", "items", 2), 10**6), (("rng", "python"), "x")], ids=str
 )

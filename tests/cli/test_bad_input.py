@@ -451,7 +451,7 @@ def change_manifest(checkpoint: str, **changes: object) -> None:
         ),
         ("newer", rf"{STEP_2}: has checkpoint format 99, this Forgather reads up to \d+; upgrade forgather to use it"),
         ("empty", rf"{STEP_2}: not a Forgather checkpoint \(no manifest\.json\); use {STEP_1}, "),
-        ("gone", rf"{STEP_2}: no such checkpoint directory; use {STEP_1}, "),
+        ("gone", rf"{STEP_2}: no such checkpoint directory; trained has {STEP_1}$"),
     ],
 )
 def test_a_checkpoint_that_is_named(program: Program, trained: Path, kind: str, message: str) -> None:
@@ -467,6 +467,17 @@ def test_a_checkpoint_that_is_named(program: Program, trained: Path, kind: str, 
         shutil.rmtree(STEP_2)
     said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={STEP_2}")
     assert re.match(f"resume_from_checkpoint: {message}", said), said
+
+
+@pytest.mark.parametrize("typed", ["trained/checkpoints/step-2", "trained/step-00000002"])
+def test_a_mistyped_checkpoint_is_told_those_there_are(program: Program, trained: Path, typed: str) -> None:
+    said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
+    assert said == (f"resume_from_checkpoint: {typed}: no such checkpoint directory; trained has {STEP_1}, {STEP_2}")
+
+
+def test_an_empty_name_of_a_checkpoint_is_a_mistake(program: Program, tmp_path: Path) -> None:
+    said = program.refuses("train", *SYNTHETIC, "resume_from_checkpoint=")
+    assert re.match("resume_from_checkpoint: is empty; name a checkpoint", said)
 
 
 def test_a_run_directory_instead_of_a_checkpoint(program: Program, trained: Path) -> None:

@@ -161,6 +161,7 @@ CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
     "layers": (edited("MODEL/config.json", num_hidden_layers=10_000_000), GENERATE, ["config.json", "_layers"]),
     "a text for a number": (edited("MODEL/config.json", hidden_size="64"), PLAN, ["config.json", "hidden_size"]),
     "no number": (edited("MODEL/config.json", vocab_size="x"), GENERATE, ["config.json", "vocab_size", "'x'"]),
+    "finalized": (edited("MODEL/config.json", vocab_size="x"), FINALIZE, ["config.json", "vocab_size", "'x'"]),
     "a fraction": (edited("MODEL/config.json", num_hidden_layers=1.5), GENERATE, ["config.json", "_layers", "1.5"]),
     "a list as header": (header(lambda entries: "[1]"), GENERATE, ["model.safetensors"]),
     "BART": (

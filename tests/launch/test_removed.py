@@ -69,6 +69,14 @@ def test_too_few_descriptors_are_told_in_one_sentence(words: list[str], more: in
     assert re.search(r"^error: ulimit -n: .* \d+ files.*ulimit -n 4096", told)
 
 
+def test_a_job_without_descriptors_for_commands_trains_and_says_so_in_a_line() -> None:
+    words = ["max_steps=1", "callbacks=default", "callbacks.textgen=null"]
+    with Process("train", *SMALL, *words, code=LIMITED, env={"MORE_FILES": "6"}) as job:
+        assert job.finish() == 0, job.output
+    assert "Exception ignored" not in job.output
+    assert len([line for line in job.lines if "takes no commands: Too many open files" in line]) == 1
+
+
 def test_libraries_that_lack_descriptors_are_understood() -> None:
     gloo = RuntimeError("[enforce fail at gloo/transport/tcp/loop.cc:105] fd_ != -1. epoll_create: Too many open files")
     assert "ulimit -n" in from_error(1, gloo).message

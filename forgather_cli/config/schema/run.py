@@ -208,6 +208,8 @@ class Config(RunSettings):
         for name, path in {"output_dir": self.output_dir, "logging_dir": self.logging_dir}.items():
             if path == "":
                 yield f"{name}: is empty; name a directory"
+        if self.resume_from_checkpoint == "":
+            yield "resume_from_checkpoint: is empty; name a checkpoint, or set true (the newest) or false"
         if self.job_id is not None and not is_name(self.job_id):
             yield (
                 "job_id: must be at most 100 letters, digits, dots, dashes and underscores, with a letter or digit "
