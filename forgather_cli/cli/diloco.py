@@ -141,10 +141,11 @@ def resume_server(run_dir: Path, overrides: list[str], config_dir: Path | None) 
 
 def _serve(compose: Callable[[], tuple[Loaded, DilocoServerSettings]]) -> int:
     loaded, settings = compose()
+    from forgather_cli.config.diloco import server_settings_text
     from forgather_cli.diloco.serve import work
     from forgather_cli.launch import start
 
-    return start.serve(loaded, partial(work, settings))
+    return start.serve(loaded, partial(work, settings), server_settings_text(settings))
 
 
 # -------------------------------------------------------------------------------------------------------------- worker

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forgather_cli.config.diloco import server_settings_text
 from forgather_cli.config.schema import Config, DilocoServerSettings
 from forgather_cli.diloco.global_model import GlobalModel
 from forgather_cli.diloco.server import Server
@@ -36,7 +35,6 @@ def work(settings: DilocoServerSettings, config: Config, run: RunDir, rank: Rank
         # freed blocks from 1 MiB on go back to the system at once, else gaps in the heap add up (glibc 2.36, whose own
         # limit grows to 32 MiB)
         libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
-    write_whole(run.diloco, server_settings_text(settings))
     token, token_file = token_of(run, settings)
     with listening(settings) as listener:
         model = GlobalModel(config, run, settings)

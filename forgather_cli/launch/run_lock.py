@@ -62,11 +62,21 @@ class RunLock:
             _forget_hidden(run)
         self._traces = self._training_traces()
 
-    def prepare(self, tree_text: str, origin: dict[str, Any], *, overwrite: bool, resume: bool, ranks: int = 1) -> Path:
+    def prepare(
+        self,
+        tree_text: str,
+        origin: dict[str, Any],
+        *,
+        overwrite: bool,
+        resume: bool,
+        ranks: int = 1,
+        diloco: str | None = None,
+    ) -> Path:
         """Refuse or empty a used directory and write the files of this start; returns its config file.
 
-        ``ranks``: how many of them will have a log here. Raises SetupError for a used directory that is neither to be
-        overwritten nor resumed, and for one that cannot be written.
+        ``ranks``: how many of them will have a log here. ``diloco``: a server's settings, which are there before the
+        config is: the directory would be one of training else. Raises SetupError for a used directory that is neither
+        to be overwritten nor resumed, and for one that cannot be written.
         """
         run = self.run
         if run.is_used() and not (resume or overwrite):
@@ -93,6 +103,8 @@ class RunLock:
             if ranks:
                 run.logs.mkdir(exist_ok=True)
                 run.rank_log(0).touch()
+            if diloco is not None:
+                self.write(run.diloco, diloco)
             later = run.later_starts()
             if resume and run.config.exists():
                 path = run.later_config(max([0, *later]) + 1)
@@ -107,18 +119,22 @@ class RunLock:
         return path
 
     def write(self, path: Path, text: str) -> None:
-        """Write a file that ``undo`` takes back: whole or not at all, since a later start reads it."""
+        """Write a file that ``undo`` takes back: whole or not at all, the one before until then, since a later start
+        reads it.
+        """
         with _writing(self.run.root):
-            self._hide(path)
+            self._hide(path, copy=True)
             write_whole(path, text)
 
-    def _hide(self, path: Path) -> None:
-        """Take a file away, once; ``undo`` puts it back in place of what is there by then."""
+    def _hide(self, path: Path, *, copy: bool = False) -> None:
+        """Take a file away, once, or a ``copy`` of it; ``undo`` puts it back in place of what is there by then."""
         if path in self._changed:
             return
         self._changed.add(path)
         if path.exists():
-            self._undo.callback(path.rename(path.with_name(f"{_HIDDEN}{path.name}")).replace, path)
+            hidden = path.with_name(f"{_HIDDEN}{path.name}")
+            shutil.copy2(path, hidden) if copy else path.rename(hidden)
+            self._undo.callback(hidden.replace, path)
         else:
             self._undo.callback(path.unlink, missing_ok=True)
 

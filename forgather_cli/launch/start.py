@@ -103,11 +103,14 @@ def launch(loaded: Loaded, work: Work) -> int:
 
 
 @lasting_output()
-def serve(loaded: Loaded, work: Work) -> int:
-    """Do ``work`` here that takes the place of training, whatever the config says of ranks; returns the exit code."""
+def serve(loaded: Loaded, work: Work, diloco: str) -> int:
+    """Do ``work`` here that takes the place of training, whatever the config says of ranks; returns the exit code.
+
+    ``diloco``: the content of ``diloco.yaml``, which tells the run's directory from one of training.
+    """
     check_surroundings(loaded.config)
     with RunLock(output_dir(loaded)) as held:
-        config, _ = _begin(held, loaded, plan_layout(loaded.config, loaded.given))
+        config, _ = _begin(held, loaded, plan_layout(loaded.config, loaded.given), diloco=diloco)
         rank = RankContext(Place(), conclude_run=partial(_conclude_run, held))
         status = run_rank(rank, lambda _: Start(held.run, config), work)
         _conclude_run(held, status)
@@ -281,7 +284,9 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
     return f"step {ended.step} is the last ({ended.reason})"
 
 
-def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False) -> tuple[Config, Path]:
+def _begin(
+    held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False, diloco: str | None = None
+) -> tuple[Config, Path]:
     """Write the files of this start; returns the config with its directory, and its file. ``again``: a restart of all
     ranks by whoever started them.
     """
@@ -297,6 +302,7 @@ def _begin(held: RunLock, loaded: Loaded, layout: Layout, *, again: bool = False
         overwrite=config.overwrite_output_dir and config.resume_from_checkpoint is not True and not again,
         resume=config.resume_from_checkpoint is not False or again,
         ranks=layout.world,
+        diloco=diloco,
     )
     return config, path
 

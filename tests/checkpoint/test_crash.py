@@ -200,7 +200,8 @@ def test_a_process_that_goes_on_is_found_though_it_has_lost_its_parent(tmp_path:
 
 
 def test_a_campaign_whose_runs_do_not_start_fails_and_names_the_seed(tmp_path: Path) -> None:
-    words = [str(Path(__file__).parents[2] / "scripts" / "crash_campaign"), "1", "--seed", "7"]
+    program = Path(__file__).parents[2] / "scripts/crash/crash_campaign.py"
+    words = [sys.executable, str(program), "1", "--seed", "7"]
     done = subprocess.run(
         [*words, f"--work={tmp_path}", "--layouts=single", "max_stepz=3"], capture_output=True, text=True, check=False
     )

@@ -58,7 +58,7 @@ def test_a_machine_that_can_train(machine: Path, capsys: pytest.CaptureFixture[s
     assert list(machine.rglob("*")) == [machine / "tmp"]  # it only looks
     assert forgather("doctor") == 0
     page = capsys.readouterr().out
-    assert torch.__version__ in page
+    assert torch.__version__.split("+")[0] in page
     assert "this machine can train" in page
 
 

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from diloco.client import TINY, Client, FakeWorker, Served, serving
+from program import Process
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -135,6 +136,17 @@ def _as_of(client: Client, worker: FakeWorker, round: int) -> dict[str, Any]:
     member = line.member(worker.name)
     assert member is not None
     return {"round": round, "hash": line.hash, "ranges": member.ranges}
+
+
+def test_a_server_killed_as_soon_as_it_has_a_config_is_one_to_resume(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with Process("diloco", "server", "default", f"output_dir={run.root}", "diloco.port=0", *SETTINGS) as job:
+        while not run.config.exists():
+            assert job.process.poll() is None, job.output
+            time.sleep(0.001)
+        job.process.kill()
+    with serving(run.root, resume=True) as server:
+        assert server.client.status()["state"] == "waiting"
 
 
 def test_the_weights_are_those_of_plain_pytorch_bit_for_bit_also_after_a_kill(story: Story) -> None:
