@@ -76,19 +76,18 @@ class Service:
         return now
 
     def examined(self, sent: Submission) -> Submission:
-        """A submission with the norm of its change, or why it does not count: reads all of its parts."""
+        """A submission with the norms of its change, or why it is none that could count: reads all of its parts."""
         if sent.rejected:
             return sent
         if sent.targets > (most := self.model.most_targets(sent.ranges)):
             why = f"targets: the samples that it names have at most {most}, row length x samples, got {sent.targets}"
             return replace(sent, rejected=why[:_MOST_REASON])
-        names = self.model.outer.names(self.rounds.fragments_of(sent.round, leaves=sent.leaves))
+        fragments = self.rounds.fragments_of(sent.round, leaves=sent.leaves)
         try:
-            norm = self.model.submissions.norm(sent.parts, names)
+            norms = self.model.submissions.norms(sent.parts, [self.model.outer.names([each]) for each in fragments])
         except ValueError as error:
             return replace(sent, rejected=str(error)[:_MOST_REASON])
-        why = self.rounds.too_large(norm, self.model.norm)
-        return replace(sent, rejected=why) if why else replace(sent, norm=norm)
+        return replace(sent, norms=norms)
 
     def write_registry(self) -> None:
         path = self.run.diloco_workers
@@ -258,15 +257,15 @@ class Api:
             worker = rounds.worker(given["generation"], time.monotonic())  # a newer one may have taken over meanwhile
             answer = rounds.answered(worker, number, parts)
             if answer is None:  # no pause between this and the answer: it is on disk when the round counts it
+                submission = rounds.arrived(submission, self._service.model.sizes)
                 submissions.write(submission)
                 worker.speed = report["speed"]
                 if report["step"] is not None:
                     _note(worker, report)
                 rounds.submit(submission, time.monotonic())
-                answer = (wire.REJECTED, submission.rejected) if submission.rejected else (wire.COUNTED, "")
-                if submission.rejected:
-                    log.warning("round %d: the submission of %s is rejected: %s", number, worker.name, answer[1])
+                answer = rounds.answered(worker, number, parts)
                 self._service.notify()
+        assert answer is not None
         return {"status": answer[0]} | ({"reason": answer[1]} if answer[1] else {})
 
     def _heartbeat(self, raw: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.diloco.wire import VERSION_HEADER, WIRE_VERSION
-from forgather_cli.errors import ConfigError, ControlError
+from forgather_cli.diloco.wire import EVICTED, FENCED, VERSION_HEADER, WIRE_VERSION
+from forgather_cli.errors import ConfigError, ControlError, TrainingError
 from forgather_cli.input_files import open_file, parse_json
 
 _CHUNK = 1 << 16  # bytes
@@ -83,7 +83,9 @@ class Client:
         return Client(self.address, self._token, self.bucket, setting=self._setting, tls=self._tls)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """POST a document, or GET without one; what is answered. Raises Away, Fenced, ConfigError."""
+        """POST a document, or GET without one; what is answered. Raises Away, Fenced, ConfigError, and TrainingError
+        where the server has given this worker up.
+        """
         content = b"" if body is None else json.dumps(body).encode()
         with self._request("GET" if body is None else "POST", path, content) as answer:
             if not (document := _document(self._content(answer))):
@@ -176,8 +178,10 @@ class Client:
         why = f"the DiLoCo server at {self.address}: {document.get('error') or f'HTTP status {status}'}"
         if status >= 500:
             return Away(why)
-        if document.get("code") == "fenced":
+        if document.get("code") == FENCED:
             return Fenced(why)
+        if document.get("code") == EVICTED:
+            return TrainingError(why)
         return ConfigError(why)
 
     def _limited(self, body: Any) -> Iterator[bytes]:

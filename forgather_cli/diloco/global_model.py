@@ -74,9 +74,13 @@ class GlobalModel:
         """Round of the newest checkpoint."""
 
     @property
-    def norm(self) -> float:
-        """Of the global weights."""
-        return math.sqrt(sum(self._squares.values()))
+    def sizes(self) -> list[tuple[float, int]]:
+        """Of the global weights, for each fragment: their norm, and how many they are."""
+        fragments = [self.outer.names([each]) for each in range(self.settings.num_fragments)]
+        return [
+            (math.sqrt(sum(self._squares[name] for name in names)), sum(self.master[name].numel() for name in names))
+            for names in fragments
+        ]
 
     def most_targets(self, ranges: Sequence[Range]) -> int:
         """That these samples can have."""

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,16 @@ class Submission:
     leaves: bool = False
     """It is the worker's last one."""
     rejected: str = ""
-    norm: float | None = None
-    """Of its change; None where it was rejected, or nobody has looked: versions before 0.3 did not."""
+    norms: tuple[float, ...] = ()
+    """Of its change, for each fragment that it holds; none where nobody could tell, and in lines of versions before
+    0.3."""
 
     @classmethod
     def from_document(cls, raw: Mapping[str, Any]) -> Submission:
         """Raises KeyError or TypeError for one that is none."""
-        return cls(**{**raw, "parts": tuple(raw["parts"]), "ranges": as_ranges(raw["ranges"])})
+        known = {key: value for key, value in raw.items() if key != "norm"}  # of all fragments together, before 0.3
+        lists = {"parts": tuple(raw["parts"]), "norms": tuple(raw.get("norms", ())), "ranges": as_ranges(raw["ranges"])}
+        return cls(**{**known, **lists})
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Closed:
     rejected: tuple[tuple[str, str], ...] = ()
     """(worker, reason)."""
     evicted: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    """By their own word, before they had sent."""
+    offered: tuple[Submission, ...] = ()
+    """Those that were rejected; none in lines of versions before 0.3."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,11 @@ class Line:
     def to_json(self) -> str:
         """One line of text, without its end."""
         document = asdict(self)
-        if self.closed is not None:
+        if (closed := self.closed) is not None:
             document["closed"]["submissions"] = [
-                {key: value for key, value in asdict(sent).items() if key != "rejected"} | {"weight": weight}
-                for sent, weight in self.closed.submissions
+                _document(sent) | {"weight": weight} for sent, weight in closed.submissions
             ]
+            document["closed"]["offered"] = [_document(sent) for sent in closed.offered]
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
@@ -108,15 +115,24 @@ class Line:
         if closed is not None:
             weights = [each.pop("weight") for each in closed["submissions"]]
             sent = [Submission.from_document(each) for each in closed["submissions"]]
+            reasons = {worker: why for worker, why in closed["rejected"]}
+            offered = [Submission.from_document(each) for each in closed.get("offered", ())]
             closed = Closed(
                 tuple(zip(sent, weights, strict=True)),
                 tuple(closed["fragments"]),
                 tuple(closed["missing"]),
-                tuple((worker, why) for worker, why in closed["rejected"]),
+                tuple(reasons.items()),
                 tuple(closed["evicted"]),
+                tuple(closed.get("left", ())),
+                tuple(replace(each, rejected=reasons[each.worker]) for each in offered),
             )
         members = tuple(Member(**{**each, "ranges": as_ranges(each["ranges"])}) for each in raw["members"])
         return cls(**{**raw, "closed": closed, "members": members, "pool": as_ranges(raw["pool"])})
+
+
+def _document(sent: Submission) -> dict[str, Any]:
+    """As a line has it, which says why those do not count that do not beside."""
+    return {key: value for key, value in asdict(sent).items() if key != "rejected"}
 
 
 def round_hash(parent: str, number: int, closed: Closed | None) -> str:
@@ -132,10 +148,11 @@ def round_hash(parent: str, number: int, closed: Closed | None) -> str:
 def versions(lines: Sequence[Line], round: int, num_fragments: int) -> list[int]:
     """For each fragment the round whose step has made its weights as of ``round``; 0 for the initial ones."""
     found: dict[int, int] = {}
-    for line in reversed(lines[1 : round + 1]):
-        assert line.closed is not None
-        for fragment in line.closed.fragments:
-            found.setdefault(fragment, line.round)
+    for number in range(round, 0, -1):
+        closed = lines[number].closed
+        assert closed is not None
+        for fragment in closed.fragments:
+            found.setdefault(fragment, number)
         if len(found) == num_fragments:
             break
     return [found.get(fragment, 0) for fragment in range(num_fragments)]

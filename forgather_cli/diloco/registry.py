@@ -22,6 +22,8 @@ class Worker:
     generation: int | None = None
     """Of its registration with this start of the server, which asks all anew where they stand; None before it."""
     evicted: bool = False
+    why: str = ""
+    """Its submissions are rejected, for which it was evicted."""
     left: bool = False
     """It has said that nobody need wait for it."""
     last_round: int | None = None

@@ -10,11 +10,11 @@ Times are seconds of a clock that only goes forward.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
+import math
 import secrets
-import statistics
 import struct
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -26,8 +26,9 @@ from forgather_cli.diloco.registry import Registry, Worker
 from forgather_cli.diloco.samples import Range, merge, subtract, take, total
 from forgather_cli.diloco.wire import WireError
 
-_ENOUGH = 5
-"""Changes that have counted, from which on their median says how large one may be."""
+Sizes = Sequence[tuple[float, int]]
+"""Of the global weights, for each fragment: their norm, and how many they are."""
+
 _SILENCE = 120.0
 """Seconds after which another process may take a worker's id, where eviction is off."""
 
@@ -56,9 +57,13 @@ class Rounds:
         """The end of the open round, while its result is computed."""
         self.tokens = 0
         """Targets of all counted submissions of closed rounds."""
-        self._norms: list[float] = []
-        """Of the changes that have counted, those of zeros left out, in order of size."""
-        self.opened = self._enough_since = now  # the latter: when the quorum was reached
+        self._arrived: dict[int, float] = {}
+        """When that was, by slot."""
+        self._settled: list[Submission] = []
+        """What the closing round ends with, the rejected too, in slot order."""
+        self._rates: dict[tuple[str, int], float] = {}
+        """(worker, fragment) -> norm per step of the newest change that the worker has offered, counted or not."""
+        self.opened = now
         for worker in self.registry.workers.values():
             worker.heard = now
         for line in ledger:
@@ -151,6 +156,9 @@ class Rounds:
     def worker(self, generation: int, now: float) -> Worker:
         """The worker with this generation, which has been heard of now. Raises WireError for an older one."""
         for worker in self.registry.workers.values():
+            if worker.generation == generation and worker.why:
+                many = f"has rejected {wire.MAX_REJECTED} rounds of this worker in a row"
+                raise WireError(409, f"it {many}: {worker.why}", wire.EVICTED)
             if worker.generation == generation and not worker.is_gone:
                 worker.heard = now
                 return worker
@@ -162,7 +170,9 @@ class Rounds:
         )
 
     def offer(self, worker: Worker, after: int) -> dict[str, Any] | None:
-        """What the worker is to train, as ``/next`` answers it, if that is of a round later than ``after``."""
+        """What the worker is to train, as ``/next`` answers it, if that is of a round later than ``after``; and what
+        has become of its submission for that one.
+        """
         line = self.line
         member = None if line is None else line.member(worker.name)
         if member is None or member.round <= after or (self.closing is not None and not self._is_async):
@@ -172,6 +182,7 @@ class Rounds:
             "state": wire.OPEN, "round": number, "hash": self.lines[number].hash, "slot": member.slot,
             "steps": member.steps, "ranges": [list(each) for each in member.ranges],
             "weights": versions(self.lines, number, self.settings.num_fragments),
+            "answer": self._decided(member.slot, after),
         }  # fmt: skip
 
     def why_waiting(self) -> str:
@@ -194,10 +205,8 @@ class Rounds:
         if line is None or slot is None or not 0 <= round <= line.round:
             raise WireError(400, f"round {round}: is not open, nor was it; ask /next which one is")
         parts, late = tuple(sorted(parts)), (wire.LATE, f"round {round} has ended without it")
-        for closed in (later.closed for later in self.lines[round + 1 :]):
-            for sent, _ in closed.submissions if closed else ():
-                if (sent.slot, sent.round) == (slot, round):
-                    return (wire.COUNTED, "") if sent.parts == parts else late
+        if (decided := self._decided(slot, round, parts)) is not None:
+            return decided
         member = line.member(worker.name)
         if member is None or member.round != round:
             if round < line.round:
@@ -206,9 +215,22 @@ class Rounds:
         if (before := self.sent.get(slot)) is not None:
             if before.rejected:
                 return wire.REJECTED, before.rejected
-            same = before.parts == parts
-            return (wire.COUNTED, "") if same else (wire.LATE, f"slot {slot} has sent something else for it before")
+            if before.parts != parts:
+                return wire.LATE, f"slot {slot} has sent something else for it before"
+            return wire.COUNTED if self._is_async else wire.PENDING, ""
         return late if self.closing is not None and not self._is_async else None
+
+    def _decided(self, slot: int, round: int, parts: tuple[str, ...] | None = None) -> tuple[str, str] | None:
+        """(status, reason) of what a slot has sent for a round, if a line of the ledger says it; late where that were
+        other parts.
+        """
+        for closed in (later.closed for later in self.lines[max(round, 0) + 1 :]):
+            for sent in (*(sent for sent, _ in closed.submissions), *closed.offered) if closed else ():
+                if (sent.slot, sent.round) == (slot, round):
+                    if parts is not None and sent.parts != parts:
+                        return wire.LATE, f"round {round} has ended without it"
+                    return (wire.REJECTED, sent.rejected) if sent.rejected else (wire.COUNTED, "")
+        return None
 
     def check_ranges(self, worker: Worker, round: int, hash: str, ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
         """The samples that a submission names, merged. Raises WireError for others than the worker was given, and for a
@@ -230,24 +252,57 @@ class Rounds:
         count = self.settings.num_fragments
         return tuple(range(count)) if leaves else (round % count,)
 
-    def too_large(self, norm: float, weights: float) -> str:
-        """Why a change of this norm does not count; empty if it may. ``weights``: the norm of the global weights.
-
-        It follows from the ledger and the weights alone, and so is the same after a restart.
-        """
-        most, what, usual = self.settings.max_change, "the norm of the global weights", weights
-        if len(self._norms) >= _ENOUGH:
-            what, usual = "the median norm of the changes that have counted", statistics.median(self._norms)
-        if not usual or norm <= most * usual:  # zeros tell nothing
-            return ""
-        than = f"diloco.max_change={most:g} times {what}, {usual:.3g}"
-        return f"the norm of its change, {norm:.3g}, is more than {than}; raise that where such changes are right"
+    def arrived(self, sent: Submission, sizes: Sizes) -> Submission:
+        """A submission as it is answered now: in async mode rejected if it is too large, else that is decided later."""
+        return self._judged(sent, sizes) if self._is_async else sent
 
     def submit(self, submission: Submission, now: float) -> None:
         """A checked submission for the open round, on disk by now."""
-        self.sent[submission.slot] = submission
-        if not submission.rejected and len(self._counted()) == self.settings.quorum:
-            self._enough_since = now
+        self.sent[submission.slot], self._arrived[submission.slot] = submission, now
+        self._rates |= self._rates_of(submission)
+
+    # ------------------------------------------------------------------------------------------- how large a change is
+
+    def _judged(self, sent: Submission, sizes: Sizes) -> Submission:
+        """The submission, rejected if it is too large in a fragment: per step more than ``max_change`` times what the
+        smaller half of the members and one more have offered last. That lies between two honest ones' as long as most
+        members are honest, whatever the others send, and follows from the ledger and what has come since.
+        """
+        assert self.line is not None
+        own, most = self._rates_of(sent), self.settings.max_change
+        rates = ChainMap(own, self._rates)
+        for fragment, norm in zip(self.fragments_of(sent.round, leaves=sent.leaves), sent.norms, strict=False):
+            found = sorted(rates.get((member.worker, fragment), math.inf) for member in self.line.members)
+            (weights, count), steps = sizes[fragment], self._steps_behind(sent, fragment)
+            usual = max(found[len(found) // 2] * steps, 1e-3 * weights)
+            bound, what = most * usual, f"diloco.max_change={most:g} times the usual one, {usual:.3g}"
+            if len(found) == 1 or found[-1] == math.inf:  # nobody, or not everybody, to compare with
+                initial = 0.02 * math.sqrt(count)  # a norm that weights which begin at zero may well reach
+                bound, what = min((bound, what), (100 * max(weights, initial), "100 times the norm of the weights"))
+            if norm > bound and not sent.rejected:
+                where = f" of fragment {fragment}" if self.settings.num_fragments > 1 else ""
+                remedy = "lower learning_rate or sync_every, or raise diloco.max_change where such changes are right"
+                return replace(sent, rejected=f"its change{where} has the norm {norm:.3g}, more than {what}; {remedy}")
+        return sent
+
+    def _rates_of(self, sent: Submission) -> dict[tuple[str, int], float]:
+        fragments = self.fragments_of(sent.round, leaves=sent.leaves)
+        return {
+            (sent.worker, fragment): norm / self._steps_behind(sent, fragment)
+            for fragment, norm in zip(fragments, sent.norms, strict=False)
+        }
+
+    def _steps_behind(self, sent: Submission, fragment: int) -> int:
+        """The steps that a worker was given for its change of a fragment: those since the fragment was exchanged, or
+        the worker began anew.
+        """
+        begun, steps = versions(self.lines, sent.round, self.settings.num_fragments)[fragment], 0
+        for number in range(sent.round, begun - 1, -1):
+            member = self.lines[number].member(sent.worker)
+            if member is None or (steps and self._decided(sent.slot, number) != (wire.COUNTED, "")):
+                break
+            steps += member.steps
+        return steps
 
     # ------------------------------------------------------------------------------------------------- what follows
 
@@ -276,49 +331,49 @@ class Rounds:
         """Whether the first round can begin."""
         return self.line is None and len(self.live()) >= self.settings.workers
 
-    def close(self, now: float) -> Closed | None:
+    def close(self, now: float, sizes: Sizes) -> Closed | None:
         """How the open round ends, if it is time: it takes nothing more from now on. None if it is not.
 
         With nobody to wait for and nothing sent it ends too, once there is somebody for the next one.
         """
-        line, settings, counted = self.line, self.settings, self._counted()
+        line, settings = self.line, self.settings
         if line is None or self.closing is not None or self.finished:
             return None
-        if self._is_async:
-            is_due = bool(self.sent) or any(line.member(worker.name) is None for worker in self.live())
+        if self._is_async:  # the first that has come, while the other members go on
+            settled = list(self.sent.values())[:1]
+            is_due = bool(settled) or any(line.member(worker.name) is None for worker in self.live())
         else:
-            enough = settings.quorum is not None and len(counted) >= settings.quorum
-            enough = enough and now - self._enough_since >= settings.grace
+            settled = [self._judged(sent, sizes) for _, sent in sorted(self.sent.items())]
+            counted = sorted(self._arrived[sent.slot] for sent in settled if not sent.rejected)
+            quorum = math.inf if settings.quorum is None else settings.quorum
+            enough = len(counted) >= quorum and now - counted[int(quorum) - 1] >= settings.grace
             overdue = settings.round_timeout is not None and now - self.opened >= settings.round_timeout
             nobody_left = not self.waited_for() and bool(counted or self.live())
             is_due = nobody_left or bool(counted and (enough or overdue))
         if is_due:
-            self.closing = self._closed(line)
+            self._settled, self.closing = settled, self._closed(line, settled)
         return self.closing
 
-    def without_largest(self) -> tuple[Closed, Submission]:
-        """How the closing round ends without the largest of its changes, since fp32 cannot hold what comes of them; and
-        that one, rejected.
-        """
+    def without_largest(self) -> Closed:
+        """How the closing round ends without the largest of its changes, since fp32 cannot hold what comes of them."""
         assert self.line is not None
         assert self.closing is not None
-        largest = max((sent for sent, _ in self.closing.submissions), key=lambda sent: sent.norm or 0.0)
-        why = f"its change, of the norm {largest.norm:.3g}, makes weights that fp32 cannot hold"
-        self.sent[largest.slot] = rejected = replace(largest, rejected=why, norm=None)
-        self.closing = self._closed(self.line)
-        return self.closing, rejected
+        largest = max((sent for sent, _ in self.closing.submissions), key=lambda sent: math.hypot(*sent.norms))
+        why = f"its change, of the norm {math.hypot(*largest.norms):.3g}, makes weights that fp32 cannot hold"
+        rejected = replace(largest, rejected=why)
+        self._settled = [rejected if sent is largest else sent for sent in self._settled]
+        self.closing = self._closed(self.line, self._settled)
+        return self.closing
 
-    def _closed(self, line: Line) -> Closed:
-        """The end of the open round with what has come: in async mode the first, while the other members go on. Gives
-        up a worker with too many rejections in a row.
-        """
-        settled = self._in_slot_order() if not self._is_async else list(self.sent.values())[:1]
-        struck = {sent.worker for sent in settled if sent.rejected and self._is_last_straw(sent.worker)}
-        for name in struck:
-            self.registry.workers[name].evicted = True
+    def _closed(self, line: Line, settled: Sequence[Submission]) -> Closed:
+        """The end of the open round with these submissions. Gives up a worker with too many rejections in a row."""
+        struck = {sent.worker: sent.rejected for sent in settled if sent.rejected and self._is_last_straw(sent.worker)}
+        for name, why in struck.items():
+            self.registry.workers[name].evicted, self.registry.workers[name].why = True, why
         counted = [sent for sent in settled if not sent.rejected]
         live = {worker.name for worker in self.live(line.round)}
         silent = {member.worker for member in line.members} - {sent.worker for sent in self.sent.values()}
+        left = {name for name, worker in self.registry.workers.items() if worker.left} & silent
         # a fragment's change is of all that was trained since its last exchange
         recent = self.lines[max(1, len(self.lines) - self.settings.num_fragments + 1) :]
         before = [old for each in recent if each.closed for old, _ in each.closed.submissions]
@@ -330,7 +385,9 @@ class Rounds:
             self.fragments_of(line.round, leaves=all(sent.leaves for sent in counted)) if counted else (),
             missing=() if self._is_async else tuple(sorted(silent & live)),
             rejected=tuple((sent.worker, sent.rejected) for sent in settled if sent.rejected),
-            evicted=tuple(sorted((silent - live) | struck)),
+            evicted=tuple(sorted((silent - live - left) | struck.keys())),
+            left=tuple(sorted(left)),
+            offered=tuple(sent for sent in settled if sent.rejected),
         )
 
     def _is_last_straw(self, name: str) -> bool:
@@ -389,14 +446,15 @@ class Rounds:
         """The line is in the ledger: its round is open."""
         self.lines.append(line)
         self.slots |= {member.worker: member.slot for member in line.members}
-        for sent, _ in line.closed.submissions if line.closed else ():
-            self.tokens += sent.targets
-            if sent.norm:
-                bisect.insort(self._norms, sent.norm)
+        if line.closed is not None:
+            counted = [sent for sent, _ in line.closed.submissions]
+            self.tokens += sum(sent.targets for sent in counted)
+            for sent in (*counted, *line.closed.offered):
+                self._rates |= self._rates_of(sent)
         stand = {member.slot: member.round for member in line.members}
         self.sent = {slot: sent for slot, sent in self.sent.items() if stand.get(slot) == sent.round}
         self.closing = None
-        self.opened = self._enough_since = now
+        self.opened = now
 
     def needed(self) -> set[int]:
         """The rounds whose published weights a worker may still ask for: those of members, and of the round before."""
@@ -409,12 +467,6 @@ class Rounds:
     @property
     def _is_async(self) -> bool:
         return self.settings.mode == "async"
-
-    def _in_slot_order(self) -> list[Submission]:
-        return [sent for _, sent in sorted(self.sent.items())]
-
-    def _counted(self) -> list[Submission]:
-        return [sent for sent in self._in_slot_order() if not sent.rejected]
 
 
 def float32(number: float) -> float:

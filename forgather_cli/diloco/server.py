@@ -67,7 +67,7 @@ class Server:
         if (line := self._rounds.line) is not None:
             for member in line.members:
                 if (submission := model.submissions.sent(member.round, member.slot)) is not None:
-                    if submission.norm is None:
+                    if not submission.norms:
                         submission = self._service.examined(submission)
                     self._rounds.submit(submission, time.monotonic())
             self._forget()
@@ -119,7 +119,7 @@ class Server:
             if self._service.wants_save:
                 self._service.wants_save = False
                 await self._save()
-            if ended_round := bool(rounds.can_open() or rounds.close(self._service.now())):
+            if ended_round := bool(rounds.can_open() or rounds.close(self._service.now(), self._model.sizes)):
                 await self._next_round()
                 continue
             with contextlib.suppress(TimeoutError):
@@ -130,6 +130,8 @@ class Server:
         rounds, closing, begun = self._rounds, self._rounds.closing, time.monotonic()
         if closing is not None:
             closing = await self._stepped(closing)
+            for name, why in closing.rejected:
+                log.warning("round %d: the submission of %s is rejected: %s", rounds.lines[-1].round, name, why)
             if closing.rejected:
                 self._write_registry()  # who was rejected too often is given up
         line, seconds = (
@@ -167,6 +169,7 @@ class Server:
             "missing": closing.missing,
             "rejected": [name for name, _ in closing.rejected],
             "evicted": closing.evicted,
+            "left": closing.left,
         }
         told = "".join(f", {what} {', '.join(who)}" for what, who in absent.items() if who)
         what = f"round {line.round - 1} of {len(closing.submissions)} workers: {targets:,} targets"
@@ -180,10 +183,7 @@ class Server:
         assert self._rounds.line is not None
         number = self._rounds.line.round + 1
         while not math.isfinite(norm := await self._in_thread(self._model.step, closing, number)):
-            closing, rejected = self._rounds.without_largest()
-            who, why = rejected.worker, rejected.rejected
-            log.warning("round %d: the submission of %s is rejected: %s", number - 1, who, why)
-            await self._in_thread(self._model.submissions.write, rejected)
+            closing = self._rounds.without_largest()
             await self._in_thread(self._model.begin, self._rounds.lines)
         self._service.norm = norm
         return closing

@@ -80,12 +80,12 @@ class Submissions:
         """What these parts hold. Raises CheckpointError, OSError or what parsing raises for files that are none."""
         return Sent([_Part(self.part(sha256)) for sha256 in parts], self._shapes, self._compression)
 
-    def norm(self, parts: Sequence[str], names: Collection[str]) -> float:
-        """The norm of the change that these parts are of the parameters ``names``: reads all of them. Raises ValueError
-        that says why they are none.
+    def norms(self, parts: Sequence[str], fragments: Sequence[Collection[str]]) -> tuple[float, ...]:
+        """The norms of the change that these parts are, one for the parameters of each fragment: reads all of them.
+        Raises ValueError that says why they are none.
         """
         try:
-            return self.open(parts).norm(names)
+            return self.open(parts).norms(fragments)
         except (CheckpointError, OSError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a part cannot be read: {error}") from error
 
@@ -108,10 +108,15 @@ class Sent:
                 pieces.append(decode(name, sent, (own[1] - own[0], *self._shapes[name][1:]), self._compression))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def norm(self, names: Collection[str]) -> float:
-        """Of the change. Raises ValueError where it is not finite, or not each row of the parameters ``names`` once."""
-        if unknown := sorted({name for part in self._parts for name in part.rows} - set(names)):
+    def norms(self, fragments: Sequence[Collection[str]]) -> tuple[float, ...]:
+        """Of the change, of each fragment. Raises ValueError where it is not finite, or has not each row of their
+        parameters once.
+        """
+        if unknown := sorted({name for part in self._parts for name in part.rows} - set().union(*fragments)):
             raise ValueError(f"it has {unknown[0]}, which is not of this exchange")
+        return tuple(self._norm(names) for names in fragments)
+
+    def _norm(self, names: Collection[str]) -> float:
         squares = 0.0
         for name in names:
             at, shape = 0, self._shapes[name]
@@ -131,7 +136,7 @@ class Sent:
                 raise ValueError(f"{name}: has {at} of {rows} rows")
             square = sum(square_of(self.rows(name, *chunk)) for chunk in chunks(shape))
             if not math.isfinite(square):
-                raise ValueError(f"{name} is not finite")
+                raise ValueError(f"{name} is not finite; look for samples that make the loss void")
             squares += square
         return math.sqrt(squares)
 

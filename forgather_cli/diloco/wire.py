@@ -1,6 +1,6 @@
 """What server and workers must agree on: names, limits, and what identifies a model.
 
-Every request has ``Authorization: Bearer TOKEN`` and ``Forgather-Wire: 1``. Bodies are JSON, except weights and parts.
+Every request has ``Authorization: Bearer TOKEN`` and ``Forgather-Wire: 2``. Bodies are JSON, except weights and parts.
 Ranges of ``POST /weights/{round}`` are offsets into the published safetensors file, its header included, of which
 ``GET /weights/{round}/header`` sends the first bytes: 8 with the header's length, then the header.
 """
@@ -11,7 +11,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
+"""2: in sync mode /next says whether a submission counts."""
 VERSION_HEADER = "Forgather-Wire"
 MAX_JSON = 1 << 20
 """Bytes of a JSON body."""
@@ -24,7 +25,7 @@ MAX_TEXT = 4096
 MAX_BATCH = 1 << 20
 """Sequences of a worker's step."""
 MAX_REJECTED = 3
-"""Submissions of a worker in a row that do not count; then the server gives it up, and it ends."""
+"""Submissions of a worker in a row that are rejected; then the server gives it up, and it ends."""
 MAX_PART_HEADER = 1 << 24
 """Bytes that a part may have beside its tensors."""
 
@@ -32,6 +33,8 @@ MAX_PART_HEADER = 1 << 24
 OPEN, WAITING, STOPPED, OK = "open", "waiting", "stopped", "ok"
 # of /submit
 COUNTED, LATE, REJECTED = "counted", "late", "rejected"
+PENDING = "pending"
+"""It is held until the round closes; then /next says which of the others it is."""
 LACKING = "lacking"
 """Some parts are not at the server, which names them: PUT them, and submit again."""
 # codes of an error
@@ -41,6 +44,8 @@ HELD = "held"
 """Another live process has this worker's id."""
 FENCED = "fenced"
 """The server knows this start of the worker no longer, or has gone on without it: register anew."""
+EVICTED = "evicted"
+"""The server has rejected too many of its submissions: the worker ends."""
 
 
 class WireError(Exception):

@@ -32,7 +32,7 @@ from forgather_cli.diloco.exchange import Exchange, Values
 from forgather_cli.diloco.link import Link
 from forgather_cli.diloco.samples import as_ranges, first, subtract, total
 from forgather_cli.distributed import gather
-from forgather_cli.errors import ControlError, ForgatherError, SetupError, TrainingError
+from forgather_cli.errors import ControlError, ForgatherError, SetupError
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.trainer.run import Run
 
@@ -70,14 +70,12 @@ class DilocoWorker:
         self._given: list[list[int]] = []
         """Samples, from the first one that the next submission names."""
         self._targets = 0
-        self._rejected = 0
-        """Submissions in a row."""
         self.local_step = 0
         """Steps that are done since the last submission."""
         self._pending: dict[str, Any] | None = None
         """A submission until the weights that it leads to are here."""
-        self._counts = True
-        """What the server has answered to it, if it has."""
+        self._counts: bool | None = True
+        """What the server has answered to it; None while it has not."""
         self._flight: Future[tuple[dict[str, Any], Values]] | None = None
         """Of this rank's thread, while training goes on: the next round, and its weights."""
         self._brought: tuple[dict[str, Any], Values] | None = None
@@ -273,6 +271,8 @@ class DilocoWorker:
         opened, fresh = self._brought or (self._wait_for_round(after), {})
         if opened is None:
             return False
+        if self._pending is not None and self._counts is None:
+            self._settle(*(opened["answer"] or (wire.LATE, "")))
         if self._brought is None and not self._link.on_all_ranks(
             lambda: fresh.update(self._fetch(self._link.client, opened))
         ):
@@ -352,7 +352,6 @@ class DilocoWorker:
             "files": [(name, digest) for name, digest, _, parts in told if parts],
             "targets": self._targets,
             "ranges": [list(each) for each in first(total(self._given) - total(left), self._given)],
-            "norm": self.pseudo_gradient_norm,
             "speed": self.local_step / max(self._trained_seconds, 1e-9),
             "leaves": leaves,
             "left": left,
@@ -360,7 +359,7 @@ class DilocoWorker:
         }
         self.local_step = self._targets = 0
         self._trained_seconds, self._trained_tokens = 0.0, 0
-        self._is_saved, self._counts = False, True
+        self._is_saved, self._counts = False, None
 
     def _manifest(self) -> dict[str, Any]:
         pending = self._pending
@@ -369,7 +368,7 @@ class DilocoWorker:
             "round": self._round,
             "hash": self._hash,
             "parts": [digest for _, digest in pending["files"]],
-            **{key: pending[key] for key in ("targets", "ranges", "norm", "speed", "leaves")},
+            **{key: pending[key] for key in ("targets", "ranges", "speed", "leaves")},
             **self._report(),
         }
 
@@ -383,22 +382,16 @@ class DilocoWorker:
                 return False
         if answer is None:
             return False
-        self._counts = answer["status"] == wire.COUNTED
-        self._exchange.settle(counts=self._counts)
-        if self._counts:
-            self._rejected = 0
-            return True
-        why = answer.get("reason") or "it came too late"
-        log.warning("round %s of this worker does not count: %s", self._round, why)
-        self._rejected += answer["status"] == wire.REJECTED
-        if self._rejected >= wire.MAX_REJECTED:
-            with contextlib.suppress(Fenced):  # the server has given this worker up by itself
-                self._link.call("/leave", {"generation": self._generation})
-            raise TrainingError(
-                f"the DiLoCo server has rejected {wire.MAX_REJECTED} rounds of this worker in a row ({why}); lower "
-                "learning_rate or sync_every, or look for samples that make the loss void"
-            )
+        if answer["status"] != wire.PENDING:
+            self._settle(answer["status"], answer.get("reason", ""))
         return True
+
+    def _settle(self, status: str, reason: str) -> None:
+        """Take the server's answer to the pending submission."""
+        self._counts = status == wire.COUNTED
+        self._exchange.settle(counts=self._counts)
+        if not self._counts:
+            log.warning("round %s of this worker does not count: %s", self._round, reason or "it came too late")
 
     # -------------------------------------------------------------------------------------- while training goes on
 
@@ -428,13 +421,15 @@ class DilocoWorker:
             if run.world.rank == 0:
                 while (status := client.call("/submit", self._manifest())["status"]) == wire.LACKING:
                     self._pause()
-                if status != wire.COUNTED:
+                if status not in (wire.COUNTED, wire.PENDING):
                     raise ControlError(f"the submission does not count: it is {status}")
             body = {"generation": self._generation, "after": self._round, "wait": _POLL}
             while (opened := client.call("/next", body))["state"] == wire.WAITING:
                 self._pause()
             if opened["state"] == wire.STOPPED:
                 raise ControlError("the server has stopped")
+            if (answer := opened["answer"]) is None or answer[0] != wire.COUNTED:
+                raise ControlError(f"the submission does not count: {answer}")
             return opened, self._fetch(client, opened)
 
     def _pause(self) -> None:
@@ -460,8 +455,6 @@ class DilocoWorker:
             log.info("an exchange beside training has failed (%s); it is made again", failure or "on another rank")
             return True
         self._brought = flight.result()
-        self._exchange.settle(counts=True)
-        self._rejected, self._counts = 0, True
         return True
 
     # ---------------------------------------------------------------------------------------------------------- states
@@ -474,7 +467,6 @@ class DilocoWorker:
             "slot": self._slot,
             "given": self._given,
             "targets": self._targets,
-            "rejected": self._rejected,
             "pending": self._pending,
             "local_step": self.local_step,
             "sync_every": self.sync_every,
@@ -486,8 +478,9 @@ class DilocoWorker:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._joined, self._flight, self._brought = False, None, None
         self._exchange.load_state_dict(state)
-        for name in ("round", "hash", "slot", "given", "targets", "rejected", "pending"):
+        for name in ("round", "hash", "slot", "given", "targets", "pending"):
             setattr(self, f"_{name}", state[name])
+        self._counts = None if self._pending else True
         for name in ("local_step", "sync_every", "total_sync_time"):
             setattr(self, name, state[name])
         self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments = state["counts"]

@@ -23,7 +23,7 @@ from program import Process
 from torch import Tensor
 
 from forgather_cli.diloco.encoding import Compression, encode
-from forgather_cli.diloco.wire import model_hash
+from forgather_cli.diloco.wire import WIRE_VERSION, model_hash
 from forgather_cli.run_dir import RunDir
 
 TINY = (
@@ -46,7 +46,7 @@ class Answer:
 class Client:
     port: int
     token: str
-    version: str = "1"
+    version: str = str(WIRE_VERSION)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -144,8 +144,8 @@ class FakeWorker:
         offer = self.offer
         told = {
             "generation": self.generation, "round": offer["round"], "hash": offer["hash"],
-            "parts": self.put(self.parts(change)), "targets": targets, "ranges": offer["ranges"], "norm": None,
-            "leaves": False, "speed": None,
+            "parts": self.put(self.parts(change)), "targets": targets, "ranges": offer["ranges"], "leaves": False,
+            "speed": None,
         }  # fmt: skip
         self.sent[offer["round"]] = change
         return self.client.post("/submit", **{**told, **more})

@@ -21,7 +21,9 @@ import torch
 from diloco.client import TINY, Client, FakeWorker, serving
 from torch import Tensor
 
+from forgather_cli.diloco.fragments import fragments
 from forgather_cli.diloco.ledger import read_ledger, round_hash
+from forgather_cli.run_dir import RunDir
 
 SETTINGS = (*TINY, "diloco.compression=fp32", "diloco.sync_every=2", "diloco.eviction=null",
             "diloco.save_every=100", "diloco.keep_submissions=true")  # fmt: skip
@@ -90,16 +92,19 @@ def lie(liar: FakeWorker, told: dict[str, Any]) -> Any:
 
 
 def test_lies_weigh_nothing_and_leave_what_infinite_changes_leave(tmp_path: Path) -> None:
-    """Five lie at a time, each in every other round, and the server is killed in between; then the same with NaN."""
+    """Five of eleven lie at a time, each in every other round, and the server is killed in between; then the same with
+    NaN.
+    """
     ends = []
     for name in ("lies", "void"):
-        with serving(tmp_path / name, *SETTINGS, "diloco.workers=6") as served:
-            *liars, honest = joined(served.client, "abcdef")
+        with serving(tmp_path / name, *SETTINGS, "diloco.workers=11") as served:
+            workers = joined(served.client, "abcdefghijk")
+            liars, honest = workers[:5], workers[5:]
             trained(liars, honest, LIES[:10], name)
             served.end(signal.SIGKILL)
         with serving(tmp_path / name, resume=True) as served:
             at = read_ledger(served.run.rounds)[-1].round - 1
-            for worker in (*liars, honest):
+            for worker in workers:
                 worker.client = served.client
                 worker.register(shapes(served.client))
                 worker.next(at)
@@ -114,22 +119,88 @@ def test_lies_weigh_nothing_and_leave_what_infinite_changes_leave(tmp_path: Path
     assert all(torch.equal(ends[0][2][name], values) for name, values in ends[1][2].items())
 
 
-def trained(liars: list[FakeWorker], honest: FakeWorker, lies: list[tuple[str, dict[str, Any]]], run: str) -> None:
+def trained(
+    liars: list[FakeWorker], honest: list[FakeWorker], lies: list[tuple[str, dict[str, Any]]], run: str
+) -> None:
     """Rounds with as many lies as there are liars, and one without after each."""
     for at in range(0, len(lies), len(liars)):
         for lying in (True, False):
-            number = honest.offer["round"]
+            number = honest[0].offer["round"]
+            for liar, (_, told) in zip(liars, lies[at : at + len(liars)], strict=True):
+                lie(liar, {} if not lying else told if run == "lies" else {"change": NAN})
+            for worker in honest:
+                assert worker.submit(small(worker), MOST)["status"] == "pending"
+            for worker in honest:
+                assert worker.next(number)["answer"] == ["counted", ""]
             for liar, (named, told) in zip(liars, lies[at : at + len(liars)], strict=True):
-                if not lying:
-                    assert liar.submit(small(liar))["status"] == "counted"
+                status, reason = liar.next(number)["answer"]
+                assert status == ("rejected" if lying else "counted"), (told, reason)
+                assert run == "void" or not lying or named in reason, (told, reason)
+                assert len(reason) < 400
+
+
+def sized(worker: FakeWorker, *norms: float) -> dict[str, Tensor]:
+    """A change with these norms of the two fragments, or of all: the same everywhere in each."""
+    names, found = fragments(shapes(worker.client), len(norms)), {}
+    for norm, each in zip(norms, names, strict=True):
+        count = sum(torch.Size(shapes(worker.client)[name]).numel() for name in each)
+        found |= {name: torch.full(shapes(worker.client)[name], norm / count**0.5) for name in each}
+    return found
+
+
+def play(workers: list[FakeWorker], changes: list[dict[str, Tensor]], count: int) -> None:
+    """A round of all in sync mode; of a model in ``count`` fragments the one whose turn it is."""
+    number = workers[0].offer["round"]
+    for worker, change in zip(workers, changes, strict=True):
+        turn = fragments(shapes(worker.client), count)[number % count]
+        worker.submit({name: change[name] for name in turn}, 10)
+    for worker in workers:
+        worker.next(number)
+
+
+def rejected(run: RunDir) -> list[str]:
+    """Who was, of all rounds."""
+    return [who for line in read_ledger(run.rounds) if line.closed for who, _ in line.closed.rejected]
+
+
+TWO = ("num_hidden_layers=2", "diloco.num_fragments=2")
+
+
+def test_honest_changes_count_whatever_the_fragments_and_however_the_rate_rises(tmp_path: Path) -> None:
+    """Those of one fragment are 50 times as large as the other's; all grow by 20, and then shrink to a thousandth."""
+    with serving(tmp_path / "run", *SETTINGS, *TWO) as served:
+        workers = joined(served.client)
+        for factor in (1.0, 1.0, 1.0, 20.0, 0.02):
+            changes = [sized(each, 30 * factor, 0.6 * factor * (1 + at)) for at, each in enumerate(workers)]
+            play(workers, changes, 2), play(workers, changes, 2)
+        for worker in workers:
+            worker.submit(sized(worker, 0.6, 0.012), 10, leaves=True)
+        served.client.post("/control", command="stop")
+        served.process.wait(60)
+        lines = read_ledger(served.run.rounds)
+        assert rejected(served.run) == []
+        assert lines[-1].closed is not None
+        assert lines[-1].closed.fragments == (0, 1)
+
+
+@pytest.mark.parametrize("lies", [[1e-9] * 7, [1e30] * 7, [0.1 * 1.5**at for at in range(14)], [1e-9, 1e30] * 4])
+def test_one_of_three_throws_nobody_out_in_async_mode(tmp_path: Path, lies: list[float]) -> None:
+    with serving(tmp_path / "run", *SETTINGS, "diloco.mode=async", "diloco.workers=3") as served:
+        liar, *honest = joined(served.client, "abc")
+        for number, lie in enumerate(lies):
+            for worker, norm in ((liar, lie), (honest[number % 2], 1.0)):
+                if worker.generation < 0:
                     continue
-                answer = lie(liar, told if run == "lies" else {"change": NAN})
-                assert answer["status"] == "rejected", (told, answer)
-                assert run == "void" or named in answer["reason"], (told, answer)
-                assert len(answer["reason"]) < 400
-            assert honest.submit(small(honest), MOST)["status"] == "counted"
-            for worker in (*liars, honest):
-                worker.next(number)
+                at = worker.offer["round"]
+                worker.submit(sized(worker, norm))
+                try:
+                    worker.next(at)
+                except AssertionError:  # it is given up
+                    worker.generation = -1
+        thrown = rejected(served.run)
+        assert set(thrown) <= {"a"}
+        assert bool(thrown) == (max(lies) > 10)
+        assert all(values.norm() < 100 for values in served.client.latest().values())
 
 
 def test_three_rejections_in_a_row_evict_and_nobody_waits(tmp_path: Path) -> None:
@@ -140,39 +211,41 @@ def test_three_rejections_in_a_row_evict_and_nobody_waits(tmp_path: Path) -> Non
             assert lie(liar, {"targets": 10**18})["status"] == "rejected"
             if number == 0:
                 report = {"step": 7, "tokens_per_second": 12.5, "sent": 3, "received": 4}
-                assert leaver.submit(small(leaver), **report)["status"] == "counted"
+                leaver.submit(small(leaver), **report)
                 (shown,) = [each for each in served.client.status()["workers"] if each["worker"] == "b"]
                 assert shown | report == shown, "before any heartbeat"
             if number == 1:
                 served.client.post("/leave", generation=leaver.generation)
-            assert honest.submit(small(honest))["status"] == "counted"
-            honest.next(number)
+            honest.submit(small(honest))
+            assert honest.next(number)["answer"] == ["counted", ""]
             if number < 2:
                 liar.next(number)
         states = {each["worker"]: each["state"] for each in served.client.status()["workers"]}
         assert states == {"a": "evicted", "b": "left", "c": "training"}
         answer = served.client.ask("POST", "/next", {"generation": liar.generation, "after": 2, "wait": 0})
-        assert (answer.status, answer.json["code"]) == (409, "fenced")
-        assert honest.submit(small(honest))["status"] == "counted"
+        assert (answer.status, answer.json["code"]) == (409, "evicted")
+        assert "targets" in answer.json["error"]
+        honest.submit(small(honest))
         assert honest.next(3)["round"] == 4, "alone"
         lines = read_ledger(served.run.rounds)
         members = ["".join(member.worker for member in line.members) for line in lines]
         assert members == ["abc", "abc", "ac", "c", "c"]
-        assert lines[3].closed is not None
-        assert lines[3].closed.evicted == ("a",)
+        assert [(line.closed.evicted, line.closed.left) for line in lines if line.closed] == [
+            ((), ()), ((), ("b",)), (("a",), ()), ((), ())]  # fmt: skip
         liar.register(shapes(served.client))
         honest.submit(small(honest))
-        liar.next(3)
-        assert liar.submit(small(liar))["status"] == "counted", "it may come back, and mend"
+        honest.next(4), liar.next(3)
+        liar.submit(small(liar)), honest.submit(small(honest))
+        assert liar.next(5)["answer"] == ["counted", ""], "it may come back, and mend"
 
 
 def test_what_the_weighted_sum_cannot_hold_is_rejected_though_max_change_lets_it_pass(tmp_path: Path) -> None:
     with serving(tmp_path / "run", *SETTINGS, "diloco.max_change=1e300") as served:
         liar, honest = joined(served.client)
         for number in range(2):
-            assert lie(liar, {"change": 3e38})["status"] == "counted"
-            assert honest.submit(small(honest))["status"] == "counted"
-            liar.next(number), honest.next(number)
+            lie(liar, {"change": 3e38}), honest.submit(small(honest))
+            assert liar.next(number)["answer"][0] == "rejected"
+            assert honest.next(number)["answer"] == ["counted", ""]
         closed = read_ledger(served.run.rounds)[2].closed
         assert closed is not None
         assert [sent.worker for sent, _ in closed.submissions] == ["b"]
@@ -210,7 +283,7 @@ def test_a_ledger_that_has_counted_a_lie_before_goes_on_without_it(tmp_path: Pat
         written.append(replace(line, closed=closed, parent=parent, hash=round_hash(parent, line.round, closed)))
     place.rounds.write_text("".join(without_norms(json.loads(line.to_json())) for line in written))
     for path in place.submissions.glob("round-*.json"):
-        manifest = {key: value for key, value in json.loads(path.read_text()).items() if key != "norm"}
+        manifest = {key: value for key, value in json.loads(path.read_text()).items() if key != "norms"}
         path.write_text(json.dumps(manifest | (told if "round-00000000-slot-0000" in path.name else {})))
     with serving(run, resume=True) as served:
         assert "rounds.jsonl" in served.said()
@@ -222,8 +295,8 @@ def test_a_ledger_that_has_counted_a_lie_before_goes_on_without_it(tmp_path: Pat
             assert stood["stood"] == "rewound"
             worker.generation = stood["generation"]
             assert worker.next(-1)["round"] == 1
-            assert worker.submit(filled(worker, 0.01))["status"] == "counted"
-        assert honest.next(1)["round"] == 2
+            worker.submit(filled(worker, 0.01))
+        assert honest.next(1)["answer"] == ["counted", ""]
         first, second = (line.closed for line in read_ledger(place.rounds)[1:])
         assert first is not None
         assert second is not None
@@ -242,8 +315,10 @@ def parts_of(folder: Path, change: dict[str, Tensor], worker: FakeWorker) -> lis
 
 
 def without_norms(line: dict[str, Any]) -> str:
-    for sent in (line["closed"] or {}).get("submissions", ()):
-        sent.pop("norm", None)
+    if (closed := line["closed"]) is not None:
+        for sent in closed["submissions"]:
+            del sent["norms"]
+        del closed["offered"], closed["left"]
     return json.dumps(line) + "\n"
 
 
@@ -263,7 +338,7 @@ sys.stdin.read()
             assert strangers.stdout is not None
             strangers.stdout.readline()
             for number in range(3):
-                assert worker.submit(small(worker))["status"] == "counted"
-                worker.next(number)
+                worker.submit(small(worker))
+                assert worker.next(number)["answer"] == ["counted", ""]
             strangers.communicate()
         assert len(served.said()) < 5_000

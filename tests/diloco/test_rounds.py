@@ -16,6 +16,8 @@ from forgather_cli.diloco.wire import WireError
 from forgather_cli.errors import SetupError
 
 MODEL = "m"
+SIZES = [(7.0, 100)] * 8
+"""Of the weights, by fragment."""
 
 
 def rounds(**settings: Any) -> Rounds:
@@ -28,7 +30,7 @@ def join(rounds: Rounds, name: str, now: float = 0.0, batch: int = 4, secret: st
 
 def step(rounds: Rounds, now: float) -> Line | None:
     """What the server does when something has happened: close, compute, write, open."""
-    if not (rounds.can_open() or rounds.close(now)):
+    if not (rounds.can_open() or rounds.close(now, SIZES)):
         return None
     line = rounds.opening("t")
     rounds.append(line, now)
@@ -43,14 +45,14 @@ def send(
     rejected: str = "",
     used: int = 99,
     leaves: bool = False,
-    norm: float | None = None,
+    norms: tuple[float, ...] = (1.0,),
 ) -> None:
     assert rounds.line is not None
     member = rounds.line.member(name)
     assert member is not None
     ranges = merge(first(used, member.ranges))
     part = f"{name}{member.round}"
-    rounds.submit(Submission(member.slot, name, member.round, (part,), targets, ranges, leaves, rejected, norm), now)
+    rounds.submit(Submission(member.slot, name, member.round, (part,), targets, ranges, leaves, rejected, norms), now)
 
 
 def given(line: Line | None) -> dict[str, Any]:
@@ -190,35 +192,159 @@ def test_rejected_and_short_submissions_give_their_samples_back() -> None:
     assert given(line) == {"a": ((0, 8),), "b": ((14, 16), (16, 22))}, "what is left comes first"
 
 
-def test_how_large_a_change_may_be_follows_from_the_ledger_whoever_comes_first(tmp_path: Path) -> None:
-    """Of the weights until five have counted; changes of zeros, of older versions and rejected ones do not."""
-    path, norms = tmp_path / "rounds.jsonl", [(1.0, 0.0), (2.0, 100.0), (3.0, None), (4.0, 5.0)]
-    for order in ("ab", "ba"):
-        made = two(max_change=10.0)
-        for of_a, of_b in norms:
-            assert made.too_large(70.1, weights=7.0)
-            assert not made.too_large(70.0, weights=7.0)
-            assert not made.too_large(1e300, weights=0.0), "nothing to compare with"
-            for name in order:
-                norm = of_a if name == "a" else of_b
-                send(made, name, norm=norm, rejected="void" if norm == 100.0 else "")
-            step(made, 0.0)
-        path.unlink(missing_ok=True)
-        for line in made.lines:
-            write_line(path, line)
-        again = Rounds(made.settings, initial="i", model=MODEL, ledger=read_ledger(path), registry=made.registry)
-        for each in (made, again):
-            assert not each.too_large(30.0, weights=7.0), "ten times the median of 1, 2, 3, 4, 5"
-            assert "diloco.max_change=10" in each.too_large(30.1, weights=7.0)
+Round = dict[str, float | tuple[float, ...] | None]
+"""What members send for a round: the norms of their changes. None: it is not finite."""
 
 
-def test_a_ledger_without_norms_is_read_and_hashed_as_before(tmp_path: Path) -> None:
-    made, path = two(), tmp_path / "rounds.jsonl"
-    send(made, "a", norm=1.0), send(made, "b", norm=1.0)
+def play(made: Rounds, sent: Round, **more: Any) -> list[str]:
+    """A round in sync mode; who was rejected for the size of its change."""
+    for name, norms in sent.items():
+        send(made, name, norms=norms if isinstance(norms, tuple) else () if norms is None else (norms,),
+             rejected="void" if norms is None else "", **more)  # fmt: skip
+    line = step(made, 0.0)
+    assert line is not None
+    assert line.closed is not None
+    too_large = [(who, why) for who, why in line.closed.rejected if why != "void"]
+    assert all("norm" in why for _, why in too_large)
+    return [who for who, _ in too_large]
+
+
+def restored(made: Rounds, path: Path) -> Rounds:
+    """As a server comes back that was killed in an open round: from the ledger and what was sent."""
+    path.unlink(missing_ok=True)
+    for line in made.lines:
+        write_line(path, line)
+    registry = Registry.from_document(made.registry.to_document())
+    again = Rounds(made.settings, initial="i", model=MODEL, ledger=read_ledger(path), registry=registry)
+    for sent in made.sent.values():
+        again.submit(sent, 0.0)
+    return again
+
+
+@pytest.mark.parametrize(
+    ("history", "rejected"),
+    [
+        ([{"a": 1.0, "b": 1.0, "c": 10.0}], []),
+        ([{"a": 1.0, "b": 1.0, "c": 10.1}], ["c"]),  # in the first round
+        ([{"a": 1.0, "b": 1e-9, "c": 10.1}], ["c"]),
+        ([{"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 50.0, "b": 20.0, "c": 501.0}], ["c"]),
+        ([{"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 50.0, "b": 20.0, "c": 20.0}], []),  # a common rise
+        ([{"a": 1e-9, "b": 1.0, "c": 1.0}] * 9, []),
+        ([{"a": 1e-9, "b": 1.0, "c": 1.0}] * 9 + [{"a": 1e30, "b": 1.0, "c": 1.0}], ["a"]),
+        ([{"a": 1.0, "b": 1e30}], []),  # of two there is no minority
+        ([{"a": 1.0, "b": 1.0, "c": 1.0, "d": 1e30}], ["d"]),
+        ([{"a": 1.0, "b": 1.0, "c": 1e30, "d": 1e30}], []),  # nor is half
+        ([{"a": 1.0, "b": 1.0, "c": 1.0, "d": 1e30, "e": 1e30}], ["d", "e"]),
+        ([{"a": 0.0, "b": 0.0, "c": 0.07}], []),  # a hundredth of the weights may always be
+        ([{"a": 0.0, "b": 0.0, "c": 0.071}], ["c"]),
+        ([{"a": 700.0}], []),
+        ([{"a": 701.0}], ["a"]),
+        ([{"a": 1.0, "b": 20.0, "c": None}], []),  # no majority to compare with
+        ([{"a": 1.0, "b": 701.0, "c": None}], ["b"]),
+        ([{"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1.0, "b": 11.0, "c": None}], ["b"]),  # the newest of c is finite
+        ([{"a": 1.0, "b": 1.0, "c": 90.0}, {"a": 1.0, "b": 100.0, "c": None}], []),  # and so is what was rejected
+    ],
+)
+def test_a_change_is_compared_with_those_of_most_members(
+    history: list[Round], rejected: list[str], tmp_path: Path
+) -> None:
+    """By weights of norm 7. A server that is killed in the last round decides the same, whoever comes first."""
+    for order in (1, -1):
+        made = rounds(workers=len(history[0]))
+        for name in history[0]:
+            join(made, name)
+        step(made, 0.0)
+        for sent in history[:-1]:
+            play(made, sent)
+        last = dict(list(history[-1].items())[::order])
+        again = restored(made, tmp_path / "rounds.jsonl")
+        assert play(made, last) == play(again, last) == rejected
+        assert made.line == again.line
+
+
+def test_fragments_have_bounds_of_their_own_and_count_by_steps_since_their_last_exchange() -> None:
+    """Of three fragments with norms of 100, 1 and 1; who joins late has trained a third as long."""
+    made = rounds(sync_every=6, num_fragments=3, workers=3)
+    for name in "abc":
+        join(made, name)
     step(made, 0.0)
-    path.write_text("".join(line.to_json().replace(',"norm":1.0', "") + "\n" for line in made.lines))
-    assert "norm" not in path.read_text()
-    assert [line.hash for line in read_ledger(path)] == [line.hash for line in made.lines]
+    norms = {0: 100.0, 1: 1.0, 2: 1.0}
+    for number in range(6):
+        assert play(made, {name: norms[number % 3] for name in "abc"}) == []
+    join(made, "d")
+    assert play(made, {"a": 100.0, "b": 100.0, "c": 1001.0}) == ["c"]
+    assert play(made, {"a": 1.0, "b": 1.0, "c": 0.3, "d": 3.3}) == [], "of two of six steps: 9.9 times theirs"
+    assert play(made, {"a": 1.0, "b": 1.0, "c": 0.6, "d": 6.8}) == ["d"]
+    whole = (100.0, 1.0, 1.0)
+    assert play(made, {"a": whole, "b": whole, "c": (100.0, 1.0, 11.0), "d": (100.0, 1.0, 1.0)}, leaves=True) == ["c"]
+
+
+def test_in_async_mode_a_minority_decides_nothing(tmp_path: Path) -> None:
+    """At arrival, by the newest that each has offered; while one has not, by the weights too."""
+    made = rounds(mode="async", workers=3)
+    for name in "abc":
+        join(made, name)
+    step(made, 0.0)
+
+    def arrives(name: str, norm: float) -> bool:
+        assert made.line is not None
+        member = made.line.member(name)
+        assert member is not None
+        part = (f"{name}{member.round}",)
+        sent = Submission(member.slot, name, member.round, part, 10, member.ranges, norms=(norm,))
+        again = restored(made, tmp_path / "rounds.jsonl").arrived(sent, SIZES)
+        sent = made.arrived(sent, SIZES)
+        assert sent == again
+        made.submit(sent, 0.0)
+        assert step(made, 0.0)
+        status = made.answered(made.registry.workers[name], member.round, part)
+        assert status == (("rejected", sent.rejected) if sent.rejected else ("counted", ""))
+        return not sent.rejected
+
+    assert [arrives("a", 1e-9) for _ in range(7)] == [True] * 7
+    assert arrives("b", 1.0)
+    assert not arrives("a", 1e30), "though it would be the second of three"
+    assert arrives("c", 1.2)
+    for lie in (11.9, 0.0, 1e-9, 9.0):
+        assert arrives("a", lie)
+        assert arrives("b", 1.0)
+        assert arrives("c", 0.9)
+    assert not arrives("a", 12.0)
+    assert arrives("b", 10.0)
+
+
+def test_a_quorum_is_of_those_that_count(tmp_path: Path) -> None:
+    made = rounds(workers=4, quorum=2, grace=5.0)
+    for name in "abcd":
+        join(made, name)
+    step(made, 0.0)
+    play(made, dict.fromkeys("abcd", 1.0))
+    send(made, "a", 1.0), send(made, "b", 2.0, norms=(99.0,))
+    assert step(made, 50.0) is None
+    send(made, "c", 50.0)
+    assert step(made, 54.9) is None
+    line = step(made, 55.0)
+    assert line is not None
+    assert line.closed is not None
+    assert ([sent.worker for sent, _ in line.closed.submissions], line.closed.missing) == (["a", "c"], ("d",))
+    assert [(sent.worker, sent.norms) for sent in line.closed.offered] == [("b", (99.0,))]
+
+
+def test_ledgers_of_before_are_read_and_hashed_as_they_were(tmp_path: Path) -> None:
+    """Without norms, or with one of all fragments; and nothing is known of those that were rejected."""
+    made, path = two(), tmp_path / "rounds.jsonl"
+    play(made, {"a": 1.0, "b": None})
+    newest = made.lines[-1].to_json()
+    for norm in ("", ',"norm":1.0'):
+        text = newest.replace(',"norms":[1.0]', norm)
+        text = text[: text.index(',"left"')] + "}" + text[text.index(',"members"') :]
+        path.write_text(f"{made.lines[0].to_json()}\n{text}\n")
+        assert ("left" in text, "offered" in text, "norms" in text) == (False, False, False)
+        lines = read_ledger(path)
+        assert [line.hash for line in lines] == [line.hash for line in made.lines]
+        again = Rounds(made.settings, initial="i", model=MODEL, ledger=lines, registry=made.registry)
+        assert again.answered(again.registry.workers["b"], 0, ["b0"]) == ("late", "round 0 has ended without it")
+        assert play(again, {"a": 1.0, "b": 1.0}) == []
 
 
 def test_three_rejections_in_a_row_give_a_worker_up_though_silence_never_does(tmp_path: Path) -> None:
@@ -231,7 +357,7 @@ def test_three_rejections_in_a_row_give_a_worker_up_though_silence_never_does(tm
         else:
             send(made, "a", rejected="void" if rejected else "")
         assert not made.registry.workers["a"].evicted
-        assert made.close(0.0)
+        assert made.close(0.0, SIZES)
         if rejected is None:
             join(made, "a")
         made.append(made.opening("t"), 0.0)
@@ -250,33 +376,52 @@ def test_three_rejections_in_a_row_give_a_worker_up_though_silence_never_does(tm
 
 def test_the_largest_change_goes_where_the_sum_cannot_be_held() -> None:
     made = two(quorum=1)
-    send(made, "a", norm=3.0), send(made, "b", norm=3e38)
-    closed = made.close(0.0)
+    send(made, "a", norms=(3.0,)), send(made, "b", norms=(29.0,))
+    closed = made.close(0.0, SIZES)
     assert closed is not None
-    closed, rejected = made.without_largest()
-    assert (rejected.worker, "fp32" in rejected.rejected) == ("b", True)
-    assert made.closing is closed, "the round ends, whoever was told meanwhile that it has"
+    closed = made.without_largest()
+    ((who, why),) = closed.rejected
+    assert (who, "fp32" in why) == ("b", True)
+    assert made.closing is closed
     assert [(sent.worker, weight) for sent, weight in closed.submissions] == [("a", 1.0)]
-    assert made.answered(made.registry.workers["b"], 0, ["b0"]) == ("rejected", rejected.rejected)
-    closed, rejected = made.without_largest()
-    assert (rejected.worker, closed.submissions, closed.fragments) == ("a", (), ())
+    assert made.answered(made.registry.workers["b"], 0, ["b0"]) == ("pending", ""), "until the ledger has it"
+    closed = made.without_largest()
+    assert ([who for who, _ in closed.rejected], closed.submissions, closed.fragments) == (["a", "b"], (), ())
+    made.append(made.opening("t"), 0.0)
+    assert made.answered(made.registry.workers["b"], 0, ["b0"]) == ("rejected", why)
 
 
 def test_a_submission_has_one_answer_however_often_it_comes() -> None:
-    made = two()
-    worker = made.registry.workers["a"]
-    assert made.answered(worker, 0, ["a0"]) is None
-    send(made, "a")
-    assert made.answered(worker, 0, ["a0"]) == ("counted", "")
-    assert made.answered(worker, 0, ["other"])[0] == "late"  # type: ignore[index]
-    send(made, "b")
-    assert made.close(0.0)
-    assert made.answered(worker, 0, ["a0"]) == ("counted", ""), "while the result is computed"
-    made.append(made.opening("t"), 0.0)
-    assert made.answered(worker, 0, ["a0"]) == ("counted", "")
-    assert made.answered(worker, 0, ["other"]) == ("late", "round 0 has ended without it")
-    with pytest.raises(WireError, match="round 2: is not open"):
-        made.answered(worker, 2, ["a0"])
+    """It is held until the ledger has the round's end, and said with the next round, to who was given up too."""
+    made = two(workers=3)
+    join(made, "c")
+    step(made, 0.0)
+    a, c = made.registry.workers["a"], made.registry.workers["c"]
+    assert made.answered(a, 0, ["a0"]) is None
+    for number in range(3):
+        send(made, "a"), send(made, "b")
+        for _ in range(2):
+            assert made.answered(a, number, [f"a{number}"]) == ("pending", "")
+            assert made.answered(a, number, ["other"])[0] == "late"  # type: ignore[index]
+            assert made.offer(a, number) is None
+            if made.sent.get(2) is None:
+                send(made, "c", norms=(99.0,))
+                assert made.answered(c, number, [f"c{number}"]) == ("pending", "")
+                assert made.close(0.0, SIZES)
+        made.append(made.opening("t"), 0.0)
+        assert made.answered(a, number, [f"a{number}"]) == ("counted", "")
+        assert made.answered(a, number, ["other"]) == ("late", f"round {number} has ended without it")
+        status, why = made.answered(c, number, [f"c{number}"])  # type: ignore[misc]
+        assert (status, "diloco.max_change=10" in why) == ("rejected", True)
+        assert made.offer(a, number)["answer"] == ("counted", "")  # type: ignore[index]
+        if number < 2:
+            assert made.offer(c, number)["answer"] == ("rejected", why)  # type: ignore[index]
+    assert c.generation is not None
+    with pytest.raises(WireError, match="max_change") as caught:
+        made.worker(c.generation, 0.0)
+    assert caught.value.code == "evicted"
+    with pytest.raises(WireError, match="round 4: is not open"):
+        made.answered(a, 4, ["a0"])
 
 
 def test_a_submission_names_only_samples_that_it_was_given() -> None:
@@ -382,7 +527,7 @@ def test_in_async_mode_each_submission_is_a_round_and_the_others_go_on() -> None
     assert given(line) == {"a": ((0, 8),), "b": ((16, 24),)}
     assert made.offer(a, 0) is None
     assert made.offer(b, 0) == {"state": "open", "round": 1, "hash": line.hash, "slot": 1, "steps": 2,
-                                "ranges": [[16, 24]], "weights": [1]}  # fmt: skip
+                                "ranges": [[16, 24]], "weights": [1], "answer": ("counted", "")}  # fmt: skip
     send(made, "a")
     assert step(made, 0.0)
     assert made.answered(a, 0, ["a0"]) == ("counted", "")
