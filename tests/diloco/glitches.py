@@ -11,18 +11,18 @@ import torch
 from forgather_cli.callbacks.base import TrainerCallback
 
 
-class Infinite(TrainerCallback):
-    """Weights are infinite when the change of a round is made, and as before when they are saved."""
+class Wrong(TrainerCallback):
+    """Weights are ``value`` when the change of a round is made, and as before when they are saved."""
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self, every: int, value: float = float("inf")) -> None:
+        self._every, self._value = every, value
         self._kept: torch.Tensor | None = None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (state.global_step + 1) % self._every == 0:
             weights = next(kwargs["model"].parameters()).data
             self._kept = weights.clone()
-            weights.fill_(float("inf"))
+            weights.fill_(self._value)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._kept is not None:

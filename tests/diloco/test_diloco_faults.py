@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from diloco.client import Served, serving
+from diloco.client import FakeWorker, Served, serving
 from diloco.proxy import Proxy
 from diloco.reference import final_weights
 from diloco.workers import (
@@ -175,7 +175,7 @@ def test_tls_void_changes_a_full_disk_and_a_stop_in_a_round(
             assert (process.finish(), named in process.output) == (2, True), process.output
             assert "Traceback" not in process.output
 
-        void = f"+callbacks.glitch={{_target_:diloco.glitches.Infinite,every:{STEPS}}}"
+        void = f"+callbacks.glitch={{_target_:diloco.glitches.Wrong,every:{STEPS}}}"
         process = worker(server, "void", "max_steps=100", void, trusts, address=address)
         assert process.finish() == 1, process.output
         assert "rejected 3 rounds of this worker in a row" in process.output
@@ -197,6 +197,42 @@ def test_tls_void_changes_a_full_disk_and_a_stop_in_a_round(
         ended = json.loads(RunDir(tmp_path / "a").exit.read_text())
         assert ended["reason"] == "stopped by the DiLoCo server: stopped by a command"
         assert is_audited(server)
+
+
+def test_a_change_that_is_too_large_leaves_no_trace_though_its_worker_is_killed_before_it_is_told(
+    tmp_path: Path,
+) -> None:
+    """What its compression has lost is not sent the next time: all ends as with a change that is void."""
+    ends = []
+    for how in (",value:1000.0", ""):
+        (root := tmp_path / ("large" if how else "void")).mkdir()
+        with served(root, "diloco.compression=int8", workers=3) as server:
+            others, initial = [FakeWorker(server.client, name, "int8") for name in "ab"], server.client.weights(0)
+            shapes = {name: tuple(values.shape) for name, values in initial.items()}
+            for other in others:
+                told = other.registration(shapes, data=None, tokenizer=None)
+                other.generation = server.client.post("/register", **told)["generation"]
+            wrong = f"+callbacks.glitch={{_target_:diloco.glitches.Wrong,every:{2 * STEPS}{how}}}"
+            c = worker(server, "c", ALL, wrong)
+            for number in range(ROUNDS):
+                for other in others:
+                    assert other.next(number - 1)["state"] == "open", c.output
+                until(lambda: server.client.status()["waits_for"] == ["a", "b"])
+                if number == 1 and how:
+                    c.process.kill()
+                    c.finish()
+                    c = worker(server, "c", ALL, wrong)
+                    c.read_until("waiting for the other workers")  # it has asked again
+                for other in others:
+                    other.submit({name: values / 10 for name, values in other.change(number, shapes).items()}, 10)
+            assert c.finish() == 0, c.output
+            until(lambda: is_at(server, ROUNDS))
+            closed = [line["closed"] for line in ledger_of(server)[1:]]
+            assert [[name for name, _ in each["rejected"]] for each in closed] == [[], ["c"], []]
+            assert ("max_change" in c.output, "finite" in c.output) == (bool(how), not how)
+            assert "round 1 of this worker does not count" in c.output
+            ends.append(server.client.latest())
+    assert largest_difference(*ends) == 0.0
 
 
 def test_a_server_that_was_restored_from_an_older_copy(tmp_path: Path) -> None:
