@@ -3,19 +3,26 @@
     scripts/diloco_campaign 200                       # 200 trials, seeds 0 to 199
     scripts/diloco_campaign 1 --seed 17
     scripts/diloco_campaign 60 --lying                # beside a third member that holds the token and lies
+    scripts/diloco_campaign 20 --lying --mode async   # or plain, fragments
+    scripts/diloco_campaign 40 --honest               # nobody lies, and nobody may be rejected
+    scripts/diloco_campaign 3 --honest --control      # by a rule that is wrong: trials must fail
 
 A trial draws two workers' layouts, a compression, and whether whole weights are exchanged or fragments beside training,
 and kills the server, a worker (its launcher, or one of its ranks)
 or several of them with SIGKILL, one to four times, at instants spread over the run; what was killed is started again at
 once. The global weights after the last round, and what each worker has trained, must be those of an undisturbed run of
 the same layouts, bit for bit. With ``--lying`` the undisturbed run has a third member too, which sends NaN in each
-round, or no third member where the liar's registrations are refused. Exit code 1 if a trial fails; its runs are kept.
+round, or no third member where the liar's registrations are refused. With ``--mode`` half of the liars, in async mode
+all, send changes too that may count, tiny ones and growing ones in turn with huge ones; then the weights are nobody's,
+but all that the honest send must count. ``--control`` makes ``max_change`` 1e9. ``--honest`` is in
+``diloco_honest.py``. Exit code 1 if a trial fails; its runs are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -25,16 +32,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from diloco_liar import Liar
 from safetensors.torch import load_file
 
+from forgather_cli.diloco.ledger import read_ledger
+from forgather_cli.diloco.wire import VERSION_HEADER, WIRE_VERSION
+
 ROUNDS, SYNC_EVERY = 3, 3
-ROUNDS_OF_LIARS = 5  # the liar is given up after three, and the median of five norms says how large a change may be
+ROUNDS_OF_LIARS = 5  # the liar is given up after three
+MODES = ("plain", "async", "fragments")
+TOKEN = "a-token-of-this-campaign"
 LAYOUTS = {
     "single": ["trainer=single"],
     "ddp2": ["trainer=ddp", "nproc_per_node=2"],
@@ -98,7 +111,7 @@ class Member:
         return f"{self.name} ({'itself' if pid == self.process.pid else 'a rank'})"
 
 
-def _free_port(seed: int) -> int:
+def free_port(seed: int) -> int:
     """Below those that the kernel gives to outgoing connections: one of them may take it while the server is away."""
     for port in range(20000 + 10 * seed % 10000, 30000):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -125,7 +138,10 @@ class Trial:
     kills: list[tuple[float, str]] = field(default_factory=list)
     """(share of the undisturbed run's time, whom)."""
     liar: str = ""
-    """Of --lying: it "lies" and is rejected, or only "knocks" and is refused; in the undisturbed run "void"."""
+    """Of --lying: it "lies" and is rejected, "plays" with what may count, or only "knocks" and is refused; in the
+    undisturbed run "void".
+    """
+    is_async: bool = False
     done: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -135,10 +151,11 @@ class Trial:
 
     @property
     def kind(self) -> str:
-        return "-".join(filter(None, [*self.layouts, self.compression, "streaming" if self.streams else "", self.liar]))
+        how = "streaming" if self.streams else "async" if self.is_async else ""
+        return "-".join(filter(None, [*self.layouts, self.compression, how, self.liar]))
 
 
-def draw(seed: int, pairs: Sequence[tuple[str, str]], lying: bool = False) -> Trial:
+def draw(seed: int, pairs: Sequence[tuple[str, str]], lying: bool = False, mode: str = "") -> Trial:
     rng = random.Random(seed)
     trial = Trial(seed, rng.choice(pairs), rng.choice(COMPRESSIONS), rng.random() < 0.5)
     for _ in range(rng.randint(1, 4)):
@@ -146,6 +163,9 @@ def draw(seed: int, pairs: Sequence[tuple[str, str]], lying: bool = False) -> Tr
     trial.kills.sort()
     if lying:
         trial.liar = rng.choice(("lies", "lies", "knocks"))
+    if mode:
+        trial.streams, trial.is_async = mode == "fragments", mode == "async"
+        trial.liar = "plays" if trial.is_async else rng.choice(("lies", "plays"))
     return trial
 
 
@@ -153,14 +173,29 @@ class Campaign:
     """Trials under ``work``, with the undisturbed runs that they are compared with."""
 
     def __init__(
-        self, work: Path, pairs: Sequence[tuple[str, str]] = PAIRS, *, lying: bool = False, launch: Launch = cold
+        self,
+        work: Path,
+        pairs: Sequence[tuple[str, str]] = PAIRS,
+        *,
+        lying: bool = False,
+        mode: str = "",
+        control: bool = False,
+        launch: Launch = cold,
     ) -> None:
-        self._work, self._pairs, self._lying, self._launch = work, pairs, lying, launch
+        self._work, self._pairs, self._lying, self._mode, self._launch = work, pairs, lying, mode, launch
+        self._more = ["diloco.max_change=1e9"] if control else []
 
     def trial(self, seed: int) -> Trial:
-        trial = draw(seed, self._pairs, self._lying)
+        trial = draw(seed, self._pairs, self._lying, self._mode)
         root = self._work / f"trial-{seed}"
         try:
+            if trial.liar == "plays":
+                shutil.rmtree(root, ignore_errors=True)
+                self._run(trial, root, 20.0)
+                trial.problems += thrown_out(root / "server", allowed={"c"})
+                if not trial.problems:
+                    shutil.rmtree(root)
+                return trial
             calm = Trial(seed, trial.layouts, trial.compression, trial.streams)
             calm.liar = "void" if trial.liar == "lies" else ""
             reference = self._work / f"reference-{calm.kind}"
@@ -180,39 +215,18 @@ class Campaign:
 
     def _run(self, trial: Trial, root: Path, seconds: float) -> None:
         """Start all, kill as the trial says, start again what was killed, and wait for the end."""
-        root.mkdir(parents=True)
-        port = _free_port(trial.seed)
-        token = "a-token-of-this-campaign"
-        (root / "token").write_text(token)
-        (root / "token").chmod(0o600)
-        rounds = ROUNDS_OF_LIARS if self._lying else ROUNDS
+        port, rounds = free_port(trial.seed), ROUNDS_OF_LIARS if self._lying else ROUNDS
         recipe = [*RECIPE, f"max_steps={rounds * SYNC_EVERY}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self._work / "cache")}
         ours = [
-            f"diloco.workers={3 if trial.liar in ('lies', 'void') else 2}", f"diloco.sync_every={SYNC_EVERY}",
-            f"diloco.port={port}", f"diloco.max_rounds={rounds}",
+            f"diloco.workers={3 if trial.liar in ('lies', 'plays', 'void') else 2}", f"diloco.sync_every={SYNC_EVERY}",
+            "diloco.mode=async" if trial.is_async else f"diloco.max_rounds={rounds}",
             f"diloco.compression={trial.compression}", "diloco.eviction=null", "diloco.save_every=2",
-            f"diloco.token_file={root}/token", *(STREAMING if trial.streams else []),
+            *(STREAMING if trial.streams else []), *self._more,
         ]  # fmt: skip
-        members = {
-            "server": Member(
-                "server", root / "server",
-                ["diloco", "server", "default", *recipe, *ours, f"output_dir={root}/server"], environment, self._launch,
-            ),
-            **{
-                name: Member(
-                    name, root / name,
-                    ["diloco", "worker", "default", *recipe, *LAYOUTS[layout], f"output_dir={root}/{name}",
-                     "callbacks.diloco.heartbeat_interval=1", "callbacks.diloco.timeout=20",
-                     "callbacks.diloco.max_sync_retries=1", f"callbacks.diloco.token_file={root}/token",
-                     f"callbacks.diloco.worker_id={name}", "--server", f"127.0.0.1:{port}"],
-                    environment, self._launch,
-                )
-                for name, layout in zip(("a", "b"), trial.layouts, strict=True)
-            },
-        }  # fmt: skip
-        liar = Liar(port, token, root / "server", trial.seed, trial.liar) if trial.liar else None
-        with _ended(members.values()), liar or contextlib.nullcontext():
+        workers = {name: [*recipe, *LAYOUTS[layout]] for name, layout in zip(("a", "b"), trial.layouts, strict=True)}
+        members = team(root, port, [*recipe, *ours], workers, self._launch)
+        liar = Liar(port, TOKEN, root / "server", trial.seed, trial.liar) if trial.liar else None
+        with ended(members.values()), liar or contextlib.nullcontext():
             began = time.monotonic()
             for member in members.values():
                 member.start()
@@ -224,6 +238,8 @@ class Campaign:
                     trial.done.append(f"{member.kill(rng)} at {share:.2f}")
                     member.start()
             while any(member.process.poll() is None for member in members.values()):
+                if trial.is_async and all(members[name].process.poll() is not None for name in workers):
+                    stop(port, "stop_now")
                 if liar is not None and liar.is_broken:
                     raise RuntimeError(liar.problems[-1])
                 if time.monotonic() - began > seconds + _LIMIT:
@@ -240,8 +256,52 @@ class Campaign:
                 raise RuntimeError(f"exit codes {codes}")
 
 
+def team(root: Path, port: int, server: list[str], workers: dict[str, list[str]], launch: Launch) -> dict[str, Member]:
+    """A server and workers with these settings, by name, under ``root``, which is new; none is started."""
+    root.mkdir(parents=True)
+    (root / "token").write_text(TOKEN)
+    (root / "token").chmod(0o600)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(root.parent / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    )
+    words = {
+        "server": ["diloco", "server", "default", *server, f"diloco.port={port}", f"diloco.token_file={root}/token"],
+        **{
+            name: ["diloco", "worker", "default", *own, "callbacks.diloco.heartbeat_interval=1",
+                   "callbacks.diloco.timeout=20", "callbacks.diloco.max_sync_retries=1",
+                   f"callbacks.diloco.token_file={root}/token", f"callbacks.diloco.worker_id={name}",
+                   "--server", f"127.0.0.1:{port}"]
+            for name, own in workers.items()
+        },
+    }  # fmt: skip
+    return {
+        name: Member(name, root / name, [*own, f"output_dir={root}/{name}"], environment, launch)
+        for name, own in words.items()
+    }
+
+
+def stop(port: int, command: str) -> None:
+    """Tell the server to ``stop`` at the end of its round, or to ``stop_now``, if it is there."""
+    headers = {"Authorization": f"Bearer {TOKEN}", VERSION_HEADER: str(WIRE_VERSION)}
+    with contextlib.suppress(OSError):
+        urlopen(
+            Request(f"http://127.0.0.1:{port}/control", json.dumps({"command": command}).encode(), headers), timeout=5
+        ).close()
+
+
+def thrown_out(server: Path, allowed: Collection[str] = ()) -> list[str]:
+    """What the ledger says of others than ``allowed`` whose work did not count."""
+    found = []
+    for closed in (line.closed for line in read_ledger(server / "rounds.jsonl")):
+        if closed is not None:
+            told = [*closed.rejected, *((who, "missing") for who in closed.missing)]
+            found += [f"{who} does not count: {why}" for who, why in told if who not in allowed]
+    return found
+
+
 @contextlib.contextmanager
-def _ended(members: Iterator[Member]) -> Iterator[None]:
+def ended(members: Iterator[Member]) -> Iterator[None]:
     kept = list(members)
     try:
         yield
@@ -279,11 +339,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--layouts", nargs=2, choices=LAYOUTS, help="of the workers, default: drawn")
     parser.add_argument("--lying", action="store_true", help="a third member holds the token, and lies")
+    parser.add_argument("--honest", action="store_true", help="nobody lies, nobody is killed, and nobody is rejected")
+    parser.add_argument("--mode", choices=MODES, default="", help="of the exchanges, default: drawn")
+    parser.add_argument("--control", action="store_true", help="by a rule that is wrong: trials must fail")
     parser.add_argument("--work", type=Path, help="directory for runs; default: a temporary one, kept if a trial fails")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp(prefix="diloco-campaign-"))
     pairs, failed = [tuple(arguments.layouts)] if arguments.layouts else PAIRS, 0
-    campaign = Campaign(work, pairs, lying=arguments.lying)
+    campaign: Any
+    if arguments.honest:
+        from diloco_honest import HonestCampaign
+
+        campaign = HonestCampaign(work, mode=arguments.mode, control=arguments.control)
+    else:
+        options = {"lying": arguments.lying, "mode": arguments.mode, "control": arguments.control}
+        campaign = Campaign(work, pairs, **options)
     for seed in range(arguments.seed, arguments.seed + arguments.trials):
         trial = campaign.trial(seed)
         failed += bool(trial.problems)

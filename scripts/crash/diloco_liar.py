@@ -1,8 +1,8 @@
 """A member of a DiLoCo run that has the token and lies, for ``diloco_campaign.py``: a thread with words of its own.
 
 It sends what nobody should ("mischief": garbage, wrong types, huge numbers, registrations that are refused, idle
-connections), and ends each round with a submission that must be rejected, until the server gives it up. ``void`` sends
-NaN alone; ``knocks`` never gets in.
+connections), and ends each round with a submission that must be rejected, until the server gives it up. ``plays`` sends
+what may count in between, and so is not given up; ``void`` sends NaN alone; ``knocks`` never gets in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from forgather_cli.diloco.encoding import encode
 from forgather_cli.diloco.fragments import fragments
-from forgather_cli.diloco.wire import MAX_REJECTED, model_hash
+from forgather_cli.diloco.wire import MAX_REJECTED, VERSION_HEADER, WIRE_VERSION, model_hash
 
 NAN = float("nan")
 NUMBERS: list[dict[str, Any]] = [
@@ -32,7 +32,8 @@ NUMBERS: list[dict[str, Any]] = [
     {"targets": None}, {"targets": 2.5}, {"speed": NAN}, {"speed": float("inf")}, {"speed": -1}, {"speed": 10**400},
     {"speed": "fast"}, {"step": 10**30}, {"sent": -1}, {"tokens_per_second": NAN}, {"parts": []},
 ]  # fmt: skip
-CHANGES = ("nan", "infinite", "huge", "100 x")
+CHANGES = ("nan", "infinite", "huge", "1000 x")
+MAY_COUNT = ("tiny", "grows", "small")
 _PAUSE = 0.1  # seconds before it asks a server again that is away
 
 
@@ -40,7 +41,7 @@ class Liar:
     """As a context: the thread lies in it. ``problems``: what the server has answered and must not."""
 
     def __init__(self, port: int, token: str, run: Path, seed: int, how: str) -> None:
-        """``how``: lies, void or knocks; ``run``: of the server."""
+        """``how``: lies, plays, void or knocks; ``run``: of the server."""
         self._port, self._token, self._run, self._how = port, token, run, how
         self._rng = random.Random(seed)
         self._stop = threading.Event()
@@ -49,6 +50,13 @@ class Liar:
         self._weights: dict[str, Tensor] = {}
         self._settings: dict[str, Any] = {}
         self._generation = -1
+        self._rejected = 0
+        """In a row; as many as are allowed, once it is given up."""
+        self._made: tuple[str, bytes, dict[str, Any]] = "", b"", {"round": -1}
+        """Of the newest round: what is wrong, the part and the message."""
+        self._sent = -1
+        """The newest round whose submission the server has."""
+        self._growth = 1e-4
         self.told: Counter[str] = Counter()
         """What was sent how often."""
         self.problems: list[str] = []
@@ -69,18 +77,24 @@ class Liar:
         return not self._thread.is_alive()
 
     def _live(self) -> None:
-        rejected, after = 0, -1
-        while not self._stop.wait(_PAUSE if self._how == "knocks" or rejected >= MAX_REJECTED else 0.01):
+        while not self._stop.wait(_PAUSE if self._how == "knocks" or self._rejected >= MAX_REJECTED else 0.01):
             try:
                 if not self._weights:
                     self._weights = self._fetch()
                 if self._how != "void":
                     self._make_mischief()
-                if self._how == "knocks" or rejected >= MAX_REJECTED:  # given up, and it must not come back by itself
+                if self._how == "knocks" or self._rejected >= MAX_REJECTED:  # it must not come back by itself
                     continue
-                offer = self._next(after)
-                if offer.get("state") == "open":
-                    rejected, after = (rejected + 1 if self._settle(offer) else 0), offer["round"]
+                offer = self._next()
+                if offer.get("code") == "evicted":
+                    self._hear("rejected")
+                    self._rejected = MAX_REJECTED
+                elif offer.get("state") == "open":
+                    if self._sent >= 0 and self._sent == self._made[2]["round"]:
+                        self._hear(offer["answer"][0])
+                    if offer["round"] > self._made[2]["round"]:
+                        self._make(offer)
+                    self._submit()
             except (OSError, http.client.HTTPException):
                 self._generation = -1  # a server that starts again asks all to register
                 self._stop.wait(_PAUSE)
@@ -93,7 +107,7 @@ class Liar:
     def _ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=20)
         with contextlib.closing(connection):
-            named = {"Authorization": f"Bearer {self._token}", "Forgather-Wire": "1", **headers}
+            named = {"Authorization": f"Bearer {self._token}", VERSION_HEADER: str(WIRE_VERSION), **headers}
             connection.request(
                 method, path, body if isinstance(body, bytes | None) else json.dumps(body).encode(), named
             )
@@ -116,46 +130,56 @@ class Liar:
                 "tokenizer": None, "batch": 8, "stated": {}, "round": None, "parent": None, "leaves": False,
                 "dylu": False, **more}  # fmt: skip
 
-    def _next(self, after: int) -> dict[str, Any]:
+    def _next(self) -> dict[str, Any]:
         if self._generation < 0:
             status, body = self._ask("POST", "/register", self._registration())
             if status != 200:
                 raise ConnectionError(f"not registered: {status} {body!r}")
             answer = json.loads(body)
             self._generation, self._settings = answer["generation"], answer["settings"]
-        status, body = self._ask("POST", "/next", {"generation": self._generation, "after": after, "wait": 1.0})
-        if status != 200:
-            raise ConnectionError(f"no round: {status}")
+        status, body = self._ask("POST", "/next", {"generation": self._generation, "after": self._sent, "wait": 1.0})
         offer: dict[str, Any] = json.loads(body)
+        if status != 200 and offer.get("code") != "evicted":
+            raise ConnectionError(f"no round: {status}")
         return offer
 
-    def _settle(self, offer: dict[str, Any]) -> bool:
-        """Send what must be rejected; whether it is."""
+    def _submit(self) -> None:
+        _, content, told = self._made
+        if self._ask("PUT", f"/parts/{hashlib.sha256(content).hexdigest()}", content)[0] >= 300:
+            raise ConnectionError("the part was not taken")
+        status, body = self._ask("POST", "/submit", {**told, "generation": self._generation})
+        if status != 202:
+            raise ConnectionError(f"not taken: {status} {body!r}")
+        self._sent = told["round"]
+
+    def _make(self, offer: dict[str, Any]) -> None:
+        """What must be rejected, or in between what may count."""
         count, kind = self._settings["num_fragments"], self._rng.choice(("numbers", "change"))
         names = fragments({name: tuple(values.shape) for name, values in self._weights.items()}, count)
         lie, change = {}, "nan"
-        if self._how == "lies":
+        if self._how != "void":
             lie = self._rng.choice(NUMBERS) if kind == "numbers" else {}
             change = "small" if lie else self._rng.choice(CHANGES)
+            if self._how == "plays" and offer["round"] % 2:
+                lie, change = {}, self._rng.choice(MAY_COUNT)
         content = self._part(sorted(names[offer["round"] % count]), change)
-        digest = hashlib.sha256(content).hexdigest()
-        if self._ask("PUT", f"/parts/{digest}", content)[0] >= 300:
-            raise ConnectionError("the part was not taken")
-        told = {"generation": self._generation, "round": offer["round"], "hash": offer["hash"], "parts": [digest],
+        told = {"round": offer["round"], "hash": offer["hash"], "parts": [hashlib.sha256(content).hexdigest()],
                 "targets": 1, "ranges": offer["ranges"], "leaves": False, "speed": 1.0, **lie}  # fmt: skip
-        status, body = self._ask("POST", "/submit", told)
-        if status != 202:
-            raise ConnectionError(f"not taken: {status} {body!r}")
-        answer = json.loads(body)
-        self.told["NaN" if self._how == "void" else f"{next(iter(lie), change)}"] += 1
-        if not (is_rejected := answer["status"] == "rejected"):
-            self.problems.append(f"round {offer['round']}: {lie or change} of the liar is {answer}")
-        return is_rejected
+        self._made = next(iter(lie), change), content, told
+
+    def _hear(self, status: str) -> None:
+        """What became of the newest submission."""
+        what, _, told = self._made
+        self.told[what] += 1
+        self._rejected = self._rejected + 1 if status == "rejected" else 0
+        if status != "rejected" and what not in MAY_COUNT:
+            self.problems.append(f"round {told['round']}: {what} of the liar is {status}")
 
     def _part(self, names: list[str], change: str) -> bytes:
-        """A change of whole tensors: beyond ``max_change``, or "small"."""
-        factor = {"small": 1e-3, "100 x": 100.0}.get(change)
-        filled = {"nan": NAN, "infinite": float("-inf"), "huge": 3e38}.get(change, 0.0)
+        """A change of whole tensors: beyond ``max_change``, or such that it may count."""
+        self._growth *= 1.5 if change == "grows" else 1.0
+        factor = {"small": 1e-3, "1000 x": 1000.0, "grows": self._growth}.get(change)
+        filled = {"nan": NAN, "infinite": float("-inf"), "huge": 3e38, "tiny": 1e-9}.get(change, 0.0)
         tensors, rows = {}, {}
         for name in names:
             weights = self._weights[name]
