@@ -30,7 +30,14 @@ from forgather_cli.optim.state import check_group_states, merge_group_states
 from forgather_cli.run_dir import run_of
 from forgather_cli.shards import box_of, local, not_finite
 from forgather_cli.trainer.run import Run
-from forgather_cli.trainer.states import CallbackStates, RandomState, StrategyState, ToCompare, TrainerState
+from forgather_cli.trainer.states import (
+    CallbackStates,
+    RandomState,
+    StrategyState,
+    ToCompare,
+    TrainerState,
+    check_counters,
+)
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +158,9 @@ class Checkpoints:
         run = self._run
         position = Sharing.PER_RANK if run.epochs.loader.state_is_per_rank else Sharing.GLOBAL
         return [
-            Component("trainer", TrainerState(run), Sharing.GLOBAL),
             Component("scheduler", run.lr_scheduler, Sharing.REPLICATED),
             Component("data", run.epochs, position),
+            Component("trainer", TrainerState(run), Sharing.GLOBAL),  # which counts what these do
             Component("callbacks", CallbackStates(self._callbacks), Sharing.GLOBAL),
             Component("rng", RandomState(), Sharing.PER_RANK),
         ]
@@ -245,9 +252,7 @@ class Checkpoints:
             restore_components(reader, self._of_scaling())
         restore_components(reader, self._restorable(), rank=rank, world_size=size, only=wanted)
         if "trainer" in wanted and "trainer" in reader.components():
-            with reader.loading(reader.file_of("trainer"), "trainer"):
-                if run.state.global_step != reader.step:
-                    raise FieldError(f"global_step is {run.state.global_step}, the manifest's step {reader.step}")
+            check_counters(reader)
         if "components" in wanted:
             restore_components(reader, self.own, rank=rank, world_size=size, foreign=logging.WARNING)
         if "optimizer" in wanted:
