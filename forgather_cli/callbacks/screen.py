@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from forgather_cli.bars import close_bar, open_bar
 from forgather_cli.callbacks.console import StreamName, console, is_notebook, is_terminal, printable, say
+from forgather_cli.folding import fold
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -56,7 +57,7 @@ class Terminal:
         self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", crop=True)
 
     def note(self, text: str) -> None:
-        say(text, self._name, "dim")
+        say("\n".join(fold(text, self.width)), self._name, "dim")
 
     def bar(self, name: str, done: int, total: int | None, status: str = "") -> None:
         if self._progress is None:  # an exit that closes nothing still gives the cursor back

@@ -191,7 +191,9 @@ def test_a_step_costs_next_to_nothing() -> None:
 def test_nothing_wraps_on_a_terminal(width: int) -> None:
     code = "fake_run([InfoCallback(), ProgressCallback(ProgressSettings(header_interval=2))], 60, pause=0.02)"
     output = on_terminal(width, code)
-    lines = [line for line in shown_lines(output) if not line.startswith("checkpoint saved")]
+    saved = "outputs/default/2026-11-21_06-55-01/checkpoints/step-00000020"
+    lines = [line for line in shown_lines(output) if line != saved]  # whole, above the terminal's width too
+    assert len(lines) < len(shown_lines(output)) or f"checkpoint saved: {saved}" in lines
     assert max(map(len, lines)) <= width
     headers = [line for line in lines if line.split()[:2] == ["step", "epoch"]]
     rows = [line for line in lines if re.match(r" +\d+  +\d\.\d\d  ", line)]
@@ -245,6 +247,19 @@ def test_info_is_a_panel_on_a_terminal_and_folds() -> None:
     assert any(re.match(r"│ parameters  3,312,640 +│", line) for line in lines)
     assert all(len(line) <= 60 for line in lines)
     assert "".join(lines).count("text") == 30
+
+
+@pytest.mark.parametrize("length", [40, 70, 100])
+def test_no_path_is_broken_in_the_panel(length: int) -> None:
+    path = "outputs/" + "x" * (length - 8)
+    code = f"""
+FakeTrainer.info = lambda self: {{"model": "decoder", "output_dir": {path!r}}}
+InfoCallback().on_train_begin(None, TrainerState(), None, trainer=FakeTrainer())
+"""
+    lines = shown_lines(on_terminal(80, code))
+    assert sum(path in line for line in lines) == 1
+    assert path in lines or length == 40
+    assert any(re.match(r"│ model +decoder +│", line) for line in lines)
 
 
 def test_info_is_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
