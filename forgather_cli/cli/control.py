@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.callbacks.columns import STEP_COLUMNS, format_value
+from forgather_cli.callbacks.columns import STEP_COLUMNS, duration, format_value
+from forgather_cli.callbacks.display import evaluation_entries
 from forgather_cli.cli.output import (
     AsJson,
     Col,
     ask,
     check_answerable,
     console,
-    human_seconds,
     interruptible,
     print_facts,
     print_json,
@@ -66,7 +66,7 @@ def list_(as_json: AsJson = False) -> None:
         Col("state"),
         Col("step", right=True),
         Col("loss", right=True, droppable=1),
-        Col("left", right=True, droppable=2),
+        Col("eta", right=True, droppable=2),
         Col("run directory", copied=True),
     )
     rows = [
@@ -76,12 +76,13 @@ def list_(as_json: AsJson = False) -> None:
 
 
 def _cells(status: dict[str, Any] | None) -> tuple[str, str, str]:
-    """Step, loss and time left."""
+    """Step, loss and eta, as training shows them."""
     if status is None:
         return "-", "-", "-"
     steps = f"{status['step']}/{status['max_steps']}" if status["max_steps"] else str(status["step"])
     loss = status["metrics"].get("loss")
-    return steps, "-" if loss is None else f"{loss:.4f}", human_seconds(status["eta_seconds"])
+    left = status["eta_seconds"]
+    return steps, "-" if loss is None else f"{loss:.4f}", "-" if left is None else duration(left)
 
 
 # -------------------------------------------------------------------------------------------------------------- status
@@ -93,7 +94,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until the job ends.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a job is at: step, newest metrics, time left, checkpoints."""
+    """Show what a job is at: step, eta, newest metrics and evaluation, checkpoints."""
     if watch and as_json:
         raise ConfigError("--watch: shows many states, --json prints one document; use one of them")
     entry = _find_job(job)
@@ -106,17 +107,20 @@ def status(
 
 
 def _facts(status: dict[str, Any]) -> dict[str, str | Path]:
-    """Newest metrics under the labels and in the units of the training table, others behind them as they are."""
+    """Newest metrics and evaluation in the words and units of the training table, others behind them as they are."""
     metrics, saved = {"epoch": status["epoch"], **status["metrics"]}, status["checkpoints"]
     known = {name: column for name, column in STEP_COLUMNS.items() if name != "step" and metrics.get(name) is not None}
-    others = {name: value for name, value in metrics.items() if name not in STEP_COLUMNS}
+    prefix, evaluation = evaluation_entries(metrics)
+    others = {n: each for n, each in metrics.items() if n not in STEP_COLUMNS and not n.startswith(f"{prefix}_")}
+    steps, _, eta = _cells(status)
     waiting = ", ".join(f"{command['command']} ({command['state']})" for command in status["commands"])
     facts: dict[str, str | Path] = {
         "job": status["job_id"],
         "state": status["state"],
-        "step": _cells(status)[0],
-        "time left": human_seconds(status["eta_seconds"]),
+        "step": steps,
+        "eta": eta,
         **{column.label: column.text(metrics[name]) for name, column in known.items()},
+        prefix: "  ".join(f"{label} {value}" for label, value in evaluation),
         "others": ", ".join(f"{name} {format_value(value, '.4g')}" for name, value in others.items()
                             if isinstance(value, int | float)),
         "commands": waiting,
@@ -134,8 +138,8 @@ def _watch(entry: Entry) -> None:
     while True:
         try:
             document = client.status(entry)
-            steps, loss, left = _cells(document)
-            line = f"step {steps}  loss {loss}  left {left}  {document['state']}"
+            steps, loss, eta = _cells(document)
+            line = f"step {steps}  loss {loss}  eta {eta}  {document['state']}"
             if sys.stdout.isatty():
                 console().clear()
                 print_facts(_facts(document))
