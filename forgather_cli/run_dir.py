@@ -157,8 +157,8 @@ class RunDir:
         if not (self.set_aside.is_dir() or self.being_set_aside.is_dir()):
             return None
         return (
-            f"{shown(self.root)}: a start with overwrite_output_dir=true has not come to its first step; the run from before "
-            f"it lies in {self.set_aside.name}, and comes back with the next {resume_command(self)}"
+            f"{shown(self.root)}: a start with overwrite_output_dir=true has not come to its first step; the run from "
+            f"before it lies in {self.set_aside.name}, and comes back with the next {resume_command(self)}"
         )
 
     def own_files(self) -> list[Path]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +27,8 @@ LONG = f"{RUN}/{RUN}/{RUN}"
          ["pip install 'forgather[quantize] more',"]),
         ("one two three four five six seven eight nine ten eleven twelve forgather control save_and_stop job_1",
          ["forgather control save_and_stop job_1"]),
-        (f"{LONG}: no such directory; forgather resume {LONG}, and all is well", [f"{LONG}:", f"forgather resume {LONG},"]),
+        (f"{LONG}: no such directory; forgather resume {LONG}, and all is well",
+         [f"{LONG}:", f"forgather resume {LONG},"]),
     ],
 )  # fmt: skip
 def test_what_is_copied_stands_whole_in_one_row(text: str, whole: list[str]) -> None:
@@ -39,7 +38,9 @@ def test_what_is_copied_stands_whole_in_one_row(text: str, whole: list[str]) -> 
         for piece in whole:
             assert any(piece in row for row in rows)
             assert piece in rows or len(piece) <= width
-        assert [row for row in rows if len(row) > width and " " in row and not row.startswith(("forgather", "pip"))] == []
+        assert [
+            row for row in rows if len(row) > width and " " in row and not row.startswith(("forgather", "pip"))
+        ] == []
 
 
 def test_lines_and_their_beginnings_stay_and_wide_letters_count_twice() -> None:

@@ -27,6 +27,7 @@ from forgather_cli.control import client, command_record, listing, registry
 from forgather_cli.control.command_record import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
+from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.launch.stacks import Standing, table
 from forgather_cli.report.summary import holder_of, how_it_ended
@@ -152,7 +153,7 @@ def _watch(entry: Entry) -> None:
             if entry.is_running is None:
                 raise
         time.sleep(_REDRAW)
-    typer.echo(f"{entry.job_id}: {how_it_ended(RunDir(Path(entry.run_dir)))}")
+    tell(f"{entry.job_id}: {how_it_ended(RunDir(Path(entry.run_dir)))}")
 
 
 # -------------------------------------------------------------------------------------------------------------- stacks
@@ -173,7 +174,7 @@ def stacks(job: Job = None, as_json: AsJson = False) -> None:
     typer.echo("\n".join(table(standings)))
     for each in standings:
         if each.odd:
-            typer.echo(f"rank {each.rank} {each.odd}")
+            tell(f"rank {each.rank} {each.odd}")
 
 
 def _find_job(job: str | None) -> Entry:
@@ -262,7 +263,7 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
             try:
                 command = client.wait(entry, command, timeout=timeout)
             except KeyboardInterrupt:
-                typer.echo(f"\n{entry.job_id} continues with {name}; {later}", err=True)
+                tell(f"\n{entry.job_id} continues with {name}; {later}", sys.stderr)
                 raise typer.Exit(130) from None
     if as_json:
         print_json(command.document())
@@ -271,9 +272,9 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
     elif command.state == DONE and name == ABORT:
         typer.echo(f"{entry.job_id} is aborted, nothing was saved")
     elif command.state == DONE:
-        typer.echo(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
+        tell(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
     elif no_wait:
-        typer.echo(f"{entry.job_id} has the command; {later}")
+        tell(f"{entry.job_id} has the command; {later}")
     if not command.is_finished and not no_wait:
         raise ControlError(f"{entry.job_id}: {name} is {command.state} after {timeout:g} s, and stays so; {later}")
     if command.state == command_record.FAILED:

@@ -20,6 +20,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.finalize.options import DtypeName, FinalizeOptions
+from forgather_cli.folding import tell
 
 
 def finalize(
@@ -98,7 +99,7 @@ def finalize(
         print_json(report)
     else:
         print_facts(_facts(report))
-        typer.echo(f"{dest}: nothing was written (--dry-run)" if dry_run else str(dest))
+        tell(f"{dest}: nothing was written (--dry-run)" if dry_run else str(dest))
 
 
 def _facts(report: dict[str, Any]) -> dict[str, str]:

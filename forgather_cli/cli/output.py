@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.folding import fold
+from forgather_cli.folding import fold, tell
 from forgather_cli.input_files import write_whole
 from forgather_cli.run_dir import shown
 
@@ -111,7 +111,6 @@ def table_of(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: Sequ
 def print_facts(facts: Mapping[str, str | Path]) -> None:
     """Print labels with their values behind them. What finds no room goes on below; no path or command is broken."""
     from rich.cells import cell_len
-
     from rich.text import Text
 
     screen = console()
@@ -299,4 +298,4 @@ def tell_of_limit(model: Generator, texts: Iterable[Written]) -> None:
     cut = sum(text.finish_reason == "limit" for text in texts)
     if cut:
         what = "the text ends" if cut == 1 else f"{cut} texts end"
-        typer.echo(f"note: {what} at token {model.limit} (prompt and text), where the model's positions end", err=True)
+        tell(f"note: {what} at token {model.limit} (prompt and text), where the model's positions end", sys.stderr)

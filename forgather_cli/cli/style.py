@@ -16,9 +16,13 @@ from typer.core import TyperCommand, TyperGroup
 from forgather_cli.errors import ConfigError
 
 
+_CLICK_EXCEPTION: Any = typer.BadParameter.__mro__[2]
+"""click's, or since typer 0.29 typer's own."""
+
+
 def as_mistake(error: Any) -> ConfigError | None:
     """The mistake in a command line that typer has found; None for any other error."""
-    if not isinstance(error, typer.BadParameter.__mro__[2]):  # ClickException: click's, or typer's own (0.29)
+    if not isinstance(error, _CLICK_EXCEPTION):
         return None
     context, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
     if context is None or not message:  # the latter: no argument was given, and help is shown

@@ -72,8 +72,8 @@ class RunLock:
         run = self.run
         if run.is_used() and not (resume or overwrite):
             raise SetupError(
-                f"output_dir: {shown(run.root)} already holds a run; resume it with {resume_command(run)} (in a script: "
-                "resume_from_checkpoint=true), choose another one, or delete it by overwrite_output_dir=true"
+                f"output_dir: {shown(run.root)} already holds a run; resume it with {resume_command(run)} (in a "
+                "script: resume_from_checkpoint=true), choose another one, or delete it by overwrite_output_dir=true"
             )
         with _writing(run.root):
             if run.is_used() and overwrite:
@@ -177,8 +177,8 @@ def check_in_place(run: RunDir) -> None:
     """Raise TrainingError if the directory of a job that trains is not there any more. Costs microseconds."""
     if not run.lock.exists():
         raise TrainingError(
-            f"{shown(run.root)}: was removed or moved while this run trained in it, so it ends, and saves nothing more; if it "
-            "was moved, forgather resume goes on with it where it is now"
+            f"{shown(run.root)}: was removed or moved while this run trained in it, so it ends, and saves nothing more; "
+            "if it was moved, forgather resume goes on with it where it is now"
         )
 
 
@@ -338,8 +338,8 @@ def _give_back(lock: int) -> None:
 
 def _held_by(run: RunDir, holder: str) -> SetupError:
     return SetupError(
-        f"output_dir: {shown(run.root)} is being written by another job ({holder.strip() or 'unknown process'}); wait for it "
-        "or choose another one"
+        f"output_dir: {shown(run.root)} is being written by another job ({holder.strip() or 'unknown process'}); wait "
+        "for it or choose another one"
     )
 
 

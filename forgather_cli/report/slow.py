@@ -187,7 +187,9 @@ def _of_pace(records: Sequence[Record]) -> Iterator[Finding]:
         what += f", and {len(slow) - 1} more stretches were slow" if len(slow) > 1 else ""
         if wait(worst) > _MUCH:
             share = f"{100 * wait(worst):.0f} %"
-            yield Finding(f"{what}: other processes had the cores, and for {share} of that time there was none.", _CORES)
+            yield Finding(
+                f"{what}: other processes had the cores, and for {share} of that time there was none.", _CORES
+            )
         else:
             known = "though cores were free" if worst[0].wait is not None else "and nothing here tells why"
             yield Finding(f"{what}, {known}.", _MACHINE)

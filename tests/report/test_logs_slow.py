@@ -153,7 +153,7 @@ HALVED = [1.0] * 12 + [2.1] * 6 + [1.0] * 4
     [
         (STEADY, {}, None),
         (STEADY, {"cpu_wait": [0.05] * 20}, None),
-        (HALVED, {"cpu_wait": [0.0] * 12 + [0.52] * 6 + [0.0] * 4}, r"Steps 121 to 180 took 2\.1 times .* cores.* 52 %"),
+        (HALVED, {"cpu_wait": [0.0] * 12 + [0.52] * 6 + [0.0] * 4}, r"Steps 121 to 180 took 2\.1 times .*cores.*52 %"),
         (HALVED, {"cpu_wait": [0.0] * 22}, r"Steps 121 to 180 took 2\.1 times .* though cores were free"),
         (HALVED, {}, r"Steps 121 to 180 took 2\.1 times .* nothing here tells why"),
         ([1.0 + n / 20 for n in range(20)], {}, r"Steps 111 to 200 took 1\.\d times"),  # it drifts
@@ -161,7 +161,7 @@ HALVED = [1.0] * 12 + [2.1] * 6 + [1.0] * 4
         ([1.0] * 40 + [2.0] + [1.0] * 9, {}, None),  # one log of fifty
         ([2.0] * 20, {"cpu_wait": [0.5] * 20}, "^For 50 % of the steps' time there was no core"),  # from the beginning
         ([1.0, 2.0, 2.0], {}, None),  # too few to tell
-        (HALVED, {"data_time": [0.0] * 12 + [1.1] * 6 + [0.0] * 4}, "Steps wait for data"),  # and not that they are slow
+        (HALVED, {"data_time": [0.0] * 12 + [1.1] * 6 + [0.0] * 4}, "Steps wait for data"),
         (HALVED, {"tok_per_sec": [1000.0] * 22}, None),  # longer sequences
     ],
 )  # fmt: skip

@@ -192,7 +192,10 @@ LONG = f"{RUNS[0]}/or/another/that/lies/below"
     ("words", "whole"),
     [
         (["resume", LONG], f"{LONG}:"),
-        (["train", "model=nano", "data=synthetic", "precision=fp32", f"output_dir=ABSOLUTE/{SWEEP}/run"], f"forgather resume {SWEEP}/run"),
+        (
+            ["train", "model=nano", "data=synthetic", "precision=fp32", f"output_dir=ABSOLUTE/{SWEEP}/run"],
+            f"forgather resume {SWEEP}/run",
+        ),
         (["train", "default", LONG], f"{LONG}:"),
         (["train", "modle=nano", "+trainre=ddp", f"data.flies=[{SWEEP}]"], "did you mean"),
         (["control", "save", RUNS[0]], f"forgather resume {RUNS[0]}"),
