@@ -8,9 +8,10 @@ import sys
 from typing import TextIO
 
 _PIECE = re.compile(
-    # a command: the program, a group's name, the command's, and arguments: words that are no plain English ones
-    r"\(?(?:forgather|pip install)(?: (?:config|recipe|control|checkpoint|runs|logs|diloco|cache)(?= [a-z]))?"
-    r"(?: [a-z_]+)?(?:(?<![,;:]) (?!\()(?:'[^']*'\S*|\S*[^a-z\s,;:.)]\S*))*[,;:.)]*"
+    # a command: variables, the program, a group's name, the command's, and arguments, which are no plain English words
+    r"\(?(?:[A-Z_]+=(?:\$\([^)]*\)|\S*) )*(?:forgather|pip install)"
+    r"(?: (?:config|recipe|control|checkpoint|runs|logs|diloco|cache)(?= [a-z]))?(?: [a-z_]+)?"
+    r"(?:(?<![,;:]) (?!\()(?:'[^']*'\S*|\S*[^a-z\s,;:.)]\S*))*[,;:.)]*"
     r"|\S+"
 )
 """What one copies, or a word."""

@@ -1,5 +1,7 @@
-"""How help looks: usage lines as we write them, paragraphs that fill the width, and no Python types. What typer finds
-wrong in a command line is told as any other mistake."""
+"""How help looks: usage lines as we write them, paragraphs that fill the width, and no Python types.
+
+What typer finds wrong in a command line is told as any other mistake is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from forgather_cli.errors import ConfigError
-
 
 _CLICK_EXCEPTION: Any = typer.BadParameter.__mro__[2]
 """click's, or since typer 0.29 typer's own."""

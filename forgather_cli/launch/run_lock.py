@@ -177,7 +177,7 @@ def check_in_place(run: RunDir) -> None:
     """Raise TrainingError if the directory of a job that trains is not there any more. Costs microseconds."""
     if not run.lock.exists():
         raise TrainingError(
-            f"{shown(run.root)}: was removed or moved while this run trained in it, so it ends, and saves nothing more; "
+            f"{shown(run.root)}: was removed or moved while this run trained in it, so it ends and saves nothing more; "
             "if it was moved, forgather resume goes on with it where it is now"
         )
 
