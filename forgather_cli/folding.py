@@ -38,8 +38,12 @@ def fold(text: str, width: int, indent: str = "") -> list[str]:
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Print ``text`` to standard output, or ``stream``: folded in a terminal, elsewhere as it is."""
     stream = stream or sys.stdout
-    rows = fold(text, shutil.get_terminal_size().columns) if stream.isatty() else [text]
-    print("\n".join(rows), file=stream, flush=True)
+    print(folded(text, stream), file=stream, flush=True)
+
+
+def folded(text: str, stream: TextIO) -> str:
+    """``text`` as ``tell`` prints it."""
+    return "\n".join(fold(text, shutil.get_terminal_size().columns)) if stream.isatty() else text
 
 
 def _cells(text: str) -> int:

@@ -307,7 +307,7 @@ def _how_to_resume(path: Path, words: list[str]) -> str | None:
     newest = None if run is None else resumed(run)
     if run is None or newest is None or newest.resolve() == path.resolve():
         return None
-    command = ["forgather", "resume", str(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
+    command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
     return f"a plain forgather resume starts from {newest.name}; to resume from the edited one: {shlex.join(command)}"
 
 

@@ -21,6 +21,7 @@ from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.finalize.options import DtypeName, FinalizeOptions
 from forgather_cli.folding import tell
+from forgather_cli.run_dir import shown
 
 
 def finalize(
@@ -104,15 +105,15 @@ def finalize(
 
 def _facts(report: dict[str, Any]) -> dict[str, str]:
     source, model = report["source"], report["model"]
-    facts = {"source": source["path"] + (f", {source['strategy']}" if source.get("strategy") else "")}
+    facts = {"source": shown(source["path"]) + (f" ({source['strategy']})" if source.get("strategy") else "")}
     if source.get("members"):
         facts["mean of"] = f"{len(source['members'])} checkpoints"
     how = f", {report['quantization']}" if report["quantization"] else ""
     facts["model"] = f"{model['architecture']}, {human(model['parameters'])} parameters, {model['dtype']}{how}"
     facts["vocabulary"] = f"{model['vocab_size']:,} tokens"
     if added := [token["token"] for token in report["added_tokens"]]:
-        shown = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
-        facts["vocabulary"] += f", {len(added)} of them new ({shown})"
+        first = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
+        facts["vocabulary"] += f", {len(added)} of them new ({first})"
     if "proof" not in report:
         return {**facts, "size": human_bytes(report["bytes"])}
     stop = ", ".join(f"{token['token']} ({token['id']})" for token in report["stop_tokens"])

@@ -15,7 +15,7 @@ from forgather_cli.cli.train import run_training
 from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
 from forgather_cli.folding import tell
 from forgather_cli.launch.place import joined
-from forgather_cli.run_dir import CALLED_FROM, RunDir
+from forgather_cli.run_dir import CALLED_FROM, RunDir, shown
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -72,5 +72,5 @@ def _edited(run_dir: Path) -> dict[str, Any]:
     if found is None:
         return {}
     path, settings = found
-    tell(f"{', '.join(settings)}: as edited in {path}", sys.stderr)
+    tell(f"{', '.join(settings)}: as edited in {shown(path)}", sys.stderr)
     return settings
