@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from forgather_cli.folding import fold, tell
+from forgather_cli.launch.rank_log import rank_log
 
 RUN = "outputs/of_the_department/learning_rate=0.001"
 LONG = f"{RUN}/{RUN}/{RUN}"
@@ -54,3 +58,21 @@ def test_lines_and_their_beginnings_stay_and_wide_letters_count_twice() -> None:
 def test_a_pipe_gets_each_line_whole(capsys: pytest.CaptureFixture[str]) -> None:
     tell("word " * 100 + "end", sys.stdout)
     assert capsys.readouterr().out == "word " * 100 + "end\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_a_line_of_the_log_breaks_no_path(
+    kind: type[io.StringIO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", said := kind())
+    with rank_log(tmp_path / "rank-0.log"):
+        logging.getLogger("forgather_cli.test").info("resumed from %s at step %d", f"{RUN}/{RUN[:20]}", 3)
+    lines = said.getvalue().splitlines()
+    assert any(f"{RUN}/{RUN[:20]}" in line for line in lines)
+    assert (max(map(len, lines)) <= 80) == (kind is Terminal) == (len(lines) > 1)
