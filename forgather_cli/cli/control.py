@@ -112,7 +112,8 @@ def _facts(status: dict[str, Any]) -> dict[str, str | Path]:
     metrics, saved = {"epoch": status["epoch"], **status["metrics"]}, status["checkpoints"]
     known = {name: column for name, column in STEP_COLUMNS.items() if name != "step" and metrics.get(name) is not None}
     prefix, evaluation = evaluation_entries(metrics)
-    others = {n: each for n, each in metrics.items() if n not in STEP_COLUMNS and not n.startswith(f"{prefix}_")}
+    shown_above = {*STEP_COLUMNS, *(column.label for column in known.values())}
+    others = {n: each for n, each in metrics.items() if n not in shown_above and not n.startswith(f"{prefix}_")}
     steps, _, eta = _cells(status)
     waiting = ", ".join(f"{command['command']} ({command['state']})" for command in status["commands"])
     facts: dict[str, str | Path] = {

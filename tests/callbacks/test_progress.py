@@ -18,7 +18,7 @@ import notebook
 import pytest
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
-from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, Column, fit, format_value, merge, row
+from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, TIMES, Column, fit, format_value, merge, row
 from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.info import InfoCallback
 from forgather_cli.callbacks.progress import ProgressCallback
@@ -237,6 +237,14 @@ callback.on_evaluate(None, state, None, metrics=EVAL)
     output = on_terminal(80, code)
     assert any(line.startswith("      0  eval  loss 3.2000") for line in shown_lines(output))
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+
+
+def test_no_result_is_cut_off_in_a_narrow_terminal() -> None:
+    code = f"FINAL.update({dict.fromkeys(TIMES, 10.0)}); fake_run([ProgressCallback()])"
+    lines = [line for line in shown_lines(on_terminal(60, code)) if not line.startswith(("outputs", "train"))]
+    assert max(map(len, lines)) <= 60
+    text = " ".join(" ".join(lines).split())
+    assert "the time went to " + ", ".join(f"{label} 14%" for label in TIMES.values()) in text
 
 
 def test_info_is_a_panel_on_a_terminal_and_folds() -> None:
