@@ -38,10 +38,13 @@ def is_notebook() -> bool:
 
 @functools.cache
 def console(name: StreamName) -> Console:
-    """The one rich console of a terminal stream; what is printed through it appears above a running bar."""
+    """The one rich console of a terminal stream; what is printed through it appears above a running bar.
+
+    It ends no line early unless it is told to, neither those that others print while there is a bar.
+    """
     from rich.console import Console
 
-    return Console(stderr=name == "stderr", highlight=False)
+    return Console(stderr=name == "stderr", highlight=False, soft_wrap=True)
 
 
 def timestamp() -> str:
@@ -65,6 +68,6 @@ def say(text: str, name: StreamName = "stdout", style: str = "") -> None:
     if is_terminal(name):
         from rich.text import Text
 
-        console(name).print(Text(text, style=style), soft_wrap=True)
+        console(name).print(Text(text, style=style))
     else:
         print(text, file=stream(name), flush=True)

@@ -55,6 +55,7 @@ def _panel(facts: dict[str, str], stream: StreamName) -> None:
             below.append(f"{key:<{label}}  {value}")
         else:
             table.add_row(Text(key, "cyan"), Text("\n".join(rows)))
-    screen.print(Panel(table, title="Forgather", title_align="left", border_style="dim", expand=False))
+    panel = Panel(table, title="Forgather", title_align="left", border_style="dim", expand=False)
+    screen.print(panel, soft_wrap=False)
     for line in below:
         say("\n".join(fold(line, screen.width)), stream)

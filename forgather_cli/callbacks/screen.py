@@ -54,7 +54,7 @@ class Terminal:
     def line(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
-        self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", crop=True)
+        self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", soft_wrap=False)
 
     def note(self, text: str) -> None:
         say("\n".join(fold(text, self.width)), self._name, "dim")

@@ -17,7 +17,7 @@ from typing import Any
 import notebook
 import pytest
 
-from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, TIMES, Column, fit, format_value, merge, row
 from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.info import InfoCallback
@@ -211,6 +211,21 @@ def test_the_bar_shows_step_loss_speed_and_what_is_left() -> None:
     assert re.search(r"━ \d+/60 loss \d\.\d{4} 123k tok/s 0:00:0\d eta 0:00:0\d$", bars[-1])
     assert any(re.search(r"^eval .*━ [1-4]/4", line) for line in lines)
     assert len(bars) < 40  # a redraw per log, evaluation and fifth of a second, not per step
+
+
+def test_what_is_printed_above_a_bar_breaks_no_path() -> None:
+    path = "outputs/" + "x" * 100
+    code = f"""
+class Prints(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 15:
+            print("WARNING one of {path} is slow", file=sys.stderr)
+            print("step 15 of {path}")
+fake_run([ProgressCallback(), Prints()], pause=0.02)
+"""
+    lines = shown_lines(on_terminal(80, code))
+    assert f"WARNING one of {path} is slow" in lines
+    assert f"step 15 of {path}" in lines
 
 
 def test_the_bar_leaves_and_the_cursor_returns() -> None:
