@@ -17,7 +17,7 @@ from typing import Any
 import notebook
 import pytest
 
-from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, TIMES, Column, fit, format_value, merge, row
 from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.info import InfoCallback
