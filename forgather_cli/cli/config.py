@@ -48,7 +48,9 @@ def print_config(loaded: Loaded) -> None:
         return
     from rich.syntax import Syntax
 
-    screen.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    coloured = Syntax(text, "yaml", background_color="default").highlight(text)
+    coloured.rstrip()
+    screen.print(coloured, soft_wrap=True)
 
 
 @app.command(cls=Command)

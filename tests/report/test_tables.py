@@ -221,3 +221,15 @@ def test_no_error_breaks_a_path_or_a_command(
         assert [line for line in lines if line != line.rstrip()] == []
     wide = [line for line in lines if len(line) > 80]
     assert [line for line in wide if len(line.split()) > 1 and not line.startswith("forgather ")] == []
+
+
+def test_the_config_is_yaml_in_a_narrow_terminal_too(output: Callable[..., str]) -> None:
+    words = [
+        "config",
+        "show",
+        "output_dir=run",
+        "data=text",
+        f"data.files=[{LONG.replace('=', '-').replace(',', '-')}]",
+    ]
+    piped, narrow = (re.sub(r"\x1b\[[\d;]+m", "", output(s, *words)) for s in (io.StringIO(), Terminal80()))
+    assert narrow == piped
