@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,8 +157,8 @@ class RunDir:
         if not (self.set_aside.is_dir() or self.being_set_aside.is_dir()):
             return None
         return (
-            f"{self.root}: a start with overwrite_output_dir=true has not come to its first step; the run from before "
-            f"it lies in {self.set_aside.name}, and comes back with the next forgather resume {self.root}"
+            f"{shown(self.root)}: a start with overwrite_output_dir=true has not come to its first step; the run from "
+            f"before it lies in {self.set_aside.name}, and comes back with the next {resume_command(self)}"
         )
 
     def own_files(self) -> list[Path]:
@@ -214,6 +215,11 @@ def shown(path: Path | str) -> str:
     """``path`` as people are shown it: short where it lies below the directory that the command was given in."""
     here = os.environ.get(CALLED_FROM) or os.getcwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
+
+
+def resume_command(run: RunDir) -> str:
+    """The command that resumes a run, for the directory that the command was given in."""
+    return f"forgather resume {shlex.quote(shown(run.root))}"
 
 
 def is_name(text: str) -> bool:

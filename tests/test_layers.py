@@ -22,6 +22,7 @@ FREE = {
     "messages",
     "hardware",
     "bars",
+    "folding",
     "hub",
     "",
 }  # anyone may import these; "" is __init__ with the version
@@ -40,6 +41,7 @@ ALLOWED = {
     "messages": set(),
     "hardware": set(),
     "bars": set(),
+    "folding": set(),
     "hub": set(),
     "finalize": {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
@@ -109,6 +111,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "api",
     "hardware",
     "bars",
+    "folding",
     "hub",
     "",
 )

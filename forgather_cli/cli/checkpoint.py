@@ -27,6 +27,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import Overrides, RunPath, TrustConfig, check_overrides, or_latest, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
+from forgather_cli.folding import tell
 from forgather_cli.run_dir import RunDir, run_of, shown
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _print_list(found: list[CheckpointInfo]) -> None:
         rows.append((str(info.step), *numbers, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")
     print_table(columns, rows, styles)
-    typer.echo(f"newest: {shown(found[-1].path)}")
+    tell(f"newest: {shown(found[-1].path)}")
 
 
 @app.command(cls=Command)
@@ -242,7 +243,7 @@ def average(
     if as_json:
         print_json({"path": str(out), "sources": [str(member) for member in members]})
     else:
-        typer.echo(f"mean of {', '.join(member.name for member in members)}")
+        tell(f"mean of {', '.join(member.name for member in members)}")
         typer.echo(shown(out))
 
 
@@ -291,10 +292,10 @@ def edit(
         print_json({"path": str(reader.path), "backup": str(made.backup), "changes": changes})
         return
     for name, values in made.changes.items():
-        typer.echo(f"{name}: " + " -> ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
-    typer.echo(f"as it was: {shown(made.backup)}")
+        tell(f"{name}: " + " -> ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
+    tell(f"as it was: {shown(made.backup)}")
     if how := _how_to_resume(reader.path, words):
-        typer.echo(how)
+        tell(how)
     typer.echo(shown(reader.path))
 
 
@@ -306,7 +307,7 @@ def _how_to_resume(path: Path, words: list[str]) -> str | None:
     newest = None if run is None else resumed(run)
     if run is None or newest is None or newest.resolve() == path.resolve():
         return None
-    command = ["forgather", "resume", str(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
+    command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
     return f"a plain forgather resume starts from {newest.name}; to resume from the edited one: {shlex.join(command)}"
 
 

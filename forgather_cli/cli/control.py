@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.callbacks.columns import STEP_COLUMNS, format_value
+from forgather_cli.callbacks.columns import STEP_COLUMNS, duration, format_value
+from forgather_cli.callbacks.display import evaluation_entries
 from forgather_cli.cli.output import (
     AsJson,
     Col,
     ask,
     check_answerable,
     console,
-    human_seconds,
     interruptible,
     print_facts,
     print_json,
@@ -27,6 +27,7 @@ from forgather_cli.control import client, command_record, listing, registry
 from forgather_cli.control.command_record import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
+from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.launch.stacks import Standing, table
 from forgather_cli.report.summary import holder_of, how_it_ended
@@ -66,7 +67,7 @@ def list_(as_json: AsJson = False) -> None:
         Col("state"),
         Col("step", right=True),
         Col("loss", right=True, droppable=1),
-        Col("left", right=True, droppable=2),
+        Col("eta", right=True, droppable=2),
         Col("run directory", copied=True),
     )
     rows = [
@@ -76,12 +77,13 @@ def list_(as_json: AsJson = False) -> None:
 
 
 def _cells(status: dict[str, Any] | None) -> tuple[str, str, str]:
-    """Step, loss and time left."""
+    """Step, loss and eta, as training shows them."""
     if status is None:
         return "-", "-", "-"
     steps = f"{status['step']}/{status['max_steps']}" if status["max_steps"] else str(status["step"])
     loss = status["metrics"].get("loss")
-    return steps, "-" if loss is None else f"{loss:.4f}", human_seconds(status["eta_seconds"])
+    left = status["eta_seconds"]
+    return steps, "-" if loss is None else f"{loss:.4f}", "-" if left is None else duration(left)
 
 
 # -------------------------------------------------------------------------------------------------------------- status
@@ -93,7 +95,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until the job ends.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a job is at: step, newest metrics, time left, checkpoints."""
+    """Show what a job is at: step, eta, newest metrics and evaluation, checkpoints."""
     if watch and as_json:
         raise ConfigError("--watch: shows many states, --json prints one document; use one of them")
     entry = _find_job(job)
@@ -106,17 +108,21 @@ def status(
 
 
 def _facts(status: dict[str, Any]) -> dict[str, str | Path]:
-    """Newest metrics under the labels and in the units of the training table, others behind them as they are."""
+    """Newest metrics and evaluation in the words and units of the training table, others behind them as they are."""
     metrics, saved = {"epoch": status["epoch"], **status["metrics"]}, status["checkpoints"]
     known = {name: column for name, column in STEP_COLUMNS.items() if name != "step" and metrics.get(name) is not None}
-    others = {name: value for name, value in metrics.items() if name not in STEP_COLUMNS}
+    prefix, evaluation = evaluation_entries(metrics)
+    shown_above = {*STEP_COLUMNS, *(column.label for column in known.values())}
+    others = {n: each for n, each in metrics.items() if n not in shown_above and not n.startswith(f"{prefix}_")}
+    steps, _, eta = _cells(status)
     waiting = ", ".join(f"{command['command']} ({command['state']})" for command in status["commands"])
     facts: dict[str, str | Path] = {
         "job": status["job_id"],
         "state": status["state"],
-        "step": _cells(status)[0],
-        "time left": human_seconds(status["eta_seconds"]),
+        "step": steps,
+        "eta": eta,
         **{column.label: column.text(metrics[name]) for name, column in known.items()},
+        prefix: "  ".join(f"{label} {value}" for label, value in evaluation),
         "others": ", ".join(f"{name} {format_value(value, '.4g')}" for name, value in others.items()
                             if isinstance(value, int | float)),
         "commands": waiting,
@@ -134,8 +140,8 @@ def _watch(entry: Entry) -> None:
     while True:
         try:
             document = client.status(entry)
-            steps, loss, left = _cells(document)
-            line = f"step {steps}  loss {loss}  left {left}  {document['state']}"
+            steps, loss, eta = _cells(document)
+            line = f"step {steps}  loss {loss}  eta {eta}  {document['state']}"
             if sys.stdout.isatty():
                 console().clear()
                 print_facts(_facts(document))
@@ -148,7 +154,7 @@ def _watch(entry: Entry) -> None:
             if entry.is_running is None:
                 raise
         time.sleep(_REDRAW)
-    typer.echo(f"{entry.job_id}: {how_it_ended(RunDir(Path(entry.run_dir)))}")
+    tell(f"{entry.job_id}: {how_it_ended(RunDir(Path(entry.run_dir)))}")
 
 
 # -------------------------------------------------------------------------------------------------------------- stacks
@@ -169,7 +175,7 @@ def stacks(job: Job = None, as_json: AsJson = False) -> None:
     typer.echo("\n".join(table(standings)))
     for each in standings:
         if each.odd:
-            typer.echo(f"rank {each.rank} {each.odd}")
+            tell(f"rank {each.rank} {each.odd}")
 
 
 def _find_job(job: str | None) -> Entry:
@@ -258,7 +264,7 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
             try:
                 command = client.wait(entry, command, timeout=timeout)
             except KeyboardInterrupt:
-                typer.echo(f"\n{entry.job_id} continues with {name}; {later}", err=True)
+                tell(f"\n{entry.job_id} continues with {name}; {later}", sys.stderr)
                 raise typer.Exit(130) from None
     if as_json:
         print_json(command.document())
@@ -267,9 +273,9 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
     elif command.state == DONE and name == ABORT:
         typer.echo(f"{entry.job_id} is aborted, nothing was saved")
     elif command.state == DONE:
-        typer.echo(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
+        tell(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
     elif no_wait:
-        typer.echo(f"{entry.job_id} has the command; {later}")
+        tell(f"{entry.job_id} has the command; {later}")
     if not command.is_finished and not no_wait:
         raise ControlError(f"{entry.job_id}: {name} is {command.state} after {timeout:g} s, and stays so; {later}")
     if command.state == command_record.FAILED:

@@ -37,6 +37,7 @@ from forgather_cli.cli.words import (
     quoted,
 )
 from forgather_cli.errors import ConfigError, ControlError, SetupError
+from forgather_cli.folding import tell
 from forgather_cli.input_files import read_json_object, read_text
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
@@ -351,7 +352,7 @@ def replay(
     if as_json:
         print_json({"rounds": rounds, "equal": not differing, "differing": differing})
     elif differing:
-        typer.echo(f"{len(differing)} tensors differ after {rounds} rounds: {', '.join(differing[:5])}", err=True)
+        tell(f"{len(differing)} tensors differ after {rounds} rounds: {', '.join(differing[:5])}", sys.stderr)
     else:
-        typer.echo(f"equal bit for bit after {rounds} rounds: {place.checkpoint(rounds)}")
+        tell(f"equal bit for bit after {rounds} rounds: {place.checkpoint(rounds)}")
     raise typer.Exit(1 if differing else 0)

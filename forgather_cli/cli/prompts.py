@@ -13,6 +13,7 @@ import typer
 
 from forgather_cli.cli.output import json_text, on_screen, only_json, tell_of_limit
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.folding import tell
 from forgather_cli.input_files import parse_json, parse_yaml, read_text
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def write_all(
                 _tell(number, prompt, text, file, as_json)
             tell_of_limit(model, texts)
     if output is not None:
-        typer.echo(f"{len(work)} texts in {output}", err=True)
+        tell(f"{len(work)} texts in {output}", sys.stderr)
 
 
 def _batch(model: Generator, batch: Sequence[tuple[int, Prompt, list[int]]], sampling: Sampling) -> list[Text]:

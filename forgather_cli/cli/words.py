@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 
 from forgather_cli.config.options import GROUPS
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.folding import tell
 from forgather_cli.run_dir import RunDir, run_of, step_of
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ def or_latest(ctx: typer.Context, value: Any) -> Any:
     from forgather_cli.report.runs import newest_run
 
     found = newest_run().root
-    typer.echo(f"latest: {found}", err=True)
+    tell(f"latest: {found}", sys.stderr)
     return found
 
 

@@ -25,7 +25,7 @@ from forgather_cli.config.recipe import Recipe, read_recipe
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_text
-from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in, run_of, step_of
+from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in, resume_command, run_of, step_of
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def reload_config(
     if is_checkpoint(run.root) or (not run.config.exists() and step_of(run.root) is not None):
         around = run_of(run.root)
         if around is not None and around.root != run.root.resolve():
-            raise ConfigError(f"{run.root}: is a checkpoint; give its run, forgather resume {around.root}")
+            raise ConfigError(f"{run.root}: is a checkpoint; give its run, {resume_command(around)}")
         further = f"forgather train model.path={run.root}"
         if not is_model_directory(model_in(run.root)):  # code of its run builds the model
             further = f"forgather train RECIPE resume_from_checkpoint={run.root} resume_components=[model]"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 import time
 import traceback
@@ -213,11 +212,6 @@ def write_exit_record(run: RunDir, state: State, code: int, reason: str, step: i
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = ExitRecord(state, code, reason, newest_step(run) if step is None else step, now)
     write_whole(run.exit, json.dumps(asdict(record)) + "\n")
-
-
-def resume_command(run: RunDir) -> str:
-    """The command that resumes a run."""
-    return f"forgather resume {shlex.quote(str(run.root))}"
 
 
 def read_exit_record(run: RunDir) -> ExitRecord | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from forgather_cli.errors import SetupError
+from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import FAILED, MISTAKE, ExitStatus, Kind, cut, done, first_cause, killed
 from forgather_cli.launch.job import Attempt, Job
 from forgather_cli.launch.layout import Layout
@@ -83,7 +84,7 @@ class Supervisor:
             reason = cause.message if cause is not None else "a rank failed"
             rank_of = f"rank {cause.rank}: " if cause is not None and cause.kind in (Kind.MISTAKE, Kind.ERROR) else ""
             restart = f"restart {attempts - 1} of {self._layout.restarts}, from the newest checkpoint"
-            print(f"\n{restart}: {rank_of}{reason}", file=sys.stderr, flush=True)
+            tell(f"\n{restart}: {rank_of}{reason}", sys.stderr)
             self._attempts_seen = attempts
             self._gone_at, self._failed_at, self._all_ended_at, self._silent = {}, None, None, set()
         attempt, now = self._attempt(), time.time()

@@ -27,7 +27,7 @@ from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.input_files import COUNT, FieldError, check_fields
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.optim.state import check_group_states, merge_group_states
-from forgather_cli.run_dir import run_of
+from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
 from forgather_cli.trainer.run import Run
 from forgather_cli.trainer.states import (
@@ -208,7 +208,7 @@ class Checkpoints:
             return named(Path(str(resume)), verify, group)
         newest = newest_valid(self._run.run_dir, verify, group)
         if newest is None:
-            log.info("no checkpoint in %s yet: starting fresh", self._run.run_dir.root)
+            log.info("no checkpoint in %s yet: starting fresh", shown(self._run.run_dir.root))
         return newest
 
     def restore(self, reader: Reader, position: Callable[[Reader], tuple[Any, str]]) -> None:
@@ -239,7 +239,7 @@ class Checkpoints:
             wanted.discard("data")
         self.put_back(reader, wanted)
         run.state.resumed_step = run.state.global_step
-        log.info("resumed from %s at step %d", reader.path, reader.step)
+        log.info("resumed from %s at step %d", shown(reader.path), reader.step)
 
     def put_back(self, reader: Reader, wanted: set[str]) -> None:
         """Collective. Restore the components ``wanted`` from a checkpoint."""
@@ -264,7 +264,7 @@ class Checkpoints:
         """Collective. Each rank reads the rows of moments that it holds of the parameters."""
         run = self._run
         if "optimizer" not in reader.components():
-            log.warning("%s has no optimizer state: moments start at zero", reader.path)
+            log.warning("%s has no optimizer state: moments start at zero", shown(reader.path))
             return
         groups = reader.state("optimizer")
         with reader.loading(reader.file_of("optimizer"), "optimizer"):
@@ -334,7 +334,7 @@ class Checkpoints:
         load_model(best, named_tensors(run.strategy.parts), run.cpu_group)
         run.state.best_model_checkpoint = str(best.path)
         value = rule.value(best.manifest.metrics)
-        log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, rule.metric, value, best.path)
+        log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, rule.metric, value, shown(best.path))
 
 
 def _read_moment(reader: Reader, name: str, key: str, parameter: Tensor) -> Tensor:

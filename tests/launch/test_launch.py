@@ -249,6 +249,32 @@ def test_the_lock_ends_with_the_process_even_if_its_workers_live_on() -> None:
 # ---------------------------------------------------------------------------------------------------------- signals
 
 
+def test_the_lines_at_the_end_name_the_run_from_where_the_user_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where output_dir is absolute, and where the run goes on from another folder than it began in."""
+
+    def stopped(*words: str) -> list[str]:
+        with Process(*words) as job:
+            job.read_until(r"step \d+/")
+            job.process.send_signal(signal.SIGTERM)
+            assert job.finish() == 75, job.output
+        return job.lines
+
+    run = tmp_path / "outputs/run"
+    for folder, words in (
+        (tmp_path, ["train", *SMALL, "max_steps=100000", f"output_dir={run}"]),
+        (tmp_path / "outputs", ["resume", "run"]),
+        (tmp_path, ["resume", str(run)]),
+    ):
+        monkeypatch.chdir(folder)
+        name, output = run.relative_to(folder), stopped(*words)
+        assert output[-1] == f"forgather resume {name}"
+        assert f"run      {name}" in output
+        assert any(line.startswith(f"newest   {name}/checkpoints/step-") for line in output)
+        assert not [line for line in output if str(tmp_path) in line]
+
+
 def test_a_signal_saves_and_says_how_to_go_on() -> None:
     with Process("train", *SMALL, "max_steps=100000", "save_strategy=no", 'output_dir="my run"') as job:
         job.read_until("step 3/")
