@@ -31,7 +31,6 @@ from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.loss import loss_and_outputs
 from forgather_cli.models.parts import trainable_parameters
-from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.build import Optimizers
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, check_shares
@@ -44,7 +43,7 @@ from forgather_cli.trainer.arguments import (
     with_strategy,
 )
 from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num_parameters, strategy_of, train_loader
-from forgather_cli.trainer.checkpoints import RESERVED, Checkpoints, drawn_seed, save_model
+from forgather_cli.trainer.checkpoints import RESERVED, Checkpoints, drawn_seed, save_model, write_side_files
 from forgather_cli.trainer.device_errors import explain_model, explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, tasks_of, track_best, users_metrics
@@ -199,7 +198,7 @@ class Trainer:
             strategy=strategy,
             seed=seed,
             emit=self.emit,
-            write_model_files=lambda directory: write_model_files(self.model, self.processing_class, directory),
+            write_model_files=lambda directory: write_side_files(self.model, self.processing_class, directory),
             scaler=scaler,
             seed_rank=here.rank,
         )
