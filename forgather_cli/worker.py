@@ -132,7 +132,12 @@ def build(
         should_stop=should_stop,
         on_stop=on_stop,
         config_tree=tree,
-        data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
+        data_description={
+            **data.description,
+            "seq_len": data.seq_len,
+            "vocab_size": data.vocab_size,
+            "fingerprint": data.fingerprint,
+        },
         data_files=data.files,
         run_files=run_files,
     )
