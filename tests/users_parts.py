@@ -17,9 +17,11 @@ def oops(fault: str, here: str) -> None:
 class Words(nn.Module):
     """A model."""
 
-    def __init__(self, vocab_size: int = 50, width: int = 8, fault: str = "") -> None:
+    def __init__(self, vocab_size: int, width: int = 8, fault: str = "") -> None:
         super().__init__()
         oops(fault, "constructor")
+        if fault == "memory":
+            torch.empty(1 << 60)
         self.fault, self.count = fault, 0
         self.embed = nn.Embedding(vocab_size, width)
         self.places = nn.Embedding(8, width) if fault == "places" else None
@@ -37,6 +39,13 @@ class Words(nn.Module):
             hidden = self.embed(input_ids).detach()
             return hidden @ self.head.weight.detach().T
         return None if self.fault == "nothing" else self.head(hidden)
+
+
+class Fixed(Words):
+    """A model that is not told how many tokens there are."""
+
+    def __init__(self) -> None:
+        super().__init__(60)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

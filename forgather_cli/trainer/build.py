@@ -168,7 +168,8 @@ def train_loader(run: Run, dataset: Any, collate_fn: CollateFn | None, data_rank
         data_ranks=data_ranks,
         dispatch=args.dispatch_batches,
         vocab_size=known_vocab_size(strategy.parts) or run.data_description.get("vocab_size"),
-        labels_are_ids=isinstance(args, Config) and not isinstance(args.loss, Target),
+        # a model or loss of the user's own may take others
+        labels_are_ids=isinstance(args, Config) and not any(isinstance(p, Target) for p in (args.model, args.loss)),
         **_loader_settings(args, strategy.device),
     )
 

@@ -75,8 +75,8 @@ FAULTS: list[tuple[str, str, tuple[str, ...], bool]] = [
     ("data", "beyond", ("step 1", "token id 50", "50 tokens"), False),
     ("data", "negative", ("step 1", "token id -1", "50 tokens"), False),
     ("data", "float", ("step 1", "float32", "int64"), False),
-    ("data", "label", ("step 1", "label 50", "50 tokens"), False),
-    ("data", "negative label", ("step 1", "label -7"), False),
+    ("data", "label", ("step 1", "a label is 50", "50 tokens"), False),
+    ("data", "negative label", ("step 1", "a label is -7"), False),
     ("loss", "call", (OOPS, "step 1"), True),
     ("loss", "vector", ("step 1", "shape (3,)", "one number"), False),
     ("loss", "gradient", ("step 1", "without a gradient", "detach()"), False),
@@ -95,6 +95,19 @@ def test_a_part_that_breaks_before_a_step_is_done(
 ) -> None:
     assert forgather("train", *words(part, fault)) == 2
     assert_told(capsys.readouterr().err, part, *said, traceback=traceback)
+
+
+def test_a_model_without_room_is_told_as_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", *words("model", "memory")) == 2
+    assert "error: model: out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Words", "Fixed"])
+def test_a_model_that_knows_more_tokens_than_its_data_say_trains(name: str) -> None:
+    """The data say 50 tokens, and have one more."""
+    sizes = "vocab_size: 60\n" if name == "Words" else ""  # the other is not asked for it
+    Path("conf/model/mine.yaml").write_text(f"_target_: users_parts.{name}\n{sizes}")
+    assert forgather("train", *words("data", "beyond")) == 0
 
 
 @pytest.mark.parametrize(
@@ -166,11 +179,11 @@ def made(**changes: Any) -> Trainer:
 
 
 SCRIPTS: list[tuple[Callable[[], Trainer], str]] = [
-    (lambda: made(model=Words(fault="forward 2")), f"model: Words failed in step 2: {OOPS}"),
-    (lambda: made(model=Words(fault="tokens")), "model: Words failed in step 1: .*2 x 15 tokens"),
+    (lambda: made(model=Words(50, fault="forward 2")), f"model: Words failed in step 2: {OOPS}"),
+    (lambda: made(model=Words(50, fault="tokens")), "model: Words failed in step 1: .*2 x 15 tokens"),
     (lambda: made(train_dataset=Rows("sample")), f"train_dataset: Rows failed in step 1: {OOPS}"),
-    (lambda: made(model=Words(), train_dataset=Rows("beyond")), "train_dataset: Rows failed in step 1: .* id is 50"),
-    (lambda: made(model=Words(), train_dataset=Rows("float")), "train_dataset: Rows failed in step 1: .*float32"),
+    (lambda: made(model=Words(50), train_dataset=Rows("beyond")), "train_dataset: Rows failed in step 1: .* id is 50"),
+    (lambda: made(model=Words(50), train_dataset=Rows("float")), "train_dataset: Rows failed in step 1: .*float32"),
     (lambda: made(train_dataset=Rows("label")), "train_dataset: Rows failed in step 1: .*label is 50"),
     (lambda: made(loss_fn=lambda logits, labels: 3.0), "loss_fn: .*lambda.* failed in step 1: .*float"),
     (lambda: made(loss_fn=lambda logits, labels: logits.sum(-1)), r"loss_fn: .* failed in step 1: .*shape \(2, 16\)"),
@@ -234,4 +247,4 @@ def test_an_error_of_ours_is_not_said_to_be_the_users(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("forgather_cli.trainer.trainer.clip_grad_norm", broken)
     with pytest.raises(RuntimeError, match=r"^ours$"):
-        made(model=Words()).train()
+        made(model=Words(50)).train()
