@@ -86,7 +86,9 @@ def make(function: Callable[..., Any], where: str, name: str, /, *args: Any, **k
 
 def raised(error: BaseException) -> str:
     """An exception in one line, as the last line of its traceback has it."""
-    return "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+    first, *more = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    # a data loader puts the traceback of its worker into the message (torch 2.13, ExceptionWrapper)
+    return more[-1] if "in DataLoader worker process" in first and more else first
 
 
 def unknown_argument(

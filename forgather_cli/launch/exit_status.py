@@ -66,7 +66,7 @@ _DEPTH = {**dict.fromkeys(_CAUSES, 0), Kind.STUCK: 1, Kind.WAITED: 2, Kind.LOST:
 
 
 _NOT_USERS = re.compile(
-    rf"{re.escape(str(Path(__file__).parents[1]))}/|.*-packages/torch/"
+    rf"{re.escape(str(Path(__file__).parents[1]))}/|.*-packages/torch(data)?/"
     rf"|{re.escape(sysconfig.get_path('stdlib'))}/(?!.*-packages/)|<frozen "
 )
 """Files of code that is not the user's: ours, Python's and torch's."""
@@ -161,12 +161,14 @@ def from_error(rank: int, error: BaseException) -> ExitStatus:
 
 
 def _of_users(error: BaseException) -> str:
-    """The traceback of an error in a part of the user's own, from where their code begins; empty where it was in none
-    of it."""
+    """The traceback of an error in a part of the user's own, from where their code begins, or that of a data loader's
+    worker, which its message has; empty where it was in no code of theirs."""
     begins = error.__traceback__
     while begins is not None and _NOT_USERS.match(begins.tb_frame.f_code.co_filename):
         begins = begins.tb_next
-    return "".join(traceback.format_exception(type(error), error, begins)) if begins is not None else ""
+    if begins is None:
+        return str(error).partition("Original ")[2]
+    return "".join(traceback.format_exception(type(error), error, begins))
 
 
 def done(rank: int, reason: str = "done") -> ExitStatus:

@@ -125,6 +125,14 @@ def test_a_part_that_breaks_later(
     assert_told(capsys.readouterr().err, part, *said, traceback=True)
 
 
+def test_data_that_break_in_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", *words("data", "sample", "dataloader_num_workers=1")) == 2
+    message, _, below = capsys.readouterr().err.partition("error: ")[2].partition("\n")
+    assert message == f"data: users_parts.rows (conf/data/mine.yaml) failed in step 1: {OOPS}sample'"
+    assert below.count("Traceback (most recent call last)") == 1, "the worker's"
+    assert users_parts.__file__ in below
+
+
 def test_a_callback_that_breaks_in_an_event(capsys: pytest.CaptureFixture[str]) -> None:
     assert forgather("train", *words("callbacks", "event")) == 1
     message, _, below = capsys.readouterr().err.partition("error: ")[2].partition("\n")
