@@ -100,7 +100,7 @@ def build(
     from forgather_cli.data.build import check_own_tokenizer, load_data
     from forgather_cli.distributed import pick_device, world
     from forgather_cli.hub import with_local_model
-    from forgather_cli.models.build import construct, fill
+    from forgather_cli.models.build import construct, fill, own_vocab_size
     from forgather_cli.models.pretrained import num_sentinels
     from forgather_cli.trainer.from_python import RunFiles
     from forgather_cli.trainer.trainer import Trainer
@@ -119,6 +119,9 @@ def build(
             model_path=model_path,
             num_sentinels=num_sentinels(config.model),
         )
+    vocab_size = data.vocab_size  # of a model of the user's, which is asked for it
+    if isinstance(config.model, Target) and (own := own_vocab_size(config.model)) is not None:
+        vocab_size = own or None  # it takes none, and has what it has
     built = build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
     return Trainer(
@@ -132,7 +135,12 @@ def build(
         should_stop=should_stop,
         on_stop=on_stop,
         config_tree=tree,
-        data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
+        data_description={
+            **data.description,
+            "seq_len": data.seq_len,
+            "vocab_size": vocab_size,
+            "fingerprint": data.fingerprint,
+        },
         data_files=data.files,
         run_files=run_files,
     )

@@ -61,6 +61,7 @@ ALLOWED = {
     "source": {"*"},
     "trainer": {
         "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint", "data.loaders",
+        "data.chat.ends",
         "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "targets",

@@ -45,6 +45,8 @@ class Loaded:
     recipe_path: Path
     recipe_text: str
     overrides: tuple[str, ...]
+    option_files: dict[str, str]
+    """By setting: the user's file that names a part of their own (``_target_``)."""
 
 
 def load_config(
@@ -69,7 +71,25 @@ def load_config(
                 f"{take}set learning_rate=2e-05 optimizer=adamw, or what you mean"
             ]
     config, tree, given, found = builder.build()
-    return Loaded(config, tree, given, (*notes, *found), source.name, source.path, source.text, tuple(overrides))
+    return Loaded(
+        config, tree, given, (*notes, *found), source.name, source.path, source.text, tuple(overrides),
+        _option_files(tree, builder, source.path),
+    )  # fmt: skip
+
+
+def _option_files(tree: dict[str, Any], builder: ConfigBuilder, recipe: Path | None = None) -> dict[str, str]:
+    """See ``Loaded``: the option's file, or the recipe, whichever has the class in it."""
+    found = {}
+    for group in GROUPS:
+        option = builder.options.get(group)
+        file = None if option is None else builder.search.option(group, option)
+        for path, value in walk(tree.get(group) or {}, group):
+            if path.endswith("._target_"):
+                files = (each for each in (file, recipe) if each is not None)
+                named = next((each for each in files if str(value) in read_text(each, ConfigError)), None)
+                if named is not None:
+                    found[path.removesuffix("._target_")] = str(named)
+    return found
 
 
 def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: Path) -> tuple[Recipe, ConfigBuilder]:
@@ -184,7 +204,9 @@ def load_resumed(
     name = str(tree.pop("recipe", "default"))
     builder = ConfigBuilder(search, OmegaConf.create(tree), options, name, parsed.chosen, problems)
     builder.apply_changes(parsed.changes)
-    return Loaded(*builder.build(), name, saved, read_text(saved, ConfigError), tuple(overrides))
+    config, tree, given, notes = builder.build()
+    files = RunDir(saved.parent).option_files() | _option_files(tree, builder)
+    return Loaded(config, tree, given, notes, name, saved, read_text(saved, ConfigError), tuple(overrides), files)
 
 
 def _trainer_of_accelerate(parsed: Parsed) -> str | None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forgather_cli.config.schema import EVENTS, Config, Target
-from forgather_cli.errors import ConfigError, did_you_mean
-from forgather_cli.targets import import_target
+from forgather_cli.errors import ConfigError
+from forgather_cli.targets import free_arguments, import_target, unknown_argument
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,10 @@ def _problem(where: str, target: Target, call: _Call) -> str | None:
     positional = call.positional
     if where == "loss" and not isinstance(factory, type):
         positional = ("logits", "labels")  # a loss function is called as it stands, its arguments bound beforehand
+    if problem := unknown_argument(factory, where, target.path, len(positional), target.kwargs):
+        return problem
     parameters = signature.parameters
-    names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    taken = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    free = [name for name in names if name not in taken[: len(positional)]]
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    for key in () if takes_all else target.kwargs:
-        if key not in free:
-            known = f"{did_you_mean(key, free)} Arguments: {', '.join(free) or 'none'}"
-            return f"{where}.{key}: {target.path} takes no such argument;{known}"
+    free = free_arguments(parameters, len(positional))
     given = {*target.kwargs, *call.offered}
     for name in free:
         if parameters[name].default is inspect.Parameter.empty and name not in given:

@@ -24,6 +24,7 @@ from forgather_cli.checkpoint.tensors import Weights, write_weights
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_untrusted
 from forgather_cli.config.schema import Config, QATSettings
+from forgather_cli.data.chat.ends import end_of_turn, stop_tokens
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import DataError
@@ -46,10 +47,8 @@ from forgather_cli.finalize.tokens import (
     NewToken,
     add_to_tokenizer,
     check_new,
-    end_of_turn,
     read_chat_template,
     read_new_tokens,
-    stop_tokens,
     write_chat_template,
 )
 from forgather_cli.input_files import read_json_object
@@ -237,7 +236,7 @@ def _write(
     if job.chat_template is not None:
         write_chat_template(directory, job.chat_template)
     try:
-        ending = end_of_turn(directory)
+        ending = end_of_turn(directory, load_tokenizer(str(directory)))
     except DataError as error:
         if job.chat_template is not None:
             raise DataError(f"--chat-template: {job.options.chat_template}: {error}") from error

@@ -31,18 +31,18 @@ def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_na
     stream = stream or sys.stderr
     if status.kind == Kind.ERROR and rank_named:
         print(f"rank {status.rank} failed:", file=stream)
-    if status.traceback and status.kind in (Kind.ERROR, Kind.MISTAKE):
-        lines = status.traceback.rstrip().splitlines()
-        left_out = len(lines) - _SCREEN
-        if left_out > 0:
-            lines[3 : 3 + left_out] = [f"  ... {left_out} lines, which are in the log ..."]
-        print("\n".join(lines), file=stream, flush=True)
     if status.kind == Kind.CUT:
         print(status.message, file=stream, flush=True)
     elif status.kind != Kind.ERROR:
         named = rank_named and status.kind == Kind.MISTAKE and status.code == FAILED
         message = f"rank {status.rank}: {status.message}" if named else status.message
         _report([message] if named else list(status.problems) or [message], stream)
+    if status.traceback and status.kind in (Kind.ERROR, Kind.MISTAKE):
+        lines = status.traceback.rstrip().splitlines()
+        left_out = len(lines) - _SCREEN
+        if left_out > 0:
+            lines[3 : 3 + left_out] = [f"  ... {left_out} lines, which are in the log ..."]
+        print("\n".join(lines), file=stream, flush=True)
 
 
 def _report(problems: list[str], stream: IO[str]) -> None:

@@ -318,6 +318,7 @@ def origin_of(loaded: Loaded) -> dict[str, Any]:
         "recipe_path": str(loaded.recipe_path) if loaded.recipe_path else None,
         "overrides": [hidden(each) for each in loaded.overrides],
         "directory": str(Path.cwd()),
+        "option_files": loaded.option_files,
         "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         "recipe_text": hidden(loaded.recipe_text),
     }

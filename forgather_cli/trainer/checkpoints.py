@@ -26,6 +26,7 @@ from forgather_cli.distributed import all_sum, gather, on_rank_0
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.input_files import COUNT, FieldError, check_fields
 from forgather_cli.models.parts import named_tensors, trainable_parameters
+from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import check_group_states, merge_group_states
 from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
@@ -377,6 +378,14 @@ def save_model(run: Run, directory: Path) -> None:
         write_index(directory, files)
         run.write_model_files(directory)
     gather(None, group)  # no rank continues before the directory is complete
+
+
+def write_side_files(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
+    """Everything of a Hugging Face directory but the weights, with the tokens that end a text by the chat template."""
+    from forgather_cli.data.chat.ends import write_stop_tokens
+
+    write_model_files(model, processing_class, directory)
+    write_stop_tokens(directory, processing_class)
 
 
 @torch.no_grad()

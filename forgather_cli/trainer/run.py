@@ -99,7 +99,9 @@ class Run:
 
 _SPLIT_FACTS = ("tokens", "documents", "samples")
 # facts of the data with a place of their own below, or for programs only (identity, and Python's version twice)
-_SHOWN_ELSEWHERE = {"type", "tokenizer", "packing", "seq_len", "row_tokens", "fingerprint", "content", "python"}
+_SHOWN_ELSEWHERE = {
+    "type", "tokenizer", "packing", "seq_len", "vocab_size", "row_tokens", "fingerprint", "content", "python",
+}  # fmt: skip
 
 
 def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
