@@ -137,7 +137,12 @@ def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
         if change.action == "add" and present and not isinstance(change.value, dict | list):
             return f"+{change.key}: is there already; leave the + out to change it"
         setting = lookup(path)  # in a mapping of free names, a misspelt one would silently become a new entry
-        if change.action == "set" and not present and setting is not None and setting.open and setting.path != path:
+        above, _, last = path.rpartition(".")
+        is_own = (
+            last == "_target_" or OmegaConf.select(cfg, f"{above}._target_") is not None
+        )  # a signature checks those
+        is_free = setting is not None and setting.open and setting.path != path and not is_own
+        if change.action == "set" and not present and is_free:
             return f"{change.key}: nothing of that name there; write +{change.key}=... to add it"
         OmegaConf.update(cfg, path, change.value, merge=True, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:

@@ -125,8 +125,9 @@ def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Sett
     for name, annotation in get_type_hints(cls, include_extras=True, localns=vars(schema)).items():
         if name not in own:
             continue
-        nested = [inner for inner in alternatives(annotation) if dataclasses.is_dataclass(inner)]
-        opened = bool(nested) or any(get_origin(inner) in (dict, list) for inner in alternatives(annotation))
+        kinds = alternatives(annotation)
+        nested = [inner for inner in kinds if dataclasses.is_dataclass(inner) and inner is not schema.Target]
+        opened = bool(nested) or schema.Target in kinds or any(get_origin(inner) in (dict, list) for inner in kinds)
         yield f"{prefix}{name}", Setting(f"{prefix}{name}", of, annotation, opened and not nested)
         for inner in nested:
             if isinstance(inner, type):

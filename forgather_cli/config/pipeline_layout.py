@@ -25,6 +25,11 @@ class Stage:
     has_head: bool
 
     @property
+    def layers(self) -> range:
+        """Their numbers in the whole model."""
+        return range(self.first_layer, self.last_layer + 1)
+
+    @property
     def num_layers(self) -> int:
         return self.last_layer - self.first_layer + 1
 

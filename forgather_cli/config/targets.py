@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forgather_cli.config.schema import EVENTS, Config, Target
+from forgather_cli.config.schema import EVENTS, Config, PipelineSettings, Target
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import import_target
 
@@ -27,6 +27,7 @@ _CALLS = {
     "lr_scheduler": _Call(("optimizer",)),
     "loss": _Call(offered=("num_items_in_batch",)),
     "callbacks": _Call(),
+    "model_splitter": _Call(("model", "stages")),
 }
 
 
@@ -46,9 +47,11 @@ def target_problems(config: Config) -> list[str]:
 
 def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
     for group, call in _CALLS.items():
-        option = getattr(config, group)
+        option = getattr(config, group, None)
         if isinstance(option, Target):
             yield group, option, call
+    if isinstance(config.trainer, PipelineSettings) and config.trainer.model_splitter is not None:
+        yield "model_splitter", config.trainer.model_splitter, _CALLS["model_splitter"]
     groups = {} if isinstance(config.optimizer, Target) else config.optimizer.groups
     for head, each in groups.items():
         if isinstance(each.optimizer, Target):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -144,11 +144,17 @@ class PipelineSettings(_Trainer):
     split: Literal["auto"] | list[PositiveInt] = "auto"
     input_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
     output_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
+    model_splitter: Annotated[Target, by_type] | None = None  # null: the model's cut
     shard: PositiveInt = 1
 
     @property
     def shards_parameters(self) -> bool:
         return self.shard > 1
+
+    @property
+    def splitter(self) -> Callable[..., Any] | None:
+        """``model_splitter``, imported; called with the model and its stages. Raises ConfigError."""
+        return None if self.model_splitter is None else self.model_splitter.bound("model_splitter")
 
     @property
     def splits_backward(self) -> bool:
