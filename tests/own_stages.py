@@ -6,6 +6,14 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    ScheduleGPipe,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _ComputationType,
+)
 
 
 class Block(nn.Module):
@@ -96,3 +104,41 @@ def without_hidden_states(model: nn.Module, stages: Any) -> list[nn.Module]:
     parts = split(model, stages)
     parts[-1] = nn.ModuleDict(dict(copy.copy(parts[-1]).named_children()))
     return parts
+
+
+# ----------------------------------------------------------------------------------------------------------- schedules
+
+
+class Alone(ScheduleGPipe):
+    """One stage per rank."""
+
+
+class Rounds(ScheduleLoopedBFS):
+    """All forwards, then all backwards in the order of the micro-batches, each in two parts if ``split``."""
+
+    def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None, split: bool = False) -> None:
+        self.split = split
+        super().__init__(stages, n_microbatches, loss_fn=loss_fn)
+
+    def _calculate_single_rank_operations(self, rank: int) -> Any:
+        stages, parts = range(rank, self._num_stages, self.pp_group_size), range(self._n_microbatches)
+        kinds = ("I", "W") if self.split else ("B",)
+        order = [_Action(stage, _ComputationType("F"), part) for stage in stages for part in parts]
+        for kind in kinds:
+            order += [_Action(s, _ComputationType(kind), part) for s in reversed(stages) for part in parts]
+        return order
+
+
+class BackAndForth(ScheduleZBVZeroBubble):
+    """Two stages on each rank, in the shape of a V."""
+
+
+class Idle(PipelineScheduleMulti):
+    """Computes nothing."""
+
+
+class NeedsFour(Alone):
+    def __init__(self, stage: Any, n_microbatches: int, loss_fn: Any = None) -> None:
+        if n_microbatches % 4:
+            raise ValueError("four at a time")
+        super().__init__(stage, n_microbatches, loss_fn=loss_fn)

@@ -132,7 +132,7 @@ def stage_of(
     whole = [name for name, _ in model.named_parameters()]
     function = getattr(splitter, "func", splitter)  # of a partial
     name = f"model_splitter: {getattr(function, '__name__', type(function).__name__)}"
-    made: Sequence[nn.Module] = splitter(model, stages)
+    made = splitter(model, stages)
     if not isinstance(made, list | tuple) or not all(isinstance(each, nn.Module) for each in made):
         raise ModelError(f"{name} must return a list of nn.Module, one for each stage, got {type(made).__name__}")
     if len(made) != len(stages):
@@ -146,7 +146,8 @@ def stage_of(
             )
     tied_names(held, whole, f"{name} returned stages of which")
     check_head(made[-1])
-    return made[index]
+    own: nn.Module = made[index]
+    return own
 
 
 def fresh_models(build: Callable[[], nn.Module]) -> Iterator[nn.Module]:

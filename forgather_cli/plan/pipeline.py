@@ -95,6 +95,9 @@ def in_flight(trainer: PipelineSettings, rank: int, world: int) -> int:
     From the order of torch 2.13's schedules (``distributed/pipelining/schedules.py``), which a test runs through.
     """
     m, v = trainer.n_microbatches, trainer.stages_each
+    if (own := trainer.own_schedule) is not None:
+        known = own.order(world, v, m).in_flight
+        return v * m if known is None else known[rank]
     in_a_round = m // max(1, m // world)
     peak = {
         "GPipe": m,
@@ -104,5 +107,5 @@ def in_flight(trainer: PipelineSettings, rank: int, world: int) -> int:
         "InterleavedZeroBubble": (v - 1) * in_a_round + world,
         "ZBVZeroBubble": 2 * world,
         "DualPipeV": 2 * world + 1,
-    }[trainer.schedule]
+    }[str(trainer.schedule)]
     return min(peak, v * m)

@@ -119,6 +119,9 @@ class Target:
         """True for an object that a script gave, of which there is only the name, in angle brackets."""
         return self.path.startswith("<")
 
+    def __str__(self) -> str:
+        return self.path
+
     def bound(self, where: str) -> Callable[..., Any]:
         """What it names, with its arguments bound. Raises ConfigError naming the setting ``where``."""
         found = import_target(self.path, where)
