@@ -39,6 +39,8 @@ def inputs_of_generation(model: nn.Module, inputs: dict[str, Tensor], **extra: A
     """``inputs``, and of ``extra`` what the forward of ``model`` names; no ``attention_mask`` where it takes none."""
     names, masks = _forward_of(getattr(model.forward, "__func__", model.forward))
     known = {key: value for key, value in inputs.items() if key != "attention_mask" or masks}
+    if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
+        names = names - {"cache"}  # that library's own kind (5.24)
     return known | {key: value for key, value in extra.items() if key in names}
 
 

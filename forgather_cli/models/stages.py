@@ -61,18 +61,18 @@ def splitter_of(model: nn.Module, own: Splitter | None) -> Splitter | None:
     lacking = [name for name in ("num_hidden_layers", "hidden_size", "cut") if not hasattr(model, name)]
     if not lacking:
         return None
-    name = type(getattr(model, "theirs", model)).__name__
-    if hasattr(model, "config") and hasattr(model, "model"):
+    what, add = "", " (forgather_cli.models.stages.Cuttable says what they are); add them,"
+    if hasattr(getattr(model, "config", None), "model_type"):
         from forgather_cli.models.hf.stages import decoder_stages, what_lacks
 
-        if not (parts := what_lacks(model)):
+        if not (lacking := what_lacks(model)):
             return decoder_stages
-        reason = f"it has no {', no '.join(parts)}"
-    else:
-        reason = f"it has no {', no '.join(lacking)} (forgather_cli.models.stages.Cuttable says what they are)"
+        what, add = " as decoders like Llama are", ";"
+    name = type(getattr(model, "theirs", model)).__name__
     raise ModelError(
-        f"trainer=pipeline: {name} cannot be cut into stages, {reason}; add them, set model_splitter to a "
-        "function of the model and its stages that returns a module for each, or choose trainer=ddp or fsdp2"
+        f"trainer=pipeline: {name} cannot be cut into stages{what}, it has no {', no '.join(lacking)}{add} set "
+        "model_splitter to a function of the model and its stages that returns a module for each, or choose "
+        "trainer=ddp or fsdp2"
     )
 
 
@@ -147,6 +147,9 @@ def stage_of(
     tied_names(held, whole, f"{name} returned stages of which")
     check_head(made[-1])
     own: nn.Module = made[index]
+    for name in ("config", "generation_config"):  # which checkpoints have beside the weights
+        if hasattr(model, name) and not hasattr(own, name):
+            setattr(own, name, getattr(model, name))
     return own
 
 

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from hf_models import train
-from own_stages import Words, doubles_a_block
+from own_stages import Rounds, Words, doubles_a_block, split
 from parity import LAYOUTS, Result, assert_parity, scratch
 from ranks import run_ranks
+from torch import nn
 
-from forgather_cli.config.load import load_config
+from forgather_cli import Trainer, TrainingArguments
+from forgather_cli.config.decode import load_tree
+from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.pipeline_layout import stage_layout
 from forgather_cli.config.schema import LinearCrossEntropySettings, PipelineSettings, Target
 from forgather_cli.errors import ConfigError, ModelError
@@ -189,3 +192,61 @@ def test_the_plan_has_the_stages(name: str) -> None:
     tied = sum(row.numel for row in made.parameters if row.name == "embed.weight")
     assert sum(stage.parameters for stage in made.stages) == made.num_parameters + tied
     assert sum(rank.weights for rank in made.ranks) == 4 * made.num_parameters
+
+
+# ---------------------------------------------------------------------------------------------------------- Python API
+
+
+def scripted(root: str, kind: str, trainer: str) -> dict[str, Any]:
+    """Of this rank: a script's training, with a schedule and a splitter that no file could name."""
+
+    class Local(Rounds):
+        pass
+
+    def made() -> nn.Module:
+        torch.manual_seed(3)
+        return Words(50, tied=True) if kind == "own" else qwen3()
+
+    option: Any = trainer
+    if trainer == "pipeline" and kind == "own":
+        option = PipelineSettings(schedule=Local, model_splitter=lambda model, stages: split(model, stages))  # type: ignore[arg-type]
+    elif trainer == "pipeline":
+        option = {"type": "pipeline", "schedule": Local}
+    args = TrainingArguments(
+        root, trainer=option, max_steps=3, per_device_train_batch_size=4, learning_rate=0.05, optim="sgd", use_cpu=True,
+        logging_steps=1, save_strategy="no", eval_strategy="steps", eval_steps=3, lr_scheduler_type="constant",
+    )  # fmt: skip
+    rows = torch.arange(12 * 8).reshape(12, 8) * 7 % 50
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    script = Trainer(model_init=made, args=args, train_dataset=data, eval_dataset=data[:3])
+    script.train()
+    logs = script.state.log_history
+    return {
+        "numbers": [each[key] for key in ("loss", "grad_norm", "eval_loss") for each in logs if key in each],
+        "text": script.generate([[1, 2, 3]], max_new_tokens=4, temperature=0),
+        "weights": {n: p.detach().clone() for part in script.strategy.parts for n, p in part.named_parameters()},
+    }
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(vocab_size=50, num_hidden_layers=4, head_dim=8, tie_word_embeddings=True, **shape)
+    return Qwen3ForCausalLM(config)
+
+
+@pytest.mark.parametrize("kind", ["own", "qwen3"])
+def test_a_script_gives_a_function_and_a_class(kind: str, tmp_path: Path) -> None:
+    one = scripted(str(tmp_path / "one"), kind, "single")
+    assert len(one["numbers"]) >= 7
+    for rank in run_ranks(2, scripted, str(tmp_path / "two"), kind, "pipeline"):
+        assert rank["numbers"] == pytest.approx(one["numbers"], rel=1e-5)
+        assert rank["text"] == one["text"]
+        assert 0 < len(rank["weights"]) < len(one["weights"])
+        for name, tensor in rank["weights"].items():
+            torch.testing.assert_close(tensor, one["weights"][name], rtol=1e-5, atol=1e-5)
+    saved = load_tree(RunDir(tmp_path / "two").config)["trainer"]
+    assert saved["schedule"]["_target_"].startswith("<test_own_stages.scripted.")
+    with pytest.raises(ConfigError, match=r"schedule.* made by a Python script"):
+        load_resumed(RunDir(tmp_path / "two").config, ["model=tiny", "data=synthetic"])
