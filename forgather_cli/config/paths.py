@@ -73,6 +73,11 @@ def values(annotation: Any) -> list[str]:
     return found
 
 
+def takes_target(setting: Setting) -> bool:
+    """It may be a class or function of the user's, whose signature says what may stand beside ``_target_``."""
+    return schema.Target in alternatives(setting.annotation)
+
+
 def is_list(annotation: Any) -> bool:
     return any(get_origin(kind) in (list, tuple) for kind in alternatives(annotation))
 

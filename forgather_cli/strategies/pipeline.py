@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,11 +109,12 @@ class Pipeline(Strategy):
         dtype = None if self._sharding is None else self._sharding.policy.param_dtype
         dtype = dtype or next(p.dtype for p in whole.parameters() if p.is_floating_point())
         boundary = Boundary(hidden_size_of(whole), dtype)
+        models = chain([whole], models)
+        del whole  # a splitter leaves it as large as it was
         self._modules: list[StageModule] = []
         self._units: list[FSDPModule] = []
         for stage in (stage for stage in layout if stage.rank == world.rank // shard):
-            model = next(models) if self._modules else whole
-            part = stage_of(model, layout, stage.index, self._splitter, self._loss.check)
+            part = stage_of(next(models), layout, stage.index, self._splitter, self._loss.check)
             self._modules.append(self._stage(part, stage, boundary, spec))
         self.parts = [module.model for module in self._modules]
         self._owners = [stage.rank * shard + self.data_rank for stage in layout]
