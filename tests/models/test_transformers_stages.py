@@ -101,9 +101,8 @@ def test_a_model_of_a_script_is_cut_too() -> None:
     assert splitter_of(theirs, None) is decoder_stages
     assert (num_layers_of(theirs), hidden_size_of(theirs)) == (3, 32)
     with torch.no_grad():
-        wanted = theirs(tokens()).logits
-        found = in_turn([stage_of(theirs, layout(), index, decoder_stages).eval() for index in range(3)], tokens())
-    torch.testing.assert_close(found, wanted)
+        first, second, last = (stage_of(theirs, layout(), index, decoder_stages).eval() for index in range(3))
+        torch.testing.assert_close(last(second(first(tokens()))).logits, theirs(tokens()).logits)
 
 
 def test_a_class_of_another_shape_is_told_what_it_lacks() -> None:

@@ -23,12 +23,13 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "Rounds, three on each rank": ("stages_per_rank=3",),
     "Rounds, split": ("schedule.split=true", "gradient_checkpointing=true"),
     "BackAndForth": ("loss=linear_cross_entropy",),
+    "Rounds, sharded": ("shard=2", "n_microbatches=2"),
 }
 
 
-def layout(name: str, ranks: int = 2) -> Layout:
+def layout(name: str) -> Layout:
     target = f"schedule._target_=own_stages.{name.partition(',')[0]}"
-    return Layout(ranks, ("trainer=pipeline", target, *SCHEDULES[name]))
+    return Layout(4 if "sharded" in name else 2, ("trainer=pipeline", target, *SCHEDULES[name]))
 
 
 @pytest.fixture(scope="module")

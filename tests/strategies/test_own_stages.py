@@ -218,6 +218,13 @@ def scripted(root: str, kind: str, trainer: str) -> dict[str, Any]:
     )  # fmt: skip
     rows = torch.arange(12 * 8).reshape(12, 8) * 7 % 50
     data = [{"input_ids": row, "labels": row} for row in rows]
+    if kind == "qwen3":  # padding on either side
+        real = torch.ones(12, 8, dtype=torch.bool)
+        real[::2, :2], real[1::2, 6:] = False, False
+        data = [
+            {"input_ids": r, "attention_mask": m.long(), "labels": r.where(m, -100)}
+            for r, m in zip(rows, real, strict=True)
+        ]
     script = Trainer(model_init=made, args=args, train_dataset=data, eval_dataset=data[:3])
     script.train()
     logs = script.state.log_history

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -34,27 +34,24 @@ def _at(model: Any, path: str) -> Any:
     return model
 
 
-def decoder_stages(model: nn.Module, stages: Sequence[Stage]) -> list[CausalLM]:
-    """A splitter (``models/stages.py``) for classes of transformers that have the modules of Llama, whether
-    ``model=transformers`` or a script built the model.
+def decoder_stages(model: nn.Module, stages: Sequence[Stage]) -> list[nn.Module]:
+    """A splitter (``models/stages.py``) for classes of transformers that have the modules of Llama: as
+    ``model=transformers`` builds them, or a script, whose stages are called as its model would be.
 
     Raises ModelError for a class that does something to hidden states before its layers.
     """
     if isinstance(model, CausalLM):
-        theirs, twin = model.theirs, model.twin
-    else:
-        theirs, twin = model, partial(_on_meta, model)
-    _check_passes_on(theirs, twin)
-    is_tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
-    return [_stage(theirs, twin, stage, is_tied=is_tied) for stage in stages]
-
-
-def _on_meta(theirs: Any) -> Any:
+        twin = model.twin
+        _check_passes_on(twin())
+        return [CausalLM(_part(model.theirs, stage), twin) for stage in stages]
+    theirs: Any = model
     with torch.device("meta"):
-        return type(theirs)(theirs.config)
+        _check_passes_on(type(theirs)(theirs.config))
+    return [_callable(_part(theirs, stage)) for stage in stages]
 
 
-def _stage(theirs: Any, twin: Callable[[], Any], stage: Stage, *, is_tied: bool) -> CausalLM:
+def _part(theirs: Any, stage: Stage) -> Any:
+    is_tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
     part = _shallow(theirs)
     part.model = _shallow(theirs.model)
     part.model.layers = _Layers(theirs.model.layers, stage.layers)
@@ -63,7 +60,25 @@ def _stage(theirs: Any, twin: Callable[[], Any], stage: Stage, *, is_tied: bool)
     if not stage.has_head:
         part.model.norm = nn.Identity()
         part.lm_head = None
-    return CausalLM(part, twin)
+    return part
+
+
+def _callable(part: Any) -> Any:
+    """``part`` with a forward that takes and returns hidden states where it has no embedding or no head, and tells the
+    arguments of the class's own.
+    """
+    part.forward = wraps(part.forward)(partial(_forward, part, part.forward))
+    return part
+
+
+def _forward(part: Any, theirs: Callable[..., Any], input_ids: Tensor, **inputs: Any) -> Any:
+    # nobody takes the keys and values that a class would keep
+    inputs = {
+        "inputs_embeds" if input_ids.is_floating_point() else "input_ids": input_ids,
+        "use_cache": False,
+        **inputs,
+    }
+    return part.model(**inputs).last_hidden_state if part.lm_head is None else theirs(**inputs)
 
 
 def _shallow(module: Any) -> Any:
@@ -105,17 +120,19 @@ def _pass_on(index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Te
     return hidden_states
 
 
-def _check_passes_on(theirs: Any, twin: Callable[[], Any]) -> None:
-    """Raise ModelError for a class whose forward changes hidden states outside of modules: each stage would again."""
-    empty = twin()
+def _check_passes_on(empty: Any) -> None:
+    """Raise ModelError for a class whose forward changes hidden states outside of modules: each stage would again.
+
+    ``empty`` is such a model on meta, which is used up.
+    """
     empty.model.layers, empty.model.norm = _Layers(empty.model.layers, range(0)), nn.Identity()
     empty.model.rotary_emb = _Nothing()  # angles of the layers, on meta
-    hidden = torch.tensor([[[97.0, -31.0], [0.5, 3.0]]])
+    hidden = torch.tensor([[[97.0, -31.0], [0.5, 3.0]]], device="cpu")
     with torch.device("cpu"), torch.no_grad():
         found = empty.eval().model(inputs_embeds=hidden, use_cache=False).last_hidden_state
     if not torch.equal(found, hidden):
         raise ModelError(
-            f"trainer=pipeline: {type(theirs).__name__} changes hidden states outside of its layers (a scale), which "
+            f"trainer=pipeline: {type(empty).__name__} changes hidden states outside of its layers (a scale), which "
             "each stage would do again; set model_splitter to a function of yours, or choose trainer=ddp or fsdp2"
         )
 
