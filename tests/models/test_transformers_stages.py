@@ -113,7 +113,12 @@ def test_a_class_of_another_shape_is_told_what_it_lacks() -> None:
         splitter_of(model, None)
 
 
-def test_a_class_that_scales_hidden_states_itself_is_refused() -> None:
-    model = on_meta("granite", embedding_multiplier=2.0)
-    with pytest.raises(ModelError, match=r"GraniteForCausalLM .*model_splitter"):
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("granite", {"embedding_multiplier": 2.0}), ("nanochat", {}), ("longcat_flash", {"num_layers": 1})],
+)
+def test_a_class_that_does_more_than_run_its_layers_is_refused(model_type: str, changes: dict[str, Any]) -> None:
+    """A scale, a norm before the layers, layers of which each counts as two."""
+    model = on_meta(model_type, **changes)
+    with pytest.raises(ModelError, match=r"ForCausalLM does more than run its 3 layers .*model_splitter"):
         stage_of(model, layout(), 0, splitter_of(model, None))

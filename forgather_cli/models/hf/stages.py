@@ -38,15 +38,17 @@ def decoder_stages(model: nn.Module, stages: Sequence[Stage]) -> list[nn.Module]
     """A splitter (``models/stages.py``) for classes of transformers that have the modules of Llama: as
     ``model=transformers`` builds them, or a script, whose stages are called as its model would be.
 
-    Raises ModelError for a class that does something to hidden states before its layers.
+    Raises ModelError for a class that does more than run its layers one after the other.
     """
+    number = 1 + stages[-1].last_layer
     if isinstance(model, CausalLM):
         twin = model.twin
-        _check_passes_on(twin())
+        _check(twin(), number)
         return [CausalLM(_part(model.theirs, stage), twin) for stage in stages]
     theirs: Any = model
     with torch.device("meta"):
-        _check_passes_on(type(theirs)(theirs.config))
+        empty = type(theirs)(theirs.config)
+    _check(empty, number)
     return [_callable(_part(theirs, stage)) for stage in stages]
 
 
@@ -120,23 +122,36 @@ def _pass_on(index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Te
     return hidden_states
 
 
-def _check_passes_on(empty: Any) -> None:
-    """Raise ModelError for a class whose forward changes hidden states outside of modules: each stage would again.
-
-    ``empty`` is such a model on meta, which is used up.
+def _check(empty: Any, number: int) -> None:
+    """Raise ModelError for a class whose forward is more than embedding, ``number`` layers one after the other, and
+    norm: each stage would do the rest too, or none. ``empty`` is a model on meta, whose modules are replaced by sums.
     """
-    empty.model.layers, empty.model.norm = _Layers(empty.model.layers, range(0)), nn.Identity()
-    empty.model.rotary_emb = _Nothing()  # angles of the layers, on meta
-    hidden = torch.tensor([[[97.0, -31.0], [0.5, 3.0]]], device="cpu")
-    with torch.device("cpu"), torch.no_grad():
-        found = empty.eval().model(inputs_embeds=hidden, use_cache=False).last_hidden_state
-    if not torch.equal(found, hidden):
-        raise ModelError(
-            f"trainer=pipeline: {type(empty).__name__} changes hidden states outside of its layers (a scale), which "
-            "each stage would do again; set model_splitter to a function of yours, or choose trainer=ddp or fsdp2"
-        )
+    inner = empty.eval().model
+    hidden = torch.tensor([[[97.0, -31.0], [0.5, 3.0]]], device="cpu")  # (1, T, E)
+    inner.embed_tokens = _Calls(lambda ids: hidden)
+    inner.layers = nn.ModuleList([_Calls(partial(torch.add, other=1 + index)) for index in range(len(inner.layers))])
+    inner.norm, inner.rotary_emb = _Calls(lambda x: 3 * x), _Calls(lambda x: None)
+    wanted = 3 * (hidden + number * (number + 1) / 2)
+    reason = "hidden states change outside of them"
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            tokens, ids = {"inputs_embeds": hidden}, {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
+            found = [inner(use_cache=False, **each).last_hidden_state for each in (tokens, ids)]
+        if all(torch.equal(each, wanted) for each in found):
+            return
+    except Exception as error:  # whatever a class asks of its layers
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    raise ModelError(
+        f"trainer=pipeline: {type(empty).__name__} does more than run its {number} layers one after the other "
+        f"({reason}); set model_splitter to a function of yours that makes its stages, or choose trainer=ddp or fsdp2"
+    )
 
 
-class _Nothing(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        return None
+class _Calls(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._function = function
+        self.weight = torch.empty(0)  # whose device a class asks for
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._function(hidden_states)
