@@ -9,12 +9,29 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import ConfigError, ForgatherError, PartError, did_you_mean
+
+_GIVEN: dict[str, Any] = {}
+"""Functions and classes of a script by the names that stand for them in its settings."""
+
+
+def name_of(given: Any) -> str:
+    """The name, in angle brackets, of an object that no file can hold; of one that has none, its class's."""
+    named = given if inspect.isroutine(given) or isinstance(given, type) else type(given)
+    return f"<{named.__module__}.{named.__qualname__}>"
+
+
+def kept(given: Callable[..., Any]) -> str:
+    """The same, by which ``import_target`` finds this object in this process."""
+    name = name_of(given)
+    while _GIVEN.setdefault(name, given) is not given:
+        name = f"{name[:-1]}'>"
+    return name
 
 
 def import_target(path: str, where: str) -> Callable[..., Any]:
@@ -27,6 +44,10 @@ def import_target(path: str, where: str) -> Callable[..., Any]:
 
 def import_path(path: str, setting: str) -> Callable[..., Any]:
     """The same; raises ConfigError naming ``setting``."""
+    if path in _GIVEN:
+        return _GIVEN[path]  # type: ignore[no-any-return]
+    if path.startswith("<"):
+        raise ConfigError(f"{setting}: {path} was made by a Python script; run the script again")
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(here)
     try:
@@ -58,6 +79,31 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     except (TypeError, ValueError):
         return True
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def argument_problem(
+    where: str,
+    path: str,
+    factory: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    positional: Sequence[str] = (),
+    offered: Sequence[str] = (),
+) -> str | None:
+    """Why ``factory``, which ``path`` names, cannot be called: the first of the user's ``arguments`` that does not fit,
+    with the names there are.
+
+    It is called with ``positional`` ones first, and with the keywords ``offered`` where it takes them.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # some C functions have none
+        return None
+    if problem := unknown_argument(factory, where, path, len(positional), arguments):
+        return problem
+    for name in free_arguments(parameters, len(positional)):
+        if parameters[name].default is inspect.Parameter.empty and name not in (*arguments, *offered):
+            return f"{where}.{name}: {path} requires it; set {where}.{name}=..."
+    return None
 
 
 def call(function: Callable[..., Any], where: str, /, *args: Any, **kwargs: Any) -> Any:

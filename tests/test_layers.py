@@ -86,7 +86,7 @@ ALLOWED = {
     "distributed": set(),
     "http_server": set(),
     "checkpoint": {"distributed", "optim.groups", "optim.state"},
-    "models": set(),
+    "models": {"config.pipeline_layout"},
     "data": {"checkpoint.files", "distributed", "launch.processes"},
     "optim": set(),
     "loss": set(),

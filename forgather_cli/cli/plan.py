@@ -173,8 +173,10 @@ def _facts(made: RunPlan) -> dict[str, str]:
     """The numbers of the run, and the memory of the fullest rank by kind."""
     kinds = ", ".join(f"{kind} {human(count)}" for kind, count in made.by_kind().items())
     trainer = f"{made.trainer} on {made.world_size} ranks" if made.world_size > 1 else made.trainer
+    if made.schedule is not None:
+        trainer += f", schedule {made.schedule}, {len(made.stages)} stages"
     if made.bubble is not None:
-        trainer += f", schedule {made.schedule}, {len(made.stages)} stages, bubble {made.bubble:.1%}"
+        trainer += f", bubble {made.bubble:.1%}"
     elif "." in made.trainer:
         trainer += ", planned as if each rank held the whole model"
     ranks = made.global_batch // (made.micro_batch * made.accumulation)

@@ -161,7 +161,7 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
         return f"{name}: must have {first['ctx']['max_length']} values, {got}; give fewer"
     if kind == "unexpected_keyword_argument":
         return unknown(path, naming)
-    if kind.startswith("union_tag"):
+    if kind.startswith("union_tag") and path in (*GROUPS, "callbacks"):
         got = f"got {_shown(value.get('type') if isinstance(value, dict) else value)}{naming.where(path)}"
         types = ", ".join(_types(path.rpartition(".")[2]))
         return f"{name}: an option names a _target_ or its type, {got}; types: {types}"
@@ -170,6 +170,8 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
         if error["type"] == "literal_error":
             wanted.append(str(error["ctx"]["expected"]).replace("'", ""))
             literals += re.findall(r"'([^']+)'", str(error["ctx"]["expected"]))
+        elif error["type"].startswith("union_tag"):
+            wanted.append("a mapping with a _target_")
         else:  # pydantic's "Input should be greater than 0", "Input should have ..."
             text = re.sub(r"^\w+ should (be|have) ", lambda m: "" if m[1] == "be" else "with ", error["msg"])
             wanted.append(_MUST_BE.get(error["type"], text))

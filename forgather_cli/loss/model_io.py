@@ -35,11 +35,17 @@ def model_logits(model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool
     """
     if not last_only and cache is None:
         return _logits_of(model(**inputs), model)
-    names, masks = _forward_of(getattr(model.forward, "__func__", model.forward))
-    extra = {key: value for key, value in (("last_only", last_only), ("cache", cache)) if key in names}
-    known = {key: value for key, value in inputs.items() if key != "attention_mask" or masks}
-    logits = _logits_of(model(**known, **extra), model)
+    logits = _logits_of(model(**inputs_of_generation(model, inputs, last_only=last_only, cache=cache)), model)
     return logits[:, -1:] if last_only else logits
+
+
+def inputs_of_generation(model: nn.Module, inputs: dict[str, Tensor], **extra: Any) -> dict[str, Any]:
+    """``inputs``, and of ``extra`` what the forward of ``model`` names; no ``attention_mask`` where it takes none."""
+    names, masks = _forward_of(getattr(model.forward, "__func__", model.forward))
+    known = {key: value for key, value in inputs.items() if key != "attention_mask" or masks}
+    if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
+        names = names - {"cache"}  # that library's own kind (5.24)
+    return known | {key: value for key, value in extra.items() if key in names}
 
 
 @lru_cache(maxsize=64)

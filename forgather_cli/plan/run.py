@@ -147,7 +147,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
         ranks=memory_of(made.micro_batch),
         checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
         stages=planned,
-        schedule=piped.schedule if piped else None,
+        schedule=str(piped.schedule) if piped else None,
         bubble=bubble(piped, made.world_size // piped.shard) if piped else None,
     )
 

@@ -37,6 +37,7 @@ from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
 from forgather_cli.run_dir import RunDir, name_file
 from forgather_cli.strategies.base import Strategy
+from forgather_cli.targets import name_of
 from forgather_cli.trainer.arguments import TrainingArguments
 from forgather_cli.trainer.optimizers import OptimizerRecipe
 from forgather_cli.trainer.run import Run
@@ -187,8 +188,7 @@ def described_data(objects: Objects) -> dict[str, Any]:
 
 def _named(given: Any) -> Target:
     """An object that no file can hold, by its name."""
-    named = given if inspect.isroutine(given) or isinstance(given, type) else type(given)
-    return Target(f"<{named.__module__}.{named.__qualname__}>")
+    return Target(name_of(given))
 
 
 def _problems(args: TrainingArguments, objects: Objects, config: Config, size: int) -> Iterator[str]:
