@@ -9,8 +9,6 @@ import contextlib
 import re
 import socket
 import threading
-import urllib.parse
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -117,8 +115,11 @@ def local_model(name: str, what: str, *, weights: bool = True) -> Path:
 
 def can_reach(endpoint: str) -> bool:
     """True if a connection can be opened, or if a proxy stands in between, which would have to be asked."""
-    url = urllib.parse.urlsplit(endpoint)
-    if urllib.request.getproxies():
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    url = urlsplit(endpoint)
+    if getproxies():
         return True
     reached: list[bool] = []
 

@@ -132,6 +132,15 @@ def test_one_device_trains_and_reads_models_without_the_compiler(tmp_path: Path)
     assert json.loads(done.stderr.splitlines()[-1]) == [[0] * len(commands), [["torch"]] * len(commands)]
 
 
+COMMAND = "import contextlib\nfrom forgather_cli.cli import app\nwith contextlib.suppress(SystemExit): app.main()"
+
+
+def test_help_and_a_mistake_in_a_setting_import_little(tmp_path: Path) -> None:
+    for words, more in ((["--help"], {"hydra", "omegaconf"}), (["train", "learning_rte=1"], {"rich"})):
+        loaded = modules_after(COMMAND, *words, cwd=tmp_path)
+        assert {"torch", "numpy", "http.client", "uvicorn", "h11", *more} & loaded == set()
+
+
 MODULES = """
 import os, sys
 from pathlib import Path
@@ -148,8 +157,7 @@ def test_two_ranks_and_their_launcher_import_what_they_use_alone(tmp_path: Path)
     (tmp_path / "seen.py").write_text(MODULES)
     words = ["train", *SMALL, "trainer=ddp", "nproc_per_node=2", "max_steps=1", "save_strategy=no", "output_dir=run",
              "callbacks=default", "~callbacks.textgen", "+callbacks.seen._target_=seen.Modules"]  # fmt: skip
-    run = "import contextlib\nfrom forgather_cli.cli import app\nwith contextlib.suppress(SystemExit): app.main()"
-    of_launcher = modules_after(run, *words, cwd=tmp_path)
+    of_launcher = modules_after(COMMAND, *words, cwd=tmp_path)
     unused = {"torch._dynamo", "torch._inductor", "sympy", "transformers", "accelerate", "datasets", "torchdata",
               "tensorboard", "pandas", "matplotlib", "uvicorn"}  # fmt: skip
     assert unused & of_launcher == set()
