@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgather_cli.bars import doing
 from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.launch.context import RankContext
@@ -79,6 +80,7 @@ def run(
     return trainer
 
 
+@doing("importing torch")
 def build(
     config: Config,
     run_dir: RunDir,
@@ -109,7 +111,7 @@ def build(
     if config.logging_dir is not None:
         run_dir = replace(run_dir, logging_dir=Path(config.logging_dir))
     check_own_tokenizer(config.data, config.model)
-    with Bar("tokenizing", "bytes") as bar:
+    with doing("reading the data"), Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         model_path = getattr(config.model, "path", None)
         data = load_data(
@@ -121,26 +123,28 @@ def build(
         )
     built = build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
-    return Trainer(
-        model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
-        init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
-        args=replace(config, output_dir=str(run_dir.root)),
-        train_dataset=data.train,
-        eval_dataset=data.eval,
-        processing_class=data.tokenizer,
-        callbacks=[*callbacks, *(built if run_files is None else run_files.callbacks)],
-        should_stop=should_stop,
-        on_stop=on_stop,
-        config_tree=tree,
-        data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
-        data_files=data.files,
-        run_files=run_files,
-    )
+    with doing("building the model" if world().size == 1 else "building the model, with all ranks"):
+        return Trainer(
+            model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
+            init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
+            args=replace(config, output_dir=str(run_dir.root)),
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            processing_class=data.tokenizer,
+            callbacks=[*callbacks, *(built if run_files is None else run_files.callbacks)],
+            should_stop=should_stop,
+            on_stop=on_stop,
+            config_tree=tree,
+            data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
+            data_files=data.files,
+            run_files=run_files,
+        )
 
 
 def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:
     """Evaluate for ``forgather eval``. A signal ends the process at once, since nothing here polls for it."""
-    from forgather_cli.evaluation import evaluate_source
+    with doing("importing torch"):
+        from forgather_cli.evaluation import evaluate_source
 
     logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
     request = json.loads(run_dir.evaluation.read_text(encoding="utf-8"))
