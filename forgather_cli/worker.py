@@ -48,6 +48,7 @@ def work(config: Config, run_dir: RunDir, rank: RankContext) -> ExitStatus:
         should_stop=lambda: rank.stop.signum,
         on_stop=rank.stop.acknowledge,
         on_step=rank.stepped,
+        meet=rank.meet,
         stacks=lambda: {"ranks": [asdict(standing) for standing in standings_of_all(rank)]},
     ).finish()
 
@@ -59,12 +60,14 @@ def run(
     should_stop: Callable[[], int | None] = lambda: None,
     on_stop: Callable[[int], None] = lambda signum: None,
     on_step: Callable[[int], None] = lambda step: None,
+    meet: Callable[[str], str | Callable[[], str]] = lambda what: what,
     stacks: Callable[[], dict[str, Any]] | None = None,
 ) -> Trainer:
     """Train by ``config`` in ``run_dir``; returns the trainer as training left it.
 
     ``should_stop`` and ``on_stop`` are the Trainer's; ``on_step`` is called with the number of each step that is done;
-    ``stacks`` returns what ``forgather control stacks`` shows, the stack of every rank.
+    ``meet`` says what is done with which ranks (``RankContext.meet``); ``stacks`` returns what ``forgather control
+    stacks`` shows, the stack of every rank.
     """
     from forgather_cli.callbacks.base import TrainerCallback
 
@@ -74,7 +77,7 @@ def run(
 
     tree = written_tree(config, run_dir.newest_config())
     trainer = build(
-        config, run_dir, tree, callbacks=[_Steps()], stacks=stacks, should_stop=should_stop, on_stop=on_stop
+        config, run_dir, tree, callbacks=[_Steps()], stacks=stacks, meet=meet, should_stop=should_stop, on_stop=on_stop
     )
     trainer.train()
     return trainer
@@ -89,13 +92,14 @@ def build(
     origin: dict[str, Any] | None = None,
     callbacks: Sequence[Any] = (),
     stacks: Callable[[], dict[str, Any]] | None = None,
+    meet: Callable[[str], str | Callable[[], str]] = lambda what: what,
     should_stop: Callable[[], int | None] = lambda: None,
     on_stop: Callable[[int], None] = lambda signum: None,
 ) -> Trainer:
     """The Trainer of ``config``, which ``config.yaml`` has as ``tree``: data, model and callbacks, those given first.
 
     ``origin``: what ``origin.yaml`` is to hold; given, ``train()`` takes and leaves the run directory itself, and None
-    where a command does. ``stacks``, ``should_stop`` and ``on_stop``: see ``run``.
+    where a command does. ``stacks``, ``meet``, ``should_stop`` and ``on_stop``: see ``run``.
     """
     from forgather_cli.bars import Bar
     from forgather_cli.callbacks.build import build_callbacks
@@ -123,7 +127,7 @@ def build(
         )
     built = build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
-    with doing("building the model" if world().size == 1 else "building the model, with all ranks"):
+    with doing(meet("building the model")):
         return Trainer(
             model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
             init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),

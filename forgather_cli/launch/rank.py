@@ -117,9 +117,7 @@ def _process_group(config: Config, rank: RankContext) -> Iterator[None]:
         store: Any = dist.HashStore() if rendezvous is None else rendezvous.group_store()  # type: ignore[attr-defined]
         on_cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
         one_node = place.local_size == place.size
-        if rendezvous is not None:
-            rendezvous.joins()
-        with doing("" if rendezvous is None else rendezvous.awaited):
+        with doing(rank.meet("connecting the ranks")):
             init_process_group(
                 on_cuda, config.hang_timeout, one_node=one_node, store=store, rank=place.rank, world_size=place.size
             )

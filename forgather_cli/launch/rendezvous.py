@@ -91,14 +91,17 @@ class Rendezvous:
     def _say_where(self) -> None:
         self.store.set(f"place/{self._place.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
-    def joins(self) -> None:
-        """This rank is about to join the process group."""
-        self.store.set(f"joins/{self._place.rank}", "1")
+    def meet(self, what: str) -> Callable[[], str]:
+        """Tell the others that this rank is about to do ``what`` with all of them. What is returned says which ranks it
+        waits for.
+        """
+        self.store.set(f"meets/{what}/{self._place.rank}", "1")
 
-    def awaited(self) -> str:
-        """What a rank waits for that has done so."""
-        missing = [rank for rank in range(self._place.size) if self.store.get(f"joins/{rank}") is None]
-        return f"waiting for {ranks_named(missing)} to start" if missing else ""
+        def awaited() -> str:
+            missing = [rank for rank in range(self._place.size) if self.store.get(f"meets/{what}/{rank}") is None]
+            return f"{what}: waiting for {ranks_named(missing)}" if missing else what
+
+        return awaited
 
     def all_here(self) -> None:
         """All ranks are connected and know the secret: from now on only signed messages count."""

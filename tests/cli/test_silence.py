@@ -151,9 +151,10 @@ def test_a_launcher_names_the_ranks_that_have_not_begun(tmp_path: Path) -> None:
 
 def test_a_rank_names_those_that_it_waits_for(tmp_path: Path) -> None:
     first, second, third = (Rendezvous(Place(rank, 3, rank, 3), tmp_path / "store") for rank in range(3))
-    first.joins()
-    assert "ranks 1, 2" in first.awaited()
-    third.joins()
-    assert "rank 1" in first.awaited()
-    second.joins()
-    assert first.awaited() == ""
+    awaited = first.meet("building")
+    assert "ranks 1, 2" in awaited()
+    third.meet("building")
+    second.meet("something else")
+    assert "rank 1" in awaited()
+    second.meet("building")
+    assert awaited() == "building"
