@@ -40,9 +40,9 @@ run()
 """
 
 
-def start(*words: str, slow: str = "") -> Process:
+def start(*words: str, slow: str = "", **env: str) -> Process:
     """A command that speaks after 0.05 s, and for which the module ``slow`` does not come."""
-    return Process(slow, *words, code=COMMAND)
+    return Process(slow, *words, code=COMMAND, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,14 @@ def test_a_job_that_does_not_answer_is_waited_for_by_name(tmp_path: Path) -> Non
 def test_a_second_node_says_where_it_waits(own_directory: None) -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
+        port = probe.getsockname()[1]
+        endpoint = f"localhost:{port}"
     where = ["trainer=ddp", "nnodes=2", "node_rank=1", "nproc_per_node=1", f"rdzv_endpoint={endpoint}"]
     with start("train", *SMALL, *where) as node:
         node.read_until(rf"^waiting for all 2 nodes at {endpoint} \.\.\.$")
+    world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    with start("train", *SMALL, "trainer=ddp", "nnodes=2", MASTER_PORT=str(port), **world) as node:
+        node.read_until(rf"^rank 1: waiting for rank 0 at {endpoint} \.\.\.$")
 
 
 def test_a_launcher_names_the_ranks_that_have_not_begun(tmp_path: Path) -> None:
