@@ -226,13 +226,13 @@ def _unguarded() -> Iterator[Callable[[DistributedDataParallel], None]]:
         yield lambda replica: None
         return
     dynamo, utils = _NotImported("torch._dynamo"), _NotImported("torch._dynamo.utils")
-    dynamo.utils = utils
-    utils.get_optimize_ddp_mode = lambda: "ddp_optimizer"  # the default; who sets another has imported dynamo
+    vars(dynamo)["utils"] = utils
+    vars(utils)["get_optimize_ddp_mode"] = lambda: "ddp_optimizer"  # the default; who sets another has imported dynamo
 
     def unguard(replica: DistributedDataParallel) -> None:
         guard = getattr(replica._inside_ddp_forward, "__wrapped__", None)  # inside contextmanager's
         if (forward := getattr(guard, "__wrapped__", None)) is not None:
-            replica._inside_ddp_forward = MethodType(contextmanager(forward), replica)
+            vars(replica)["_inside_ddp_forward"] = MethodType(contextmanager(forward), replica)
 
     torch._dynamo = dynamo
     try:
