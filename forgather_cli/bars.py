@@ -65,14 +65,14 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
 def _say_what_is_done(over: threading.Event) -> None:
     rank, local_rank = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK"))
     while not over.wait(SILENCE):
-        texts = (what if isinstance(what, str) else what() for what in reversed(_doing))
-        text = next(filter(None, texts), "")
-        if text in {*_said, ""} or _open or local_rank != "0":
-            continue
-        _said.add(text)
-        line = f"{text} ..." if rank == "0" else f"rank {rank}: {text} ..."
-        dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(Exception):  # the edge of a thread: a store of ranks, or who reads this, may be gone
+            texts = (what if isinstance(what, str) else what() for what in reversed(_doing))
+            text = next(filter(None, texts), "")
+            if text in {*_said, ""} or _open or local_rank != "0":
+                continue
+            _said.add(text)
+            line = f"{text} ..." if rank == "0" else f"rank {rank}: {text} ..."
+            dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
             print(f"\x1b[2m{line}\x1b[0m" if dim else line, file=sys.stderr, flush=True)
 
 
@@ -98,7 +98,7 @@ class Bar:
 
     def update(self, done: int, total: int | None) -> None:
         """``total`` None: it is not known."""
-        self._done, self._total, self._is_moving = done, total, True
+        self._done, self._total = done, total
         if self._bar is None and self._shown and not _open and time.monotonic() >= self._from:
             from rich.console import Console
             from rich.progress import (
@@ -123,6 +123,7 @@ class Bar:
             open_bar(self._bar)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
+        self._is_moving = True
 
     def add(self, count: int) -> None:
         """So many more are done."""

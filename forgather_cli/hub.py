@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from forgather_cli.bars import doing
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in
@@ -77,6 +78,7 @@ def check_model(config: Config) -> None:
     raise ModelError(f"{setting}: {path} has no config.json; give a model directory or a checkpoint")
 
 
+@doing("asking the hub for the model")
 def local_model(name: str, what: str, *, weights: bool = True) -> Path:
     """The directory of a model of the hub in the hub's cache; what it lacks is downloaded, with bars on a terminal.
 

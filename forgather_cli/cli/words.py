@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.config.options import GROUPS
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.run_dir import RunDir, run_of, step_of
@@ -92,7 +93,8 @@ def or_latest(ctx: typer.Context, value: Any) -> Any:
         return value
     from forgather_cli.report.runs import newest_run
 
-    found = newest_run().root
+    with doing("looking for the newest run"):
+        found = newest_run().root
     typer.echo(f"latest: {found}", err=True)
     return found
 
