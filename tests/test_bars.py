@@ -122,6 +122,8 @@ def test_what_takes_long_is_said_once_and_what_does_not_never(monkeypatch: pytes
             heard.wait_for("reading ...\n")
             with doing(lambda: ""), doing("waiting"):
                 heard.wait_for("waiting ...\n")
+    with doing("reading"):
+        threading.Event().wait(0.1)  # it would be said again
     with doing("reading"), doing("ended"):
         heard.wait_for("ended ...\n")
     assert heard.getvalue() == "reading ...\nwaiting ...\nended ...\n"
