@@ -186,3 +186,9 @@ def too_few_descriptors(error: BaseException | None) -> SetupError | None:
             )
         error = error.__cause__ or error.__context__
     return None
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``, at most eight of them."""
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import only_json, print_json, show, tell_of_limit
 from forgather_cli.errors import SetupError
 from forgather_cli.folding import tell
@@ -113,7 +114,7 @@ def _answer(
             show(text)
 
     try:
-        with only_json(not streams):
+        with only_json(not streams), contextlib.nullcontext() if streams else doing("writing the answer"):
             texts: list[Text] = model.write([ids], sampling, in_chat=in_chat, show=heard)
     except KeyboardInterrupt:
         if not interrupts:

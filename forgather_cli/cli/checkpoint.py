@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -61,6 +62,7 @@ RunOrCheckpoint = Annotated[
 
 
 @app.command("list", cls=Command)
+@doing("reading the run")
 def list_(
     run_dir: RunPath,
     as_json: AsJson = False,
@@ -172,7 +174,8 @@ def _print_manifest(path: Path, manifest: Manifest) -> None:
 @app.command(cls=Command)
 def verify(source: RunOrCheckpoint, as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint and compare it with its manifest; exit code 1 if it is damaged."""
-    checked = [(path, _problems(path)) for path in _chosen(source)]
+    with doing("reading the run"):
+        checked = [(path, _problems(path)) for path in _chosen(source)]
     if as_json:
         print_json([{"path": str(path), "valid": not problems, "problems": problems} for path, problems in checked])
     else:
@@ -232,7 +235,7 @@ def average(
     from forgather_cli.checkpoint.files import check_absent
     from forgather_cli.checkpoint.sources import check_sources
 
-    with only_json(as_json):
+    with only_json(as_json), doing("importing torch"):
         check_absent(out)
         members = sources if last is None else _last_of(sources, last)
         check_sources(members)
@@ -281,7 +284,7 @@ def edit(
     words = check_overrides(overrides)
     if not words:
         raise ConfigError("checkpoint edit: nothing to change; give settings as key=value, such as learning_rate=1e-4")
-    with only_json(as_json):
+    with only_json(as_json), doing("reading and writing the state"):
         from forgather_cli.checkpoint.edit import edit_checkpoint
 
         reader = _reader(source)

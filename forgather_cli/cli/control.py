@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.callbacks.columns import STEP_COLUMNS, duration, format_value
 from forgather_cli.callbacks.display import evaluation_entries
 from forgather_cli.cli.output import (
@@ -55,7 +56,8 @@ Timeout = Annotated[
 @app.command("list", cls=Command)
 def list_(as_json: AsJson = False) -> None:
     """List the jobs that run, and what ended ones have left behind."""
-    found = listing.jobs()
+    with doing("asking the jobs"):
+        found = listing.jobs()
     if as_json:
         print_json([listing.document(entry, status) for entry, status in found])
         return
@@ -99,12 +101,15 @@ def status(
     if watch and as_json:
         raise ConfigError("--watch: shows many states, --json prints one document; use one of them")
     entry = _find_job(job)
-    if as_json:
-        print_json(client.status(entry))
-    elif watch:
+    if watch:
         _watch(entry)
+        return
+    with doing(f"waiting for an answer of {entry.job_id}"):
+        document = client.status(entry)
+    if as_json:
+        print_json(document)
     else:
-        print_facts(_facts(client.status(entry)))
+        print_facts(_facts(document))
 
 
 def _facts(status: dict[str, Any]) -> dict[str, str | Path]:
@@ -164,7 +169,8 @@ def _watch(entry: Entry) -> None:
 def stacks(job: Job = None, as_json: AsJson = False) -> None:
     """Show where each rank stands: its line of code, its last collective, and for how long. The odd one comes first."""
     entry = _find_job(job)
-    document = client.stacks(entry)
+    with doing(f"waiting for an answer of {entry.job_id}"):
+        document = client.stacks(entry)
     if as_json:
         print_json(document)
         return
@@ -257,10 +263,11 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
 
     Exit code 1 if it failed, or is not done within ``timeout``.
     """
-    command = client.submit(entry, name)
+    with doing(f"waiting for an answer of {entry.job_id}"):
+        command = client.submit(entry, name)
     later = f"its answer will be in {shown(RunDir(Path(entry.run_dir)).command(command.id))}"
     if not no_wait:
-        with interruptible():
+        with interruptible(), doing(f"waiting until {entry.job_id} has done {name}"):
             try:
                 command = client.wait(entry, command, timeout=timeout)
             except KeyboardInterrupt:

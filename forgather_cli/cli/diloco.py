@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -142,9 +143,10 @@ def resume_server(run_dir: Path, overrides: list[str], config_dir: Path | None) 
 
 def _serve(compose: Callable[[], tuple[Loaded, DilocoServerSettings]]) -> int:
     loaded, settings = compose()
-    from forgather_cli.config.diloco import server_settings_text
-    from forgather_cli.diloco.serve import work
-    from forgather_cli.launch import start
+    with doing("importing torch"):
+        from forgather_cli.config.diloco import server_settings_text
+        from forgather_cli.diloco.serve import work
+        from forgather_cli.launch import start
 
     return start.serve(loaded, partial(work, settings), server_settings_text(settings))
 
@@ -237,14 +239,16 @@ def status(
 ) -> None:
     """Show a server's round and its workers, anew every second."""
     with _asking(run, server, token_file) as found:
+        with doing("waiting for the server"):
+            document = found.call("/status")
         if as_json:
-            print_json(found.call("/status"))
+            print_json(document)
         elif once or not sys.stdout.isatty():
-            console().print(_shown(found.call("/status")))
+            console().print(_shown(document))
         else:
             from rich.live import Live
 
-            shown = _shown(found.call("/status"))
+            shown = _shown(document)
             with interruptible(), Live(shown, console=console(), auto_refresh=False) as live:
                 while True:
                     time.sleep(_REDRAW)
@@ -290,6 +294,7 @@ _STYLES = {"evicted": "dim", "left": "dim", "rejected": "red", "sent": "green"}
 
 
 @app.command(cls=Command)
+@doing("waiting for the checkpoint of the newest round")
 def save(
     run: RunArgument = None, server: ServerOption = None, token_file: TokenFile = None, as_json: AsJson = False
 ) -> None:
@@ -305,6 +310,7 @@ def save(
 
 
 @app.command(cls=Command)
+@doing("waiting for the end of the round")
 def stop(
     run: RunArgument = None,
     server: ServerOption = None,
@@ -330,6 +336,7 @@ def stop(
 
 
 @app.command(cls=Command)
+@doing("computing the rounds again")
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The server's run directory.", show_default=False)],
     as_json: AsJson = False,

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import typer
 
 from forgather_cli import __version__
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import AsJson, human_bytes, only_json, print_facts, print_json
 from forgather_cli.folding import tell
 
@@ -49,10 +50,12 @@ def doctor(as_json: AsJson = False) -> None:
     with only_json(as_json):
         facts = _packages(findings)
         try:
-            facts |= _devices(findings, facts["extras"])
+            with doing("importing torch"):
+                facts |= _devices(findings, facts["extras"])
             facts |= _compiler(findings)
-            facts |= _room(findings)
-            _leftovers(findings)
+            with doing("measuring outputs and the cache"):
+                facts |= _room(findings)
+                _leftovers(findings)
         except ImportError as error:  # of a package that Forgather needs; what comes after it is left out
             findings.append(Finding("error", f"{error.name} cannot be imported ({error})", "install Forgather again"))
     has_error = any(finding.weight == "error" for finding in findings)

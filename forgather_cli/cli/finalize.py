@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     console,
@@ -88,7 +89,8 @@ def finalize(
     )
     source = local_source(source)
     with only_json(as_json):
-        from forgather_cli.finalize import run
+        with doing("importing torch"):
+            from forgather_cli.finalize import run
 
         screen = console(stderr=True)
         with interruptible():

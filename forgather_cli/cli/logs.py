@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.callbacks.columns import TIMES, time_shares
 from forgather_cli.cli.output import (
     AsJson,
@@ -52,6 +53,7 @@ def _group() -> None: ...
 
 
 @app.command(cls=Command)
+@doing("reading the runs")
 def summary(
     run_dirs: Runs,
     sort: Annotated[
@@ -88,6 +90,7 @@ def summary(
 
 
 @app.command(cls=Command)
+@doing("reading the run")
 def slow(
     run_dir: Annotated[
         Path,
@@ -122,6 +125,7 @@ def slow(
 
 
 @app.command(cls=Command)
+@doing("drawing")
 def plot(
     run_dirs: Runs,
     out: Annotated[

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import is_terminal, timestamp
 from forgather_cli.cli.output import Col, console, human, human_seconds, print_json, print_table, table_of
 from forgather_cli.cli.words import load_config_of, quoted
@@ -102,6 +103,7 @@ def _print_resume_command() -> None:
     tell(f"not all jobs are done; the same command resumes them:\n{shlex.join(['forgather', *sys.argv[1:]])}")
 
 
+@doing("composing the jobs")
 def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None) -> list[Job]:
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
     from forgather_cli.config.overrides import expand, job_name

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -326,7 +327,8 @@ def show_fit(
     check_model(config)
     with only_json(as_json):
         made = make_plan(config)
-        fit = find_fit(config, made.micro_batch, budget_of(config, memory), config_with)
+        with doing("looking for settings that fit"):
+            fit = find_fit(config, made.micro_batch, budget_of(config, memory), config_with)
         if not as_json:
             print_fit(fit, config, made)
         found = None

@@ -12,6 +12,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import TIME
 from forgather_cli.checkpoint.files import size_of
 from forgather_cli.cli.output import (
@@ -42,6 +43,7 @@ app = typer.Typer(cls=Group, help="List runs and remove some.", no_args_is_help=
 
 
 @app.command("list", cls=Command)
+@doing("reading the runs")
 def list_(
     directory: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Where to look, up to four directories deep.")
@@ -107,7 +109,8 @@ def remove(
     job runs, nor one without an end that another machine has written to in the last day.
     """
     if states or older_than is not None:
-        runs = _chosen(run_dirs or [OUTPUTS], states or _ENDED, older_than)
+        with doing("reading the runs"):
+            runs = _chosen(run_dirs or [OUTPUTS], states or _ENDED, older_than)
     elif run_dirs:
         runs = [*{path.resolve(): RunDir(path) for path in run_dirs}.values()]  # each once
     else:
@@ -129,7 +132,8 @@ def remove(
         ask(f"Delete {'this run' if len(runs) == 1 else f'these {len(runs)} runs'}?")
     removed = []
     for run, size in zip(runs, sizes, strict=True):
-        kept = [path.name for path in remove_run(run)]
+        with doing(f"removing {run.root}"):
+            kept = [path.name for path in remove_run(run)]
         removed.append({"run": str(run.root), "freed_bytes": size, "kept": kept})
         if not as_json:
             tell(f"{run.root}: removed" + (f" but for what is not of the run: {', '.join(kept)}" if kept else ""))

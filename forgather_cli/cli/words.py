@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.config.options import GROUPS
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.folding import tell
@@ -94,7 +95,8 @@ def or_latest(ctx: typer.Context, value: Any) -> Any:
         return value
     from forgather_cli.report.runs import newest_run
 
-    found = newest_run().root
+    with doing("looking for the newest run"):
+        found = newest_run().root
     tell(f"latest: {found}", sys.stderr)
     return found
 

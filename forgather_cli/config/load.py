@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.bars import doing
 from forgather_cli.config.accelerate_file import launched_trainer
 from forgather_cli.config.builder import ConfigBuilder
 from forgather_cli.config.compose import compose, is_reference, plain
@@ -49,6 +50,7 @@ class Loaded:
     """By setting: the user's file that names a part of their own (``_target_``)."""
 
 
+@doing("composing the config")
 def load_config(
     recipe: str | None, overrides: Sequence[str], *, config_dir: Path | None = None, cwd: Path | None = None
 ) -> Loaded:
@@ -160,6 +162,7 @@ def _leave_behind(source: Recipe, parsed: Parsed, search: SearchPath) -> list[st
     return notes
 
 
+@doing("composing the config")
 def load_resumed(
     saved: Path,
     overrides: Sequence[str],

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import forgather_cli
-from forgather_cli.bars import Bar
+from forgather_cli.bars import Bar, doing
 from forgather_cli.checkpoint.files import check_absent, hash_range, new_directory, remove
 from forgather_cli.checkpoint.tensors import Weights, write_weights
 from forgather_cli.config.decode import load_saved
@@ -111,6 +111,7 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
     return report
 
 
+@doing("reading the source")
 def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say) -> Job:
     """Find, verify and check everything that can be known before anything is written."""
     check_absent(destination)
@@ -172,14 +173,15 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
     found = job.chosen.model(directory / _AVERAGE)
     tensors = job.conversion(found.directory)
     stored = Weights(found.directory).dtype
-    sample = choose_sample(
-        options.text,
-        job.config,
-        job.tokenizer,
-        num_positions(job.model_config),
-        job.untrusted,
-        is_paired=job.is_encoder_decoder,
-    )
+    with doing("reading the text to compare on"):
+        sample = choose_sample(
+            options.text,
+            job.config,
+            job.tokenizer,
+            num_positions(job.model_config),
+            job.untrusted,
+            is_paired=job.is_encoder_decoder,
+        )
     say(f"measuring the source on {sample.num_tokens:,} tokens ({sample.origin})")
     rounding = tensors.dtype if options.dtype is not None and tensors.dtype != stored else None
     shared = job.vocab.before if job.vocab.added else int(job.model_config.get("vocab_size") or job.vocab.before)

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -46,7 +46,7 @@ from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.memory import check_memory
 from forgather_cli.launch.place import Place, enter
-from forgather_cli.launch.processes import leave_now, remove_abandoned
+from forgather_cli.launch.processes import leave_now, owned, remove_abandoned, torchrun_folder
 from forgather_cli.launch.rank import Start, Work, run_rank, wait_for_start
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.run_lock import RunLock
@@ -127,6 +127,9 @@ def join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir | 
     enter(place)
     rank = RankContext(place, run=run)
     with ExitStack() as stack:
+        if place.local_rank == 0 and (folder := torchrun_folder(os.environ.get("TORCHELASTIC_ERROR_FILE"))) is not None:
+            with suppress(OSError):  # another command has just removed it
+                stack.enter_context(owned(folder))
 
         def begin(rank: RankContext) -> Start:
             loaded = compose()

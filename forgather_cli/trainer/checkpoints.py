@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather_cli.bars import doing
 from forgather_cli.checkpoint.average import average_run
 from forgather_cli.checkpoint.compare import changed_files, compare_configs, record_files
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
@@ -238,7 +239,8 @@ class Checkpoints:
             with reader.loading(file, "data"):
                 run.epochs.load_state_dict(state)
             wanted.discard("data")
-        self.put_back(reader, wanted)
+        with doing(f"reading {reader.path.name}"):
+            self.put_back(reader, wanted)
         run.state.resumed_step = run.state.global_step
         log.info("resumed from %s at step %d", shown(reader.path), reader.step)
 
