@@ -13,8 +13,11 @@ def run() -> NoReturn:
     # half imported.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from forgather_cli.cli.app import main
-    from forgather_cli.launch.processes import collect_less, keep_heap, leave
+    from forgather_cli.bars import doing
+
+    with doing("importing the commands"):
+        from forgather_cli.cli.app import main
+        from forgather_cli.launch.processes import collect_less, keep_heap, leave
 
     collect_less()
     keep_heap()

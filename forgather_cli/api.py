@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
 from forgather_cli.config.schema import SingleSettings, Target
-from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.errors import ConfigError, PartError, SetupError
 from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
 from forgather_cli.report.records import Record, check_logged, metric_names, records_of
 from forgather_cli.report.runs import find_runs, settings_of
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, name_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,9 +80,12 @@ def compose(*words: str, config_dir: Path | str | None = None, **settings: Any) 
     if isinstance(config.resume_from_checkpoint, str):
         later["resume_from_checkpoint"] = config.resume_from_checkpoint
     paths: dict[str, Any] = {name: None if path is None else str(Path(path).absolute()) for name, path in later.items()}
-    return build(
-        replace(config, **paths), RunDir(Path(paths["output_dir"])), {**loaded.tree, **paths}, origin=origin_of(loaded)
-    )
+    run, tree = RunDir(Path(paths["output_dir"])), {**loaded.tree, **paths}
+    try:
+        return build(replace(config, **paths), run, tree, origin=origin_of(loaded))
+    except PartError as error:
+        name_file(error, loaded.option_files)
+        raise
 
 
 class Run:

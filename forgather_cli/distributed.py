@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forgather_cli.errors import CheckpointError, ForgatherError, SetupError
+from forgather_cli.errors import CheckpointError, ForgatherError, SetupError, ranks_named
 from forgather_cli.messages import pack, unpack
 from forgather_cli.shards import box_of, locals_of
 
@@ -178,12 +178,6 @@ def joined(failures: Sequence[str | None]) -> str | None:
     if len(ranks) == 1 and all(failures):
         return failures[0]
     return "; ".join(f"{ranks_named(found)}: {failure}" for failure, found in ranks.items()) or None
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``, at most eight of them."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def rank_in(group: Any) -> int:

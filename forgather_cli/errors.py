@@ -7,6 +7,7 @@
     │   ├── ModelError
     │   └── CheckpointError        damaged, foreign, newer or not matching
     ├── CallbackError              a user's callback raised; names callback and event
+    ├── PartError                  another part of the user's own failed: model, data, loss, optimizer, scheduler
     ├── ControlError               no such job, or it does not do what it was told, exit code 1
     ├── ProofError                 a finalized model is not the one it was made from, exit code 1
     └── TrainingError              the run failed after it had started, exit code 1
@@ -65,7 +66,41 @@ class CheckpointError(SetupError):
 
 
 class CallbackError(ForgatherError):
-    """A callback raised; the original exception is the cause."""
+    """A callback raised; the original exception is the cause. The edge of the process adds the option ``file``."""
+
+    def __init__(self, name: str, event: str, problem: str) -> None:
+        self.part, self.name, self.event, self.problem = f"callbacks.{name}", name, event, problem
+        self.file: str | None = None
+        super().__init__(name, event, problem)
+
+    def __str__(self) -> str:
+        return f"callback {self.name}{_in(self.file)} failed in {self.event}: {self.problem}"
+
+
+class PartError(ForgatherError):
+    """A part of the user's own failed, or made what cannot be trained with; the exception it raised is the cause.
+
+    ``part``: its setting or argument (``model``, ``callbacks.tell``); ``name``: its class or function. The edge of the
+    process adds the option ``file``. The exit code is 1 once a step was done (``has_trained``).
+    """
+
+    def __init__(self, part: str, name: str, problem: str, when: str = "") -> None:
+        self.part, self.name, self.problem, self.when = part, name, problem, when
+        self.file: str | None = None
+        self.has_trained = False
+        super().__init__(part, name, problem, when)
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return 1 if self.has_trained else 2
+
+    def __str__(self) -> str:
+        when = f" {self.when}" if self.when else ""
+        return f"{self.part}: {self.name}{_in(self.file)} failed{when}: {self.problem}"
+
+
+def _in(file: str | None) -> str:
+    return f" ({file})" if file else ""
 
 
 class ControlError(ForgatherError):
@@ -151,3 +186,9 @@ def too_few_descriptors(error: BaseException | None) -> SetupError | None:
             )
         error = error.__cause__ or error.__context__
     return None
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``, at most eight of them."""
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forgather_cli.bars import Bar
+from forgather_cli.bars import Bar, doing
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
@@ -62,14 +62,15 @@ def evaluate_source(
     config = replace(config, precision=without_auto(config.precision, config.device)[0])
     config = replace(config, gradient_checkpointing=False, torch_compile=False)  # one pass is not worth compiling for
     device, group = pick_device(config.device), cpu_group()
-    found = _located(source, group, trust_config=trust_config)
+    with doing("reading the checkpoint"):
+        found = _located(source, group, trust_config=trust_config)
     changes: dict[str, Any] = {}
     if own_tokenizer and not isinstance(config.data, Target):
         changes["tokenizer"] = str(found.directory)
     if getattr(config.data, "add_bos", True) is None:  # of other data than the run's, or of a model directory
         changes["add_bos"] = found.add_bos
     config = replace(config, data=replace(config.data, **changes))
-    with Bar("tokenizing", "bytes") as bar:
+    with doing("reading the data"), Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         sentinels = num_sentinels(config.model) or num_sentinels(found.directory)
         data = load_data(config.data, seed=max(config.seed, 0), progress=progress, num_sentinels=sentinels)
@@ -84,7 +85,8 @@ def evaluate_source(
         device, None if num_bytes is None else torch.from_numpy(num_bytes), len(getattr(data.eval, "task_names", ()))
     )
     strategy = build_strategy(config, loss=loss)
-    _materialize(strategy, found, config, data, group)
+    with doing("reading the model"):
+        _materialize(strategy, found, config, data, group)
     _check_vocabulary(strategy, data, group)
     return {
         "step": None if found.reader is None else found.reader.step,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from forgather_cli.bars import doing
 from forgather_cli.config.schema import Sampling
 from forgather_cli.data.chat.template import ChatTemplate, Message
 from forgather_cli.data.text.detokenize import Detokenizer
@@ -213,8 +214,9 @@ class _Row:
 
 def load_generator(source: Path, *, device: str, trust_config: bool = False, mode: str | None = None) -> Generator:
     """The model that ``source`` stands for; ``mode``: see ``Generator``. Raises SetupError."""
-    found = locate(source, trust_config=trust_config)
-    loaded = load_located(found, device=device)
+    with doing("reading the model"):
+        found = locate(source, trust_config=trust_config)
+        loaded = load_located(found, device=device)
     if mode is not None and not getattr(loaded.model, "is_encoder_decoder", False):
         raise SetupError(f"--mode: {source} is no encoder-decoder, got {mode}; leave it out")
     if mode is not None and len(loaded.tokenizer.encode(f"[{mode}]")) != 1:

@@ -9,12 +9,11 @@ import contextlib
 import re
 import socket
 import threading
-import urllib.parse
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from forgather_cli.bars import doing
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in
@@ -79,6 +78,7 @@ def check_model(config: Config) -> None:
     raise ModelError(f"{setting}: {path} has no config.json; give a model directory or a checkpoint")
 
 
+@doing("asking the hub for the model")
 def local_model(name: str, what: str, *, weights: bool = True) -> Path:
     """The directory of a model of the hub in the hub's cache; what it lacks is downloaded, with bars on a terminal.
 
@@ -117,8 +117,11 @@ def local_model(name: str, what: str, *, weights: bool = True) -> Path:
 
 def can_reach(endpoint: str) -> bool:
     """True if a connection can be opened, or if a proxy stands in between, which would have to be asked."""
-    url = urllib.parse.urlsplit(endpoint)
-    if urllib.request.getproxies():
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    url = urlsplit(endpoint)
+    if getproxies():
         return True
     reached: list[bool] = []
 

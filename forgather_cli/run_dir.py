@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from forgather_cli.errors import SetupError
+from forgather_cli.errors import CallbackError, PartError, SetupError
 from forgather_cli.input_files import read_yaml
 
 _STEP = re.compile(r"step-(\d{8,})$")
@@ -118,12 +122,20 @@ class RunDir:
         """The working directory of the run's first start, from which its relative paths count; None if that is not
         known, or not there. Reads ``origin.yaml``.
         """
+        told = self._origin().get("directory")
+        return Path(told) if isinstance(told, str) and os.path.isabs(told) and os.path.isdir(told) else None
+
+    def option_files(self) -> dict[str, str]:
+        """By setting: the file that named a part of the user's own at the first start. Reads ``origin.yaml``."""
+        told = self._origin().get("option_files")
+        return {str(key): str(file) for key, file in told.items()} if isinstance(told, dict) else {}
+
+    def _origin(self) -> dict[str, Any]:
         try:
             origin = read_yaml(self.origin)
         except SetupError:
-            return None
-        told = origin.get("directory") if isinstance(origin, dict) else None
-        return Path(told) if isinstance(told, str) and os.path.isabs(told) and os.path.isdir(told) else None
+            return {}
+        return origin if isinstance(origin, dict) else {}
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
@@ -156,8 +168,8 @@ class RunDir:
         if not (self.set_aside.is_dir() or self.being_set_aside.is_dir()):
             return None
         return (
-            f"{self.root}: a start with overwrite_output_dir=true has not come to its first step; the run from before "
-            f"it lies in {self.set_aside.name}, and comes back with the next forgather resume {self.root}"
+            f"{shown(self.root)}: a start with overwrite_output_dir=true has not come to its first step; the run from "
+            f"before it lies in {self.set_aside.name}, and comes back with the next {resume_command(self)}"
         )
 
     def own_files(self) -> list[Path]:
@@ -214,6 +226,19 @@ def shown(path: Path | str) -> str:
     """``path`` as people are shown it: short where it lies below the directory that the command was given in."""
     here = os.environ.get(CALLED_FROM) or os.getcwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
+
+
+def resume_command(run: RunDir) -> str:
+    """The command that resumes a run, for the directory that the command was given in."""
+    return f"forgather resume {shlex.quote(shown(run.root))}"
+
+
+def name_file(error: PartError | CallbackError, files: Mapping[str, str]) -> None:
+    """Have a part's error name its option file, as people are shown it; ``files``: ``RunDir.option_files``."""
+    file = Path(files.get(error.part, ""))
+    with suppress(OSError, UnicodeDecodeError):
+        if error.name.rpartition(".")[2] in file.read_text(encoding="utf-8"):  # a later start may have another part
+            error.file = shown(file)
 
 
 def is_name(text: str) -> bool:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgather_cli.bars import doing
 from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.launch.context import RankContext
@@ -47,6 +48,7 @@ def work(config: Config, run_dir: RunDir, rank: RankContext) -> ExitStatus:
         should_stop=lambda: rank.stop.signum,
         on_stop=rank.stop.acknowledge,
         on_step=rank.stepped,
+        meet=rank.meet,
         stacks=lambda: {"ranks": [asdict(standing) for standing in standings_of_all(rank)]},
     ).finish()
 
@@ -58,12 +60,14 @@ def run(
     should_stop: Callable[[], int | None] = lambda: None,
     on_stop: Callable[[int], None] = lambda signum: None,
     on_step: Callable[[int], None] = lambda step: None,
+    meet: Callable[[str], str | Callable[[], str]] = lambda what: what,
     stacks: Callable[[], dict[str, Any]] | None = None,
 ) -> Trainer:
     """Train by ``config`` in ``run_dir``; returns the trainer as training left it.
 
     ``should_stop`` and ``on_stop`` are the Trainer's; ``on_step`` is called with the number of each step that is done;
-    ``stacks`` returns what ``forgather control stacks`` shows, the stack of every rank.
+    ``meet`` says what is done with which ranks (``RankContext.meet``); ``stacks`` returns what ``forgather control
+    stacks`` shows, the stack of every rank.
     """
     from forgather_cli.callbacks.base import TrainerCallback
 
@@ -73,12 +77,13 @@ def run(
 
     tree = written_tree(config, run_dir.newest_config())
     trainer = build(
-        config, run_dir, tree, callbacks=[_Steps()], stacks=stacks, should_stop=should_stop, on_stop=on_stop
+        config, run_dir, tree, callbacks=[_Steps()], stacks=stacks, meet=meet, should_stop=should_stop, on_stop=on_stop
     )
     trainer.train()
     return trainer
 
 
+@doing("importing torch")
 def build(
     config: Config,
     run_dir: RunDir,
@@ -87,20 +92,21 @@ def build(
     origin: dict[str, Any] | None = None,
     callbacks: Sequence[Any] = (),
     stacks: Callable[[], dict[str, Any]] | None = None,
+    meet: Callable[[str], str | Callable[[], str]] = lambda what: what,
     should_stop: Callable[[], int | None] = lambda: None,
     on_stop: Callable[[int], None] = lambda signum: None,
 ) -> Trainer:
     """The Trainer of ``config``, which ``config.yaml`` has as ``tree``: data, model and callbacks, those given first.
 
     ``origin``: what ``origin.yaml`` is to hold; given, ``train()`` takes and leaves the run directory itself, and None
-    where a command does. ``stacks``, ``should_stop`` and ``on_stop``: see ``run``.
+    where a command does. ``stacks``, ``meet``, ``should_stop`` and ``on_stop``: see ``run``.
     """
     from forgather_cli.bars import Bar
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.data.build import check_own_tokenizer, load_data
     from forgather_cli.distributed import pick_device, world
     from forgather_cli.hub import with_local_model
-    from forgather_cli.models.build import construct, fill
+    from forgather_cli.models.build import construct, fill, own_vocab_size
     from forgather_cli.models.pretrained import num_sentinels
     from forgather_cli.trainer.from_python import RunFiles
     from forgather_cli.trainer.trainer import Trainer
@@ -109,7 +115,7 @@ def build(
     if config.logging_dir is not None:
         run_dir = replace(run_dir, logging_dir=Path(config.logging_dir))
     check_own_tokenizer(config.data, config.model)
-    with Bar("tokenizing", "bytes") as bar:
+    with doing("reading the data"), Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         model_path = getattr(config.model, "path", None)
         data = load_data(
@@ -119,28 +125,38 @@ def build(
             model_path=model_path,
             num_sentinels=num_sentinels(config.model),
         )
+    vocab_size = data.vocab_size  # of a model of the user's, which is asked for it
+    if isinstance(config.model, Target) and (own := own_vocab_size(config.model)) is not None:
+        vocab_size = own or None  # it takes none, and has what it has
     built = build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
-    return Trainer(
-        model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
-        init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
-        args=replace(config, output_dir=str(run_dir.root)),
-        train_dataset=data.train,
-        eval_dataset=data.eval,
-        processing_class=data.tokenizer,
-        callbacks=[*callbacks, *(built if run_files is None else run_files.callbacks)],
-        should_stop=should_stop,
-        on_stop=on_stop,
-        config_tree=tree,
-        data_description={**data.description, "seq_len": data.seq_len, "fingerprint": data.fingerprint},
-        data_files=data.files,
-        run_files=run_files,
-    )
+    with doing(meet("building the model")):
+        return Trainer(
+            model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
+            init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
+            args=replace(config, output_dir=str(run_dir.root)),
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            processing_class=data.tokenizer,
+            callbacks=[*callbacks, *(built if run_files is None else run_files.callbacks)],
+            should_stop=should_stop,
+            on_stop=on_stop,
+            config_tree=tree,
+            data_description={
+                **data.description,
+                "seq_len": data.seq_len,
+                "vocab_size": vocab_size,
+                "fingerprint": data.fingerprint,
+            },
+            data_files=data.files,
+            run_files=run_files,
+        )
 
 
 def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:
     """Evaluate for ``forgather eval``. A signal ends the process at once, since nothing here polls for it."""
-    from forgather_cli.evaluation import evaluate_source
+    with doing("importing torch"):
+        from forgather_cli.evaluation import evaluate_source
 
     logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
     request = json.loads(run_dir.evaluation.read_text(encoding="utf-8"))

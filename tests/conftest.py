@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from forgather_cli import bars
 from forgather_cli.launch.processes import collect_less
 
 
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     collect_less()
+    bars.SILENCE = 3600.0  # what a busy machine makes slow prints nothing that a test does not expect
     # a shell's background job ignores SIGINT, and so would every process that a test starts and interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
     home = tempfile.mkdtemp(prefix="forgather-tests-")

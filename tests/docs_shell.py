@@ -174,4 +174,6 @@ def _small(words: list[str], directory: str) -> list[str]:
         given.add("callbacks.textgen.max_new_tokens")
     if "data=mine" in words:
         given.add("seq_len")
+    if "lr_scheduler=mine" in words:
+        given.add("warmup_steps")
     return [*words, *(f"{key}={value}" for key, value in SMALL.items() if key not in given)]

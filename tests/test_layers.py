@@ -22,6 +22,7 @@ FREE = {
     "messages",
     "hardware",
     "bars",
+    "folding",
     "hub",
     "",
 }  # anyone may import these; "" is __init__ with the version
@@ -40,6 +41,7 @@ ALLOWED = {
     "messages": set(),
     "hardware": set(),
     "bars": set(),
+    "folding": set(),
     "hub": set(),
     "finalize": {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
@@ -59,6 +61,7 @@ ALLOWED = {
     "source": {"*"},
     "trainer": {
         "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint", "data.loaders",
+        "data.chat.ends",
         "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "targets",
@@ -83,7 +86,7 @@ ALLOWED = {
     "distributed": set(),
     "http_server": set(),
     "checkpoint": {"distributed", "optim.groups", "optim.state"},
-    "models": set(),
+    "models": {"config.pipeline_layout"},
     "data": {"checkpoint.files", "distributed", "launch.processes"},
     "optim": set(),
     "loss": set(),
@@ -109,6 +112,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "api",
     "hardware",
     "bars",
+    "folding",
     "hub",
     "",
 )

@@ -9,10 +9,12 @@ import os
 import pkgutil
 
 import forgather_cli
+from forgather_cli import bars
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.processes import collect_less
 
 collect_less()
+bars.SILENCE = 3600.0  # see conftest.py
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the command says so before it imports torch, which comes too late here
 for _name in (
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.utils.tensorboard", "hydra",

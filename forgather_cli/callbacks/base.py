@@ -227,7 +227,7 @@ def _handles(callback: Any, event: str) -> bool:
 
 
 def _failed(name: str, event: str, error: Exception) -> CallbackError:
-    return CallbackError(f"callback {name} failed in {event}: {type(error).__name__}: {error}")
+    return CallbackError(name, event, f"{type(error).__name__}: {error}")
 
 
 _NAMES = frozenset(

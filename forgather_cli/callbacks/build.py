@@ -24,7 +24,7 @@ from forgather_cli.callbacks.trackers import Trackers
 from forgather_cli.callbacks.weight_norm import WeightNormLogger
 from forgather_cli.config.schema import CallbackSettings, Target
 from forgather_cli.run_dir import RunDir
-from forgather_cli.targets import call, import_target
+from forgather_cli.targets import import_target, make
 
 CALLBACKS: tuple[type[BuiltIn[Any]], ...] = (
     # what adds to the logs
@@ -61,4 +61,4 @@ def build_callbacks(
 
 def _custom(name: str, target: Target) -> Any:
     where = f"callbacks.{name}"
-    return call(import_target(target.path, where), where, **target.kwargs)
+    return make(import_target(target.path, where), where, target.path, **target.kwargs)

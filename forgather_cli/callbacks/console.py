@@ -43,11 +43,14 @@ def is_notebook() -> bool:
 @functools.cache
 def console(name: Stream) -> Console:
     """The one rich console of a stream that is a terminal, or is to be taken for one; what is printed through it
-    appears above a running bar."""
+    appears above a running bar.
+
+    It ends no line early unless it is told to, neither those that others print while there is a bar.
+    """
     from rich.console import Console
 
     file = None if isinstance(name, str) else name
-    return Console(file=file, stderr=name == "stderr", highlight=False, force_terminal=True)
+    return Console(file=file, stderr=name == "stderr", highlight=False, soft_wrap=True, force_terminal=True)
 
 
 def timestamp() -> str:
@@ -71,6 +74,6 @@ def say(text: str, name: Stream = "stdout", style: str = "") -> None:
     if is_terminal(name):
         from rich.text import Text
 
-        console(name).print(Text(text, style=style), soft_wrap=True)
+        console(name).print(Text(text, style=style))
     else:
         print(text, file=stream(name), flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
 from forgather_cli.callbacks.console import Stream, say, timestamp
 from forgather_cli.callbacks.screen import Screen
+from forgather_cli.folding import fold
 
 Logs = Mapping[str, Any]
 
@@ -176,7 +177,8 @@ class TableDisplay:
         width = max((len(label) for label, _ in entries), default=0)
         self._screen.line("")
         for label, value in entries:
-            self._screen.line(f"  {label:<{width}}  {value}", "bold")
+            for n, text in enumerate(fold(value, self._screen.width - width - 4)):
+                self._screen.line(f"  {label if n == 0 else '':<{width}}  {text}", "bold")
 
     def note(self, text: str) -> None:
         self._screen.note(text)

@@ -9,6 +9,7 @@ import yaml
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say
 from forgather_cli.config.schema import InfoSettings
+from forgather_cli.folding import fold
 
 
 class InfoCallback(BuiltIn[InfoSettings]):
@@ -40,13 +41,21 @@ def _lines(facts: dict[str, str]) -> str:
 
 
 def _panel(facts: dict[str, str], stream: StreamName) -> None:
+    from rich.cells import cell_len
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
+    screen, label = console(stream), max(map(len, facts), default=0)
+    room = screen.width - label - 6  # between the panel's sides
+    table, below = Table.grid(padding=(0, 2)), []
     for key, value in facts.items():
-        table.add_row(Text(key), Text(printable(value, stream)))
-    console(stream).print(Panel(table, title="Forgather", title_align="left", border_style="dim", expand=False))
+        rows = fold(printable(value, stream), room)
+        if max(map(cell_len, rows)) > room:  # a path, say, which the panel would break
+            below.append(f"{key:<{label}}  {value}")
+        else:
+            table.add_row(Text(key, "cyan"), Text("\n".join(rows)))
+    panel = Panel(table, title="Forgather", title_align="left", border_style="dim", expand=False)
+    screen.print(panel, soft_wrap=False)
+    for line in below:
+        say("\n".join(fold(line, screen.width)), stream)

@@ -1,4 +1,4 @@
-"""DefaultMetrics: model FLOPs utilization and peak memory in the log record."""
+"""DefaultMetrics: model FLOPs utilization, peak memory and the wait for a core in the log record."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import re
 import resource
 import sys
+import time
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ class DefaultMetrics(BuiltIn[MetricsSettings]):
         super().__init__(*args, **kwargs)
         self._peak: float | None = None
         self._device = torch.device("cpu")
+        self._before = (0.0, 0.0)
+        """Seconds by the clock, and of waiting for a core, at the last log."""
         self._rank, self._world, self._group = 0, 1, None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -88,6 +91,7 @@ class DefaultMetrics(BuiltIn[MetricsSettings]):
         self._device, self._group = trainer.run.strategy.device, trainer.run.cpu_group
         self._rank, self._world = trainer.run.world.rank, trainer.run.world.size
         self._peak = self.settings.peak_hardware_flops
+        self._before = (time.perf_counter(), _waited())
         if self._peak is None and self._device.type == "cuda":
             self._peak = peak_flops(torch.cuda.get_device_name(self._device), _matmul_kind(args))
 
@@ -98,11 +102,28 @@ class DefaultMetrics(BuiltIn[MetricsSettings]):
         if self._peak and interval.flops > 0 and interval.active_seconds > 0:
             logs["mfu"] = interval.flops / interval.active_seconds / (self._peak * self._world)
         logs["peak_mem_allocated"] = peak = take_interval_peak(self._device)
+        (then, waited), self._before = self._before, (time.perf_counter(), _waited())
+        wait = (self._before[1] - waited) / max(self._before[0] - then, 1e-9)
         if self._world > 1:
-            peaks = torch.zeros(self._world, dtype=torch.int64)
-            peaks[self._rank] = peak
-            logs["peak_mem_by_rank"] = by_rank = all_sum(peaks, self._group).tolist()
-            logs["peak_mem_allocated"] = max(by_rank)
+            of_ranks = torch.zeros(2, self._world, dtype=torch.int64)
+            of_ranks[:, self._rank] = torch.tensor([peak, round(1e6 * wait)])
+            logs["peak_mem_by_rank"], waits = all_sum(of_ranks, self._group).tolist()
+            logs["peak_mem_allocated"], wait = max(logs["peak_mem_by_rank"]), max(waits) / 1e6
+        if self._before[1]:
+            logs["cpu_wait"] = wait
+
+
+def _waited() -> float:
+    """Seconds that this thread was ready to run and had no core, since it began; 0 where the system does not tell.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst. Unlike the load it is of now, and counts what runs on the
+    cores that this process may use.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _matmul_kind(args: Any) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from forgather_cli.bars import close_bar, open_bar
 from forgather_cli.callbacks.console import Stream, console, is_notebook, is_terminal, printable
+from forgather_cli.folding import fold
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -53,12 +54,13 @@ class Terminal:
     def line(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
-        self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", crop=True)
+        self._console.print(Text(text, style=style), no_wrap=True, overflow="crop", soft_wrap=False)
 
     def note(self, text: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(printable(text, self._name), style="dim"), soft_wrap=True)
+        rows = fold(printable(text, self._name), self.width)
+        self._console.print(Text("\n".join(rows), style="dim"), soft_wrap=True)
 
     def bar(self, name: str, done: int, total: int | None, status: str = "") -> None:
         if self._progress is None:  # an exit that closes nothing still gives the cursor back

@@ -253,6 +253,6 @@ def _show(prompt: str, completion: str, title: str, stream: StreamName) -> None:
             bold = len(prompt.split("\n")[0]) if number == 0 else 0  # the prompt's first line
             bar = ("  \N{BOX DRAWINGS LIGHT VERTICAL} ", "magenta")
             cut = Text.assemble(bar, (line[:bold], "bold"), line[bold:])
-            console(stream).print(cut, no_wrap=True, overflow="ellipsis", crop=True)
+            console(stream).print(cut, no_wrap=True, overflow="ellipsis", soft_wrap=False)
     else:
         say("\n".join([f"{timestamp()} {title}:", *(f"    {line}" for line in lines)]), stream)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from forgather_cli.checkpoint.components import LocalShard
 from forgather_cli.checkpoint.format import Piece
-from forgather_cli.distributed import ranks_named
 from forgather_cli.encoding import TAG, Encoded, raw_bytes
-from forgather_cli.errors import ReplicationError
+from forgather_cli.errors import ReplicationError, ranks_named
 
 Check = Literal["none", "quick", "tensor", "full"]
 """What is compared: nothing; names, shapes and dtypes; a checksum of 64 bits; every bit (SHA-256)."""

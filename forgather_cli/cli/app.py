@@ -24,7 +24,7 @@ from forgather_cli.cli import (
     runs,
     train,
 )
-from forgather_cli.cli.style import Command, Group
+from forgather_cli.cli.style import Command, Group, as_mistake
 from forgather_cli.errors import ForgatherError, too_few_descriptors
 from forgather_cli.launch.error_report import report_error
 
@@ -83,11 +83,14 @@ app.command("doctor", cls=Command)(doctor.doctor)
 def main() -> NoReturn:
     """Run the command line. Errors for users end with their exit code; anything else with a traceback and 1."""
     try:
-        app(prog_name="forgather")
+        code = app(prog_name="forgather", standalone_mode=False)
+    except typer.Abort:
+        typer.echo("nothing was done", err=True)
+        sys.exit(1)
     except Exception as error:  # the edge of the process
-        told = too_few_descriptors(error) or error
+        told = too_few_descriptors(error) or as_mistake(error) or error
         if not isinstance(told, ForgatherError):
             raise
         report_error(told)
         sys.exit(told.exit_code)
-    sys.exit(0)
+    sys.exit(code or 0)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import TIME
 from forgather_cli.cli.output import (
     AsJson,
@@ -44,6 +45,7 @@ CacheDir = Annotated[
 
 
 @app.command("list", cls=Command)
+@doing("measuring what is cached")
 def list_(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     """List tokenized corpora, trained tokenizers and the like with size and last use, the last used first."""
     root = Cache(cache_dir).root
@@ -91,13 +93,15 @@ def prune(
     if match is None:
         raise ConfigError(f"--older-than: must be a number with m, h, d or w, such as 30d, got {older_than!r}")
     root, before = Cache(cache_dir).root, time.time() - int(match[1]) * _UNITS[match[2]]
-    chosen = [entry for entry in entries(root) if entry.last_used <= before]
+    with doing("measuring what is cached"):
+        chosen = [entry for entry in entries(root) if entry.last_used <= before]
     used = [entry for entry in chosen if entry.in_use]
     chosen = [entry for entry in chosen if not entry.in_use]
     if chosen and not yes:
         check_answerable("cache prune", "--yes", as_json=as_json)
         ask(f"Remove {_told(chosen)} from {root}?")
-    removed = [entry for entry in chosen if remove_entry(root, entry)]
+    with doing(f"removing {_told(chosen)}"):
+        removed = [entry for entry in chosen if remove_entry(root, entry)]
     if as_json:
         print_json([_document(entry) for entry in removed])
         return

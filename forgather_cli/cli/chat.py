@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import only_json, print_json, show, tell_of_limit
 from forgather_cli.errors import SetupError
+from forgather_cli.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.schema import Sampling
@@ -32,7 +34,7 @@ def converse(model: Generator, sampling: Sampling, *, system: str | None, prompt
     model.render([*messages, {"role": "user", "content": "?"}])  # one that fails does so before the first question
     on_terminal = prompt is None and sys.stdin.isatty() and not as_json
     if on_terminal:
-        typer.echo(f"Talk to the model. {_KEYS}", err=True)
+        tell(f"Talk to the model. {_KEYS}", sys.stderr)
     for words in [prompt] if prompt is not None else _lines(on_terminal):
         asked: list[Message] = [*messages, {"role": "user", "content": words.strip()}]
         try:
@@ -40,7 +42,7 @@ def converse(model: Generator, sampling: Sampling, *, system: str | None, prompt
         except SetupError as error:
             if not on_terminal:
                 raise
-            typer.echo(f"error: {error}", err=True)
+            tell(f"error: {error}", sys.stderr)
             continue
         answer = _answer(model, sampling, ids, in_chat=True, streams=not as_json, interrupts=on_terminal)
         messages = [*asked, {"role": "assistant", "content": answer}]
@@ -52,12 +54,12 @@ def converse(model: Generator, sampling: Sampling, *, system: str | None, prompt
 
 def continue_texts(model: Generator, sampling: Sampling) -> None:
     """On a terminal: continue each line that is typed, by itself, until Ctrl-D or ``exit``. Ctrl-C ends a text."""
-    typer.echo(f"Type the beginning of a text. {_KEYS}", err=True)
+    tell(f"Type the beginning of a text. {_KEYS}", sys.stderr)
     for words in _lines(on_terminal=True):
         try:
             ids = model.encode(words, "the text")
         except SetupError as error:
-            typer.echo(f"error: {error}", err=True)
+            tell(f"error: {error}", sys.stderr)
             continue
         show(words)
         _answer(model, sampling, ids, in_chat=False, streams=True, interrupts=True)
@@ -96,7 +98,7 @@ def _fitting(model: Generator, messages: list[Message], answer: int, *, keep: in
         forgotten += 1
     if forgotten:
         what = "the oldest turn is" if forgotten == 1 else f"the oldest {forgotten} turns are"
-        typer.echo(f"note: the model takes {model.limit} tokens; {what} forgotten", err=True)
+        tell(f"note: the model takes {model.limit} tokens; {what} forgotten", sys.stderr)
     return messages, model.encode(model.render(messages), "the conversation", is_rendered=True)
 
 
@@ -112,7 +114,7 @@ def _answer(
             show(text)
 
     try:
-        with only_json(not streams):
+        with only_json(not streams), contextlib.nullcontext() if streams else doing("writing the answer"):
             texts: list[Text] = model.write([ids], sampling, in_chat=in_chat, show=heard)
     except KeyboardInterrupt:
         if not interrupts:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -27,6 +28,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import Overrides, RunPath, TrustConfig, check_overrides, or_latest, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
+from forgather_cli.folding import tell
 from forgather_cli.run_dir import RunDir, run_of, shown
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ RunOrCheckpoint = Annotated[
 
 
 @app.command("list", cls=Command)
+@doing("reading the run")
 def list_(
     run_dir: RunPath,
     as_json: AsJson = False,
@@ -113,7 +116,7 @@ def _print_list(found: list[CheckpointInfo]) -> None:
         rows.append((str(info.step), *numbers, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")
     print_table(columns, rows, styles)
-    typer.echo(f"newest: {shown(found[-1].path)}")
+    tell(f"newest: {shown(found[-1].path)}")
 
 
 @app.command(cls=Command)
@@ -171,7 +174,8 @@ def _print_manifest(path: Path, manifest: Manifest) -> None:
 @app.command(cls=Command)
 def verify(source: RunOrCheckpoint, as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint and compare it with its manifest; exit code 1 if it is damaged."""
-    checked = [(path, _problems(path)) for path in _chosen(source)]
+    with doing("reading the run"):
+        checked = [(path, _problems(path)) for path in _chosen(source)]
     if as_json:
         print_json([{"path": str(path), "valid": not problems, "problems": problems} for path, problems in checked])
     else:
@@ -231,7 +235,7 @@ def average(
     from forgather_cli.checkpoint.files import check_absent
     from forgather_cli.checkpoint.sources import check_sources
 
-    with only_json(as_json):
+    with only_json(as_json), doing("importing torch"):
         check_absent(out)
         members = sources if last is None else _last_of(sources, last)
         check_sources(members)
@@ -242,7 +246,7 @@ def average(
     if as_json:
         print_json({"path": str(out), "sources": [str(member) for member in members]})
     else:
-        typer.echo(f"mean of {', '.join(member.name for member in members)}")
+        tell(f"mean of {', '.join(member.name for member in members)}")
         typer.echo(shown(out))
 
 
@@ -280,7 +284,7 @@ def edit(
     words = check_overrides(overrides)
     if not words:
         raise ConfigError("checkpoint edit: nothing to change; give settings as key=value, such as learning_rate=1e-4")
-    with only_json(as_json):
+    with only_json(as_json), doing("reading and writing the state"):
         from forgather_cli.checkpoint.edit import edit_checkpoint
 
         reader = _reader(source)
@@ -291,10 +295,10 @@ def edit(
         print_json({"path": str(reader.path), "backup": str(made.backup), "changes": changes})
         return
     for name, values in made.changes.items():
-        typer.echo(f"{name}: " + " -> ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
-    typer.echo(f"as it was: {shown(made.backup)}")
+        tell(f"{name}: " + " -> ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
+    tell(f"as it was: {shown(made.backup)}")
     if how := _how_to_resume(reader.path, words):
-        typer.echo(how)
+        tell(how)
     typer.echo(shown(reader.path))
 
 
@@ -306,7 +310,7 @@ def _how_to_resume(path: Path, words: list[str]) -> str | None:
     newest = None if run is None else resumed(run)
     if run is None or newest is None or newest.resolve() == path.resolve():
         return None
-    command = ["forgather", "resume", str(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
+    command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
     return f"a plain forgather resume starts from {newest.name}; to resume from the edited one: {shlex.join(command)}"
 
 

@@ -12,6 +12,7 @@ from forgather_cli.cli.output import AsJson, Col, console, print_facts, print_js
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load, saved_config
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -47,7 +48,9 @@ def print_config(loaded: Loaded) -> None:
         return
     from rich.syntax import Syntax
 
-    screen.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    coloured = Syntax(text, "yaml", background_color="default").highlight(text)
+    coloured.rstrip()
+    screen.print(coloured, soft_wrap=True)
 
 
 @app.command(cls=Command)
@@ -146,7 +149,7 @@ def explain(
             recipes: dict[str, list[str]] = {}
             for recipe, option in each.recipes.items():
                 recipes.setdefault(option, []).append(recipe)
-            typer.echo(f"{each.path}: a config group; {each.path}=NAME chooses one of its options")
+            tell(f"{each.path}: a config group; {each.path}=NAME chooses one of its options")
             facts = {f"{each.path}={info.name}": info.description for info in each.options}
             facts["recipes"] = "; ".join(f"{option}: {', '.join(names)}" for option, names in recipes.items())
             facts["settings"] = ", ".join(each.settings)
@@ -160,7 +163,7 @@ def explain(
             same.setdefault(shown, []).append(option.partition("=")[2] or option)
         group = "" if "train" in each.values else f"{each.path.partition('.')[0]}="
         lines += [f"  {value}  ({group}{'|'.join(names)})" for value, names in same.items()]
-        typer.echo("\n".join(lines))
+        tell("\n".join(lines))
 
 
 @recipe_app.callback()
@@ -190,4 +193,4 @@ def copy_recipe(
         write_whole(file, text)
     except OSError as error:
         raise SetupError(f"{file}: {error.strerror}; give a file in a folder that you may write") from error
-    typer.echo(f"train it with: forgather train {file.stem if by_name else file.parent / file.name}")
+    tell(f"train it with: forgather train {file.stem if by_name else file.parent / file.name}")

@@ -9,14 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.callbacks.columns import STEP_COLUMNS, format_value
+from forgather_cli.bars import doing
+from forgather_cli.callbacks.columns import STEP_COLUMNS, duration, format_value
+from forgather_cli.callbacks.display import evaluation_entries
 from forgather_cli.cli.output import (
     AsJson,
     Col,
     ask,
     check_answerable,
     console,
-    human_seconds,
     interruptible,
     print_facts,
     print_json,
@@ -27,6 +28,7 @@ from forgather_cli.control import client, command_record, listing, registry
 from forgather_cli.control.command_record import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
+from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.launch.stacks import Standing, table
 from forgather_cli.report.summary import holder_of, how_it_ended
@@ -54,7 +56,8 @@ Timeout = Annotated[
 @app.command("list", cls=Command)
 def list_(as_json: AsJson = False) -> None:
     """List the jobs that run, and what ended ones have left behind."""
-    found = listing.jobs()
+    with doing("asking the jobs"):
+        found = listing.jobs()
     if as_json:
         print_json([listing.document(entry, status) for entry, status in found])
         return
@@ -66,7 +69,7 @@ def list_(as_json: AsJson = False) -> None:
         Col("state"),
         Col("step", right=True),
         Col("loss", right=True, droppable=1),
-        Col("left", right=True, droppable=2),
+        Col("eta", right=True, droppable=2),
         Col("run directory", copied=True),
     )
     rows = [
@@ -76,12 +79,13 @@ def list_(as_json: AsJson = False) -> None:
 
 
 def _cells(status: dict[str, Any] | None) -> tuple[str, str, str]:
-    """Step, loss and time left."""
+    """Step, loss and eta, as training shows them."""
     if status is None:
         return "-", "-", "-"
     steps = f"{status['step']}/{status['max_steps']}" if status["max_steps"] else str(status["step"])
     loss = status["metrics"].get("loss")
-    return steps, "-" if loss is None else f"{loss:.4f}", human_seconds(status["eta_seconds"])
+    left = status["eta_seconds"]
+    return steps, "-" if loss is None else f"{loss:.4f}", "-" if left is None else duration(left)
 
 
 # -------------------------------------------------------------------------------------------------------------- status
@@ -93,30 +97,37 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until the job ends.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a job is at: step, newest metrics, time left, checkpoints."""
+    """Show what a job is at: step, eta, newest metrics and evaluation, checkpoints."""
     if watch and as_json:
         raise ConfigError("--watch: shows many states, --json prints one document; use one of them")
     entry = _find_job(job)
-    if as_json:
-        print_json(client.status(entry))
-    elif watch:
+    if watch:
         _watch(entry)
+        return
+    with doing(f"waiting for an answer of {entry.job_id}"):
+        document = client.status(entry)
+    if as_json:
+        print_json(document)
     else:
-        print_facts(_facts(client.status(entry)))
+        print_facts(_facts(document))
 
 
 def _facts(status: dict[str, Any]) -> dict[str, str | Path]:
-    """Newest metrics under the labels and in the units of the training table, others behind them as they are."""
+    """Newest metrics and evaluation in the words and units of the training table, others behind them as they are."""
     metrics, saved = {"epoch": status["epoch"], **status["metrics"]}, status["checkpoints"]
     known = {name: column for name, column in STEP_COLUMNS.items() if name != "step" and metrics.get(name) is not None}
-    others = {name: value for name, value in metrics.items() if name not in STEP_COLUMNS}
+    prefix, evaluation = evaluation_entries(metrics)
+    shown_above = {*STEP_COLUMNS, *(column.label for column in known.values())}
+    others = {n: each for n, each in metrics.items() if n not in shown_above and not n.startswith(f"{prefix}_")}
+    steps, _, eta = _cells(status)
     waiting = ", ".join(f"{command['command']} ({command['state']})" for command in status["commands"])
     facts: dict[str, str | Path] = {
         "job": status["job_id"],
         "state": status["state"],
-        "step": _cells(status)[0],
-        "time left": human_seconds(status["eta_seconds"]),
+        "step": steps,
+        "eta": eta,
         **{column.label: column.text(metrics[name]) for name, column in known.items()},
+        prefix: "  ".join(f"{label} {value}" for label, value in evaluation),
         "others": ", ".join(f"{name} {format_value(value, '.4g')}" for name, value in others.items()
                             if isinstance(value, int | float)),
         "commands": waiting,
@@ -134,8 +145,8 @@ def _watch(entry: Entry) -> None:
     while True:
         try:
             document = client.status(entry)
-            steps, loss, left = _cells(document)
-            line = f"step {steps}  loss {loss}  left {left}  {document['state']}"
+            steps, loss, eta = _cells(document)
+            line = f"step {steps}  loss {loss}  eta {eta}  {document['state']}"
             if sys.stdout.isatty():
                 console().clear()
                 print_facts(_facts(document))
@@ -148,7 +159,7 @@ def _watch(entry: Entry) -> None:
             if entry.is_running is None:
                 raise
         time.sleep(_REDRAW)
-    typer.echo(f"{entry.job_id}: {how_it_ended(RunDir(Path(entry.run_dir)))}")
+    tell(f"{entry.job_id}: {how_it_ended(RunDir(Path(entry.run_dir)))}")
 
 
 # -------------------------------------------------------------------------------------------------------------- stacks
@@ -158,7 +169,8 @@ def _watch(entry: Entry) -> None:
 def stacks(job: Job = None, as_json: AsJson = False) -> None:
     """Show where each rank stands: its line of code, its last collective, and for how long. The odd one comes first."""
     entry = _find_job(job)
-    document = client.stacks(entry)
+    with doing(f"waiting for an answer of {entry.job_id}"):
+        document = client.stacks(entry)
     if as_json:
         print_json(document)
         return
@@ -169,7 +181,7 @@ def stacks(job: Job = None, as_json: AsJson = False) -> None:
     typer.echo("\n".join(table(standings)))
     for each in standings:
         if each.odd:
-            typer.echo(f"rank {each.rank} {each.odd}")
+            tell(f"rank {each.rank} {each.odd}")
 
 
 def _find_job(job: str | None) -> Entry:
@@ -251,14 +263,15 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
 
     Exit code 1 if it failed, or is not done within ``timeout``.
     """
-    command = client.submit(entry, name)
+    with doing(f"waiting for an answer of {entry.job_id}"):
+        command = client.submit(entry, name)
     later = f"its answer will be in {shown(RunDir(Path(entry.run_dir)).command(command.id))}"
     if not no_wait:
-        with interruptible():
+        with interruptible(), doing(f"waiting until {entry.job_id} has done {name}"):
             try:
                 command = client.wait(entry, command, timeout=timeout)
             except KeyboardInterrupt:
-                typer.echo(f"\n{entry.job_id} continues with {name}; {later}", err=True)
+                tell(f"\n{entry.job_id} continues with {name}; {later}", sys.stderr)
                 raise typer.Exit(130) from None
     if as_json:
         print_json(command.document())
@@ -267,9 +280,9 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
     elif command.state == DONE and name == ABORT:
         typer.echo(f"{entry.job_id} is aborted, nothing was saved")
     elif command.state == DONE:
-        typer.echo(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
+        tell(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
     elif no_wait:
-        typer.echo(f"{entry.job_id} has the command; {later}")
+        tell(f"{entry.job_id} has the command; {later}")
     if not command.is_finished and not no_wait:
         raise ControlError(f"{entry.job_id}: {name} is {command.state} after {timeout:g} s, and stays so; {later}")
     if command.state == command_record.FAILED:

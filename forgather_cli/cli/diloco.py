@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -37,6 +38,7 @@ from forgather_cli.cli.words import (
     quoted,
 )
 from forgather_cli.errors import ConfigError, ControlError, SetupError
+from forgather_cli.folding import tell
 from forgather_cli.input_files import read_json_object, read_text
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
@@ -141,9 +143,10 @@ def resume_server(run_dir: Path, overrides: list[str], config_dir: Path | None) 
 
 def _serve(compose: Callable[[], tuple[Loaded, DilocoServerSettings]]) -> int:
     loaded, settings = compose()
-    from forgather_cli.config.diloco import server_settings_text
-    from forgather_cli.diloco.serve import work
-    from forgather_cli.launch import start
+    with doing("importing torch"):
+        from forgather_cli.config.diloco import server_settings_text
+        from forgather_cli.diloco.serve import work
+        from forgather_cli.launch import start
 
     return start.serve(loaded, partial(work, settings), server_settings_text(settings))
 
@@ -236,14 +239,16 @@ def status(
 ) -> None:
     """Show a server's round and its workers, anew every second."""
     with _asking(run, server, token_file) as found:
+        with doing("waiting for the server"):
+            document = found.call("/status")
         if as_json:
-            print_json(found.call("/status"))
+            print_json(document)
         elif once or not sys.stdout.isatty():
-            console().print(_shown(found.call("/status")))
+            console().print(_shown(document))
         else:
             from rich.live import Live
 
-            shown = _shown(found.call("/status"))
+            shown = _shown(document)
             with interruptible(), Live(shown, console=console(), auto_refresh=False) as live:
                 while True:
                     time.sleep(_REDRAW)
@@ -289,6 +294,7 @@ _STYLES = {"evicted": "dim", "left": "dim", "rejected": "red", "sent": "green"}
 
 
 @app.command(cls=Command)
+@doing("waiting for the checkpoint of the newest round")
 def save(
     run: RunArgument = None, server: ServerOption = None, token_file: TokenFile = None, as_json: AsJson = False
 ) -> None:
@@ -304,6 +310,7 @@ def save(
 
 
 @app.command(cls=Command)
+@doing("waiting for the end of the round")
 def stop(
     run: RunArgument = None,
     server: ServerOption = None,
@@ -329,6 +336,7 @@ def stop(
 
 
 @app.command(cls=Command)
+@doing("computing the rounds again")
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The server's run directory.", show_default=False)],
     as_json: AsJson = False,
@@ -351,7 +359,7 @@ def replay(
     if as_json:
         print_json({"rounds": rounds, "equal": not differing, "differing": differing})
     elif differing:
-        typer.echo(f"{len(differing)} tensors differ after {rounds} rounds: {', '.join(differing[:5])}", err=True)
+        tell(f"{len(differing)} tensors differ after {rounds} rounds: {', '.join(differing[:5])}", sys.stderr)
     else:
-        typer.echo(f"equal bit for bit after {rounds} rounds: {place.checkpoint(rounds)}")
+        tell(f"equal bit for bit after {rounds} rounds: {place.checkpoint(rounds)}")
     raise typer.Exit(1 if differing else 0)

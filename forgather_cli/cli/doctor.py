@@ -20,7 +20,9 @@ from typing import Any, Literal
 import typer
 
 from forgather_cli import __version__
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import AsJson, human_bytes, only_json, print_facts, print_json
+from forgather_cli.folding import tell
 
 _FIRST = ("forgather", "torch", "python")
 _LITTLE, _NOTHING = 1 << 30, 64 << 20  # bytes free on a disk: soon too few, too few for the smallest run
@@ -48,10 +50,12 @@ def doctor(as_json: AsJson = False) -> None:
     with only_json(as_json):
         facts = _packages(findings)
         try:
-            facts |= _devices(findings, facts["extras"])
+            with doing("importing torch"):
+                facts |= _devices(findings, facts["extras"])
             facts |= _compiler(findings)
-            facts |= _room(findings)
-            _leftovers(findings)
+            with doing("measuring outputs and the cache"):
+                facts |= _room(findings)
+                _leftovers(findings)
         except ImportError as error:  # of a package that Forgather needs; what comes after it is left out
             findings.append(Finding("error", f"{error.name} cannot be imported ({error})", "install Forgather again"))
     has_error = any(finding.weight == "error" for finding in findings)
@@ -61,7 +65,8 @@ def doctor(as_json: AsJson = False) -> None:
         print_facts(_page(facts))
         for finding in findings:
             colour = {"error": "red", "warning": "yellow", "to clean": "cyan"}[finding.weight]
-            typer.echo(f"{typer.style(finding.weight, fg=colour)}: {finding.what}; {finding.remedy}")
+            weight = typer.style(finding.weight, fg=colour) if sys.stdout.isatty() else finding.weight
+            tell(f"{weight}: {finding.what}; {finding.remedy}")
         if not has_error:
             typer.echo(f"this machine can train, on {facts['devices'][0]['name']}")
     raise typer.Exit(1 if has_error else 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     human_seconds,
@@ -61,9 +62,9 @@ def evaluate(
         raise ConfigError(f"nnodes: eval runs on one machine, got {loaded.config.nnodes}; set nnodes=1")
     layout = replace(plan_layout(loaded.config, loaded.given), restarts=0)
     if layout.in_process:
-        from forgather_cli.evaluation import evaluate_source
+        with interruptible(), only_json(as_json), doing("importing torch"):
+            from forgather_cli.evaluation import evaluate_source
 
-        with interruptible(), only_json(as_json):
             report = evaluate_source(source, loaded.config, own_tokenizer=own_tokenizer, trust_config=trust_config)
     else:
         request = {"source": str(source), "own_tokenizer": own_tokenizer, "trust_config": trust_config}

@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     console,
@@ -20,6 +21,8 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.finalize.options import DtypeName, FinalizeOptions
+from forgather_cli.folding import tell
+from forgather_cli.run_dir import shown
 
 
 def finalize(
@@ -86,7 +89,8 @@ def finalize(
     )
     source = local_source(source)
     with only_json(as_json):
-        from forgather_cli.finalize import run
+        with doing("importing torch"):
+            from forgather_cli.finalize import run
 
         screen = console(stderr=True)
         with interruptible():
@@ -98,20 +102,20 @@ def finalize(
         print_json(report)
     else:
         print_facts(_facts(report))
-        typer.echo(f"{dest}: nothing was written (--dry-run)" if dry_run else str(dest))
+        tell(f"{dest}: nothing was written (--dry-run)" if dry_run else str(dest))
 
 
 def _facts(report: dict[str, Any]) -> dict[str, str]:
     source, model = report["source"], report["model"]
-    facts = {"source": source["path"] + (f", {source['strategy']}" if source.get("strategy") else "")}
+    facts = {"source": shown(source["path"]) + (f" ({source['strategy']})" if source.get("strategy") else "")}
     if source.get("members"):
         facts["mean of"] = f"{len(source['members'])} checkpoints"
     how = f", {report['quantization']}" if report["quantization"] else ""
     facts["model"] = f"{model['architecture']}, {human(model['parameters'])} parameters, {model['dtype']}{how}"
     facts["vocabulary"] = f"{model['vocab_size']:,} tokens"
     if added := [token["token"] for token in report["added_tokens"]]:
-        shown = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
-        facts["vocabulary"] += f", {len(added)} of them new ({shown})"
+        first = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
+        facts["vocabulary"] += f", {len(added)} of them new ({first})"
     if "proof" not in report:
         return {**facts, "size": human_bytes(report["bytes"])}
     stop = ", ".join(f"{token['token']} ({token['id']})" for token in report["stop_tokens"])

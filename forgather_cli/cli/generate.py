@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.chat import continue_texts, converse
 from forgather_cli.cli.output import (
     AsJson,
@@ -106,10 +107,10 @@ def generate(
     asks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json and output is None and num_samples == 1
     asks = asks and not chat and prompt is None and prompts is None
     given = [] if asks else _given(prompt, prompts, chat)
-    from forgather_cli.generation import load_generator
-
     with interruptible():
-        with only_json(as_json):
+        with only_json(as_json), doing("importing torch"):
+            from forgather_cli.generation import load_generator
+
             model = load_generator(source, device=device, trust_config=trust_config, mode=mode)
         if chat or (asks and model.chat is not None):
             converse(model, sampling, system=system, prompt=prompt, as_json=as_json)
@@ -190,7 +191,7 @@ def _one(
         finally:
             typer.echo()  # an error begins a line of its own
     else:
-        with only_json(as_json):
+        with only_json(as_json), doing("writing the text"):
             texts = model.write([ids] * samples, sampling)
     document = _document(source, model, prompt, texts)
     if output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from codecs import getincrementaldecoder
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.callbacks.columns import TIMES, time_shares
 from forgather_cli.cli.output import (
     AsJson,
@@ -25,6 +27,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import RunPath, or_latest
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.folding import tell
 from forgather_cli.input_files import open_file
 from forgather_cli.report.runs import find_runs
 from forgather_cli.report.summary import Summary, how_it_ended, ordered, summarize_all
@@ -50,6 +53,7 @@ def _group() -> None: ...
 
 
 @app.command(cls=Command)
+@doing("reading the runs")
 def summary(
     run_dirs: Runs,
     sort: Annotated[
@@ -73,7 +77,7 @@ def summary(
     runs = find_runs(run_dirs)
     summaries = summarize_all(runs)
     for note in filter(None, (run.note_set_aside() for run in runs)):
-        typer.echo(note, err=True)
+        tell(note, sys.stderr)
     if sort is not None:
         summaries = ordered(summaries, sort)
         summaries = summaries[::-1] if reverse else summaries
@@ -82,10 +86,11 @@ def summary(
     else:
         print_summaries(summaries, markdown=markdown)
         if len(summaries) == 1 and (shares := time_shares(summaries[0].times)):
-            typer.echo(f"the time went to: {shares} (forgather logs slow {summaries[0].run})")
+            tell(f"the time went to: {shares} (forgather logs slow {summaries[0].run})")
 
 
 @app.command(cls=Command)
+@doing("reading the run")
 def slow(
     run_dir: Annotated[
         Path,
@@ -114,12 +119,13 @@ def slow(
             for name, each in sorted(report.times.items(), key=lambda pair: -pair[1])]  # fmt: skip
     print_table((Col("the time went to"), Col("time", right=True), Col("share", right=True)), rows)
     for finding in report.findings:
-        typer.echo(f"{finding.what}\n  try: {finding.remedy}")
+        tell(f"{finding.what}\n  try: {finding.remedy}")
     if not report.findings:
-        typer.echo("Nothing beside the steps takes much, and nothing here makes steps slow.")
+        tell("Nothing beside the steps takes much, and nothing here makes steps slow.")
 
 
 @app.command(cls=Command)
+@doing("drawing")
 def plot(
     run_dirs: Runs,
     out: Annotated[
@@ -159,7 +165,7 @@ def plot(
     runs = find_runs(run_dirs)
     silent = [run for run in runs if not run.metrics.is_file() or not run.metrics.stat().st_size]
     if heatmap is None and 0 < len(silent) < len(runs):
-        typer.echo(f"left out, nothing was logged there: {', '.join(str(run.root) for run in silent)}", err=True)
+        tell(f"left out, nothing was logged there: {', '.join(str(run.root) for run in silent)}", sys.stderr)
         runs = [run for run in runs if run not in silent]
     typer.echo(draw(runs, Look(x, tuple(metric or ()), smooth, log_y), heatmap, out))
 
@@ -185,7 +191,7 @@ def follow(run_dir: RunPath) -> None:
             if not runs:
                 break
             time.sleep(_LOOK)
-    typer.echo(f"{run.root}: {how_it_ended(run)}")
+    tell(f"{run.root}: {how_it_ended(run)}")
 
 
 def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None:

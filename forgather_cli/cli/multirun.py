@@ -25,10 +25,12 @@ from typing import IO, TYPE_CHECKING
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import is_terminal, timestamp
 from forgather_cli.cli.output import Col, console, human, human_seconds, print_json, print_table, table_of
 from forgather_cli.cli.words import load_config_of, quoted
 from forgather_cli.errors import ConfigError
+from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.processes import available_cores, end_with_parent
 from forgather_cli.launch.rank_log import lasting_output
@@ -98,9 +100,10 @@ def run_sweep(
 
 
 def _print_resume_command() -> None:
-    print(f"not all jobs are done; the same command resumes them:\n{shlex.join(['forgather', *sys.argv[1:]])}")
+    tell(f"not all jobs are done; the same command resumes them:\n{shlex.join(['forgather', *sys.argv[1:]])}")
 
 
+@doing("composing the jobs")
 def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None) -> list[Job]:
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
     from forgather_cli.config.overrides import expand, job_name
@@ -317,7 +320,7 @@ def _print_table(jobs: list[Job], codes: dict[str, int]) -> None:
     best = min((row[5] for row in rows if row[5] != "-"), default=None, key=float)
     print_table(columns, rows, ["bold green" if row[5] == best else "" for row in rows])
     sweep = jobs[0].run.root.parent
-    print(f"runs are in {sweep}; a picture of them: {shlex.join(['forgather', 'logs', 'plot', str(sweep)])}")
+    tell(f"runs are in {sweep}; a picture of them: {shlex.join(['forgather', 'logs', 'plot', str(sweep)])}")
 
 
 def _cells(job: Job, code: int | None) -> list[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.folding import fold, tell
 from forgather_cli.input_files import write_whole
 from forgather_cli.run_dir import shown
 
@@ -108,16 +109,20 @@ def table_of(columns: Sequence[Col], rows: Sequence[Sequence[str]], styles: Sequ
 
 
 def print_facts(facts: Mapping[str, str | Path]) -> None:
-    """Print labels with their values behind them. Words that find no room go on below; a path is never broken."""
+    """Print labels with their values behind them. What finds no room goes on below; no path or command is broken."""
     from rich.cells import cell_len
+    from rich.text import Text
 
     screen = console()
     label = max(map(cell_len, facts), default=0)
+    room = screen.width - 2 - label - len(_GAP)
     lines = []
     for name, value in facts.items():
-        column, text = Col("", fold=not isinstance(value, Path)), shown(value) if isinstance(value, Path) else value
-        width = min(cell_len(text), screen.width - 2 - label - len(_GAP))
-        lines += _row([name, text], [Col("", style="bold"), column], [label, width])
+        text = shown(value) if isinstance(value, Path) else value
+        rows = [" " * label + _GAP + row for row in fold(text, room)]
+        if max(map(cell_len, rows)) > screen.width - 2:
+            rows = [" " * label, *fold(text, screen.width - 2)]
+        lines += [Text(name, "bold").append(rows[0][cell_len(name) :], "not bold"), *map(Text, rows[1:])]
     screen.print(_page(lines), soft_wrap=True)
 
 
@@ -293,4 +298,4 @@ def tell_of_limit(model: Generator, texts: Iterable[Written]) -> None:
     cut = sum(text.finish_reason == "limit" for text in texts)
     if cut:
         what = "the text ends" if cut == 1 else f"{cut} texts end"
-        typer.echo(f"note: {what} at token {model.limit} (prompt and text), where the model's positions end", err=True)
+        tell(f"note: {what} at token {model.limit} (prompt and text), where the model's positions end", sys.stderr)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -173,8 +174,10 @@ def _facts(made: RunPlan) -> dict[str, str]:
     """The numbers of the run, and the memory of the fullest rank by kind."""
     kinds = ", ".join(f"{kind} {human(count)}" for kind, count in made.by_kind().items())
     trainer = f"{made.trainer} on {made.world_size} ranks" if made.world_size > 1 else made.trainer
+    if made.schedule is not None:
+        trainer += f", schedule {made.schedule}, {len(made.stages)} stages"
     if made.bubble is not None:
-        trainer += f", schedule {made.schedule}, {len(made.stages)} stages, bubble {made.bubble:.1%}"
+        trainer += f", bubble {made.bubble:.1%}"
     elif "." in made.trainer:
         trainer += ", planned as if each rank held the whole model"
     ranks = made.global_batch // (made.micro_batch * made.accumulation)
@@ -324,7 +327,8 @@ def show_fit(
     check_model(config)
     with only_json(as_json):
         made = make_plan(config)
-        fit = find_fit(config, made.micro_batch, budget_of(config, memory), config_with)
+        with doing("looking for settings that fit"):
+            fit = find_fit(config, made.micro_batch, budget_of(config, memory), config_with)
         if not as_json:
             print_fit(fit, config, made)
         found = None

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.cli.output import json_text, on_screen, only_json, tell_of_limit
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.folding import tell
 from forgather_cli.input_files import parse_json, parse_yaml, read_text
 
 if TYPE_CHECKING:
@@ -121,13 +123,13 @@ def write_all(
         file = None if output is None else stack.enter_context(_opened(output))
         for start in range(0, len(work), batch_size):
             batch = work[start : start + batch_size]
-            with only_json(as_json):
+            with only_json(as_json), doing("writing the texts"):
                 texts = _batch(model, batch, sampling)
             for (number, prompt, _), text in zip(batch, texts, strict=True):
                 _tell(number, prompt, text, file, as_json)
             tell_of_limit(model, texts)
     if output is not None:
-        typer.echo(f"{len(work)} texts in {output}", err=True)
+        tell(f"{len(work)} texts in {output}", sys.stderr)
 
 
 def _batch(model: Generator, batch: Sequence[tuple[int, Prompt, list[int]]], sampling: Sampling) -> list[Text]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ import typer
 
 from forgather_cli.cli.train import run_training
 from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
+from forgather_cli.folding import tell
 from forgather_cli.launch.place import joined
-from forgather_cli.run_dir import CALLED_FROM, RunDir
+from forgather_cli.run_dir import CALLED_FROM, RunDir, shown
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -70,5 +72,5 @@ def _edited(run_dir: Path) -> dict[str, Any]:
     if found is None:
         return {}
     path, settings = found
-    typer.echo(f"{', '.join(settings)}: as edited in {path}", err=True)
+    tell(f"{', '.join(settings)}: as edited in {shown(path)}", sys.stderr)
     return settings

@@ -12,6 +12,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import TIME
 from forgather_cli.checkpoint.files import size_of
 from forgather_cli.cli.output import (
@@ -27,6 +28,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import or_latest
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
+from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import State
 from forgather_cli.launch.run_lock import is_held, remove_run
 from forgather_cli.report.runs import OUTPUTS, last_change, runs_below
@@ -41,6 +43,7 @@ app = typer.Typer(cls=Group, help="List runs and remove some.", no_args_is_help=
 
 
 @app.command("list", cls=Command)
+@doing("reading the runs")
 def list_(
     directory: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Where to look, up to four directories deep.")
@@ -62,7 +65,7 @@ def list_(
         print_json(list(rows_))
         return
     if not found:
-        typer.echo(f"no runs below {directory}")
+        tell(f"no runs below {directory}")
         return
     columns = (Col("run", copied=True), Col("state"), Col("step", right=True),
                Col("best eval", right=True, droppable=1), Col("size", right=True),
@@ -106,7 +109,8 @@ def remove(
     job runs, nor one without an end that another machine has written to in the last day.
     """
     if states or older_than is not None:
-        runs = _chosen(run_dirs or [OUTPUTS], states or _ENDED, older_than)
+        with doing("reading the runs"):
+            runs = _chosen(run_dirs or [OUTPUTS], states or _ENDED, older_than)
     elif run_dirs:
         runs = [*{path.resolve(): RunDir(path) for path in run_dirs}.values()]  # each once
     else:
@@ -124,18 +128,19 @@ def remove(
     if runs and not yes:
         check_answerable("runs remove", "--yes", as_json=as_json)
         for run, size in zip(runs, sizes, strict=True):
-            typer.echo(f"{run.root}: {human_bytes(size)}")
+            tell(f"{run.root}: {human_bytes(size)}")
         ask(f"Delete {'this run' if len(runs) == 1 else f'these {len(runs)} runs'}?")
     removed = []
     for run, size in zip(runs, sizes, strict=True):
-        kept = [path.name for path in remove_run(run)]
+        with doing(f"removing {run.root}"):
+            kept = [path.name for path in remove_run(run)]
         removed.append({"run": str(run.root), "freed_bytes": size, "kept": kept})
         if not as_json:
-            typer.echo(f"{run.root}: removed" + (f" but for what is not of the run: {', '.join(kept)}" if kept else ""))
+            tell(f"{run.root}: removed" + (f" but for what is not of the run: {', '.join(kept)}" if kept else ""))
     if as_json:
         print_json(removed)
     else:
-        typer.echo(f"freed {human_bytes(sum(sizes))}" if runs else "there is no such run; nothing was removed")
+        tell(f"freed {human_bytes(sum(sizes))}" if runs else "there is no such run; nothing was removed")
 
 
 def _chosen(places: Sequence[Path], states: Sequence[str], older_than: str | None) -> list[RunDir]:

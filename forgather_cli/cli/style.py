@@ -1,13 +1,47 @@
-"""How help looks: usage lines as we write them, paragraphs that fill the width, and no Python types."""
+"""How help looks: usage lines as we write them, paragraphs that fill the width, and no Python types.
+
+What typer finds wrong in a command line is told as any other mistake is.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from forgather_cli.errors import ConfigError
+
+_CLICK_EXCEPTION: Any = typer.BadParameter.__mro__[2]
+"""click's, or since typer 0.29 typer's own."""
+
+
+def as_mistake(error: Any) -> ConfigError | None:
+    """The mistake in a command line that typer has found; None for any other error."""
+    if not isinstance(error, _CLICK_EXCEPTION):
+        return None
+    context, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
+    if context is None or not message:  # the latter: no argument was given, and help is shown
+        sys.exit(message or error.exit_code)
+    usage = " ".join(context.get_usage().split()).removeprefix("Usage: ")
+    usage = f"{usage} ({context.command_path} -h tells more)"
+    return ConfigError(f"{message} Write {usage}" if message.endswith("?") else f"{message}; write {usage}")
+
+
+@contextlib.contextmanager
+def _trimmed() -> Iterator[None]:
+    """Elsewhere than in a terminal no line of help has blanks behind it."""
+    if sys.stdout.isatty():
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()) as page:
+        yield
+    print("\n".join(line.rstrip() for line in page.getvalue().splitlines()))
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -31,6 +65,10 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with _trimmed():
+            super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; for a setting given as an option raise ConfigError, which says how settings are written."""
@@ -60,3 +98,7 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with _trimmed():
+            super().format_help(ctx, formatter)

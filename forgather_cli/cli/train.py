@@ -15,6 +15,7 @@ import typer
 from forgather_cli.cli.output import AsJson, only_json, print_json
 from forgather_cli.cli.words import ConfigDir, Words, load, split_words
 from forgather_cli.errors import ConfigError
+from forgather_cli.folding import tell
 from forgather_cli.launch.place import Place, joined
 from forgather_cli.run_dir import RunDir
 
@@ -133,8 +134,8 @@ def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
         )
         return
     print_plan(made)
-    typer.echo(f"\nwould train in  {output_dir(loaded)}\nby the command  {shlex.join(command)}")
-    typer.echo(f"ranks           {layout.describe()}\n")
+    tell(f"\nwould train in  {output_dir(loaded)}\nby the command  {shlex.join(command)}")
+    tell(f"ranks           {layout.describe()}\n")
     for note in loaded.notes:
-        typer.echo(note)
+        tell(note)
     print_config(loaded)

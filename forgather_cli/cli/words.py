@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.bars import doing
 from forgather_cli.config.options import GROUPS
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.folding import tell
 from forgather_cli.run_dir import RunDir, run_of, step_of
 
 if TYPE_CHECKING:
@@ -92,8 +95,9 @@ def or_latest(ctx: typer.Context, value: Any) -> Any:
         return value
     from forgather_cli.report.runs import newest_run
 
-    found = newest_run().root
-    typer.echo(f"latest: {found}", err=True)
+    with doing("looking for the newest run"):
+        found = newest_run().root
+    tell(f"latest: {found}", sys.stderr)
     return found
 
 

@@ -158,7 +158,9 @@ class ConfigBuilder:
             file = self.search.option(group, option)
             if file and not file.is_relative_to(shipped("conf")):
                 sources |= {path: file for path in leaves(raw.get(group), group) if path not in self.given}
-        naming = Naming(self.options, {path: change.key for path, change in self.given.items()}, sources, self.search)
+        targets = {group: str(tree[group]["_target_"]) for group in GROUPS if "_target_" in _mapping(tree.get(group))}
+        keys = {path: change.key for path, change in self.given.items()}
+        naming = Naming(self.options, keys, sources, self.search, targets=targets)
         # the layer that set each path: recipes count from 0 for the innermost, the command line comes last
         numbers: dict[Path | None, int] = {file: number for number, file in enumerate(self.files)}
         layers = {path: numbers.get(change.source, len(self.files)) for path, change in self.given.items()}

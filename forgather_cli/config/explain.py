@@ -14,7 +14,7 @@ from forgather_cli.config.mistakes import nearest
 from forgather_cli.config.options import Info, SearchPath, comment, groups, recipes, search_path
 from forgather_cli.config.paths import Setting, ending_with, settings
 from forgather_cli.config.recipe import read_recipe
-from forgather_cli.config.schema import Meaning
+from forgather_cli.config.schema import Meaning, Target
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_yaml
 
@@ -135,6 +135,8 @@ def _kind(part: Any) -> str:
         return "null"
     if part is bool:
         return "true or false"
+    if part is Target:
+        return "a function or class of yours by _target_"
     if isinstance(part, type) or get_origin(part):
         return _KINDS.get(get_origin(part) or part, "settings of its own")
     return str(part)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.bars import doing
 from forgather_cli.config.accelerate_file import launched_trainer
 from forgather_cli.config.builder import ConfigBuilder
 from forgather_cli.config.compose import compose, is_reference, plain
@@ -25,7 +26,7 @@ from forgather_cli.config.recipe import Recipe, read_recipe
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_text
-from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in, run_of, step_of
+from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in, resume_command, run_of, step_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ class Loaded:
     recipe_path: Path
     recipe_text: str
     overrides: tuple[str, ...]
+    option_files: dict[str, str]
+    """By setting: the user's file that names a part of their own (``_target_``)."""
 
 
+@doing("composing the config")
 def load_config(
     recipe: str | None, overrides: Sequence[str], *, config_dir: Path | None = None, cwd: Path | None = None
 ) -> Loaded:
@@ -69,7 +73,25 @@ def load_config(
                 f"{take}set learning_rate=2e-05 optimizer=adamw, or what you mean"
             ]
     config, tree, given, found = builder.build()
-    return Loaded(config, tree, given, (*notes, *found), source.name, source.path, source.text, tuple(overrides))
+    return Loaded(
+        config, tree, given, (*notes, *found), source.name, source.path, source.text, tuple(overrides),
+        _option_files(tree, builder, source.path),
+    )  # fmt: skip
+
+
+def _option_files(tree: dict[str, Any], builder: ConfigBuilder, recipe: Path | None = None) -> dict[str, str]:
+    """See ``Loaded``: the option's file, or the recipe, whichever has the class in it."""
+    found = {}
+    for group in GROUPS:
+        option = builder.options.get(group)
+        file = None if option is None else builder.search.option(group, option)
+        for path, value in walk(tree.get(group) or {}, group):
+            if path.endswith("._target_"):
+                files = (each for each in (file, recipe) if each is not None)
+                named = next((each for each in files if str(value) in read_text(each, ConfigError)), None)
+                if named is not None:
+                    found[path.removesuffix("._target_")] = str(named)
+    return found
 
 
 def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: Path) -> tuple[Recipe, ConfigBuilder]:
@@ -140,6 +162,7 @@ def _leave_behind(source: Recipe, parsed: Parsed, search: SearchPath) -> list[st
     return notes
 
 
+@doing("composing the config")
 def load_resumed(
     saved: Path,
     overrides: Sequence[str],
@@ -184,7 +207,9 @@ def load_resumed(
     name = str(tree.pop("recipe", "default"))
     builder = ConfigBuilder(search, OmegaConf.create(tree), options, name, parsed.chosen, problems)
     builder.apply_changes(parsed.changes)
-    return Loaded(*builder.build(), name, saved, read_text(saved, ConfigError), tuple(overrides))
+    config, tree, given, notes = builder.build()
+    files = RunDir(saved.parent).option_files() | _option_files(tree, builder)
+    return Loaded(config, tree, given, notes, name, saved, read_text(saved, ConfigError), tuple(overrides), files)
 
 
 def _trainer_of_accelerate(parsed: Parsed) -> str | None:
@@ -217,7 +242,7 @@ def reload_config(
     if is_checkpoint(run.root) or (not run.config.exists() and step_of(run.root) is not None):
         around = run_of(run.root)
         if around is not None and around.root != run.root.resolve():
-            raise ConfigError(f"{run.root}: is a checkpoint; give its run, forgather resume {around.root}")
+            raise ConfigError(f"{run.root}: is a checkpoint; give its run, {resume_command(around)}")
         further = f"forgather train model.path={run.root}"
         if not is_model_directory(model_in(run.root)):  # code of its run builds the model
             further = f"forgather train RECIPE resume_from_checkpoint={run.root} resume_components=[model]"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,6 +16,7 @@ from forgather_cli.config.paths import is_list, lookup, members, root_keys, sett
 from forgather_cli.config.schema import typed
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_text
+from forgather_cli.targets import free_arguments, import_target
 
 _SHORT = {
     "learning_rate": "lr max_lr peak_lr",
@@ -79,7 +82,8 @@ _MUST_BE = {
 class Naming:
     """How messages name a setting: as the user typed it, with the file it is in.
 
-    ``options``: group -> option; ``typed``: path -> key as typed; ``sources``: path -> the user's file that sets it.
+    ``options``: group -> option; ``typed``: path -> key as typed; ``sources``: path -> the user's file that sets it;
+    ``targets``: group -> class or function of the user's.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +92,7 @@ class Naming:
     search: SearchPath | None = None
     fields: tuple[str, ...] = ()
     """The names to suggest, where one settings class is decoded and no whole config."""
+    targets: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, path: str) -> str:
         """The path as it was typed: the key typed for it, or for a path above or below it."""
@@ -156,7 +161,7 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
         return f"{name}: must have {first['ctx']['max_length']} values, {got}; give fewer"
     if kind == "unexpected_keyword_argument":
         return unknown(path, naming)
-    if kind.startswith("union_tag"):
+    if kind.startswith("union_tag") and path in (*GROUPS, "callbacks"):
         got = f"got {_shown(value.get('type') if isinstance(value, dict) else value)}{naming.where(path)}"
         types = ", ".join(_types(path.rpartition(".")[2]))
         return f"{name}: an option names a _target_ or its type, {got}; types: {types}"
@@ -165,6 +170,8 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
         if error["type"] == "literal_error":
             wanted.append(str(error["ctx"]["expected"]).replace("'", ""))
             literals += re.findall(r"'([^']+)'", str(error["ctx"]["expected"]))
+        elif error["type"].startswith("union_tag"):
+            wanted.append("a mapping with a _target_")
         else:  # pydantic's "Input should be greater than 0", "Input should have ..."
             text = re.sub(r"^\w+ should (be|have) ", lambda m: "" if m[1] == "be" else "with ", error["msg"])
             wanted.append(_MUST_BE.get(error["type"], text))
@@ -210,7 +217,19 @@ def unknown(path: str, naming: Naming) -> str:
         return f"{name}: only forgather diloco server has this setting{where}; {remedy}"
     if naming.fields and "." not in path:
         return f"{name}: unknown setting;{did_you_mean(name, list(naming.fields)) or ' leave it out'}"
-    return f"{name}: unknown setting{where};{nearest(name) or ' forgather config show lists all'}"
+    own = _arguments(naming.targets) if "." not in path else {}
+    near = did_you_mean(name, own, own) or nearest(name)
+    return f"{name}: unknown setting{where};{near or ' forgather config show lists all'}"
+
+
+def _arguments(targets: Mapping[str, str]) -> dict[str, str]:
+    """What classes and functions of the user's take, by name: the setting."""
+    found: dict[str, str] = {}
+    for group, target in targets.items():
+        with suppress(ConfigError, TypeError, ValueError):  # it cannot be imported, or has no signature
+            parameters = inspect.signature(import_target(target, group)).parameters
+            found |= {name: f"{group}.{name}" for name in free_arguments(parameters, 0)}
+    return found
 
 
 def nearest(name: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, search_path
-from forgather_cli.config.paths import ending_with, lookup, root_keys
+from forgather_cli.config.paths import ending_with, lookup, root_keys, takes_target
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_yaml
 
@@ -137,7 +137,8 @@ def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
         if change.action == "add" and present and not isinstance(change.value, dict | list):
             return f"+{change.key}: is there already; leave the + out to change it"
         setting = lookup(path)  # in a mapping of free names, a misspelt one would silently become a new entry
-        if change.action == "set" and not present and setting is not None and setting.open and setting.path != path:
+        is_free = setting is not None and setting.open and setting.path != path and not takes_target(setting)
+        if change.action == "set" and not present and is_free:
             return f"{change.key}: nothing of that name there; write +{change.key}=... to add it"
         OmegaConf.update(cfg, path, change.value, merge=True, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:

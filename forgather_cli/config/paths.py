@@ -73,6 +73,11 @@ def values(annotation: Any) -> list[str]:
     return found
 
 
+def takes_target(setting: Setting) -> bool:
+    """It may be a class or function of the user's, whose signature says what may stand beside ``_target_``."""
+    return schema.Target in alternatives(setting.annotation)
+
+
 def is_list(annotation: Any) -> bool:
     return any(get_origin(kind) in (list, tuple) for kind in alternatives(annotation))
 
@@ -125,8 +130,9 @@ def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Sett
     for name, annotation in get_type_hints(cls, include_extras=True, localns=vars(schema)).items():
         if name not in own:
             continue
-        nested = [inner for inner in alternatives(annotation) if dataclasses.is_dataclass(inner)]
-        opened = bool(nested) or any(get_origin(inner) in (dict, list) for inner in alternatives(annotation))
+        kinds = alternatives(annotation)
+        nested = [inner for inner in kinds if dataclasses.is_dataclass(inner) and inner is not schema.Target]
+        opened = bool(nested) or schema.Target in kinds or any(get_origin(inner) in (dict, list) for inner in kinds)
         yield f"{prefix}{name}", Setting(f"{prefix}{name}", of, annotation, opened and not nested)
         for inner in nested:
             if isinstance(inner, type):

@@ -25,6 +25,11 @@ class Stage:
     has_head: bool
 
     @property
+    def layers(self) -> range:
+        """Their numbers in the whole model."""
+        return range(self.first_layer, self.last_layer + 1)
+
+    @property
     def num_layers(self) -> int:
         return self.last_layer - self.first_layer + 1
 
@@ -36,10 +41,14 @@ def stage_layout(settings: PipelineSettings, num_layers: int, world: int) -> lis
     ranks = world // settings.shard
     number = ranks * settings.stages_each
     counts = settings.split if settings.split != "auto" else _balanced(settings, num_layers, number)
+    own = settings.own_schedule
+    # stages go round the ranks; those of V schedules go back as they came
+    laps = [divmod(index, ranks) for index in range(number)]
+    rank_of = [ranks - 1 - place if settings.is_v_shaped and lap % 2 else place for lap, place in laps]
+    if own is not None:
+        rank_of = own.order(ranks, settings.stages_each, settings.n_microbatches).rank_of
     stages, first = [], 0
-    for index, count in enumerate(counts):
-        lap, place = divmod(index, ranks)  # stages go round the ranks; those of V schedules go back as they came
-        rank = ranks - 1 - place if settings.is_v_shaped and lap % 2 else place
+    for index, (count, rank) in enumerate(zip(counts, rank_of, strict=True)):
         stages.append(Stage(index, rank, first, first + count - 1, index == 0, index == number - 1))
         first += count
     return stages
@@ -62,8 +71,9 @@ def _balanced(settings: PipelineSettings, num_layers: int, number: int) -> list[
     return counts
 
 
-def bubble(settings: PipelineSettings, world: int) -> float:
-    """The share of its time that a rank waits, 0 to 1, of a schedule step with equal stages and free communication.
+def bubble(settings: PipelineSettings, world: int) -> float | None:
+    """The share of its time that a rank waits, 0 to 1, of a schedule step with equal stages and free communication;
+    None for a schedule of the user's that does not tell its order.
 
     Forward, gradient of the inputs and gradient of the weights count as one unit each, so a rank works 3 v m units;
     below is what comes on top. Sources: 1F1B and GPipe, Huang et al. 2019, arXiv:1811.06965; interleaved, Narayanan et
@@ -71,6 +81,8 @@ def bubble(settings: PipelineSettings, world: int) -> float:
     DualPipeV, the order of torch 2.13's schedules run through, which a test repeats.
     """
     m, v, p = settings.n_microbatches, settings.stages_each, world
+    if (own := settings.own_schedule) is not None:
+        return own.order(p, v, m).bubble
     if settings.schedule == "ZBVZeroBubble":
         waits = max(p - 1, 4 * (p - 1) - 2 * (m - 1))
     elif settings.schedule == "DualPipeV":
@@ -85,9 +97,10 @@ def bubble(settings: PipelineSettings, world: int) -> float:
 def layout_lines(settings: PipelineSettings, stages: Sequence[Stage], parameters: Sequence[int]) -> list[str]:
     """For people: the schedule with its bubble, then each stage; ``parameters`` are the stages' numbers of them."""
     ranks, total, shard = 1 + max(stage.rank for stage in stages), max(sum(parameters), 1), settings.shard
+    waits = bubble(settings, ranks)
     lines = [
         f"pipeline: schedule {settings.schedule}, {len(stages)} stages on {ranks * shard} ranks, "
-        f"{settings.n_microbatches} micro-batches, bubble {bubble(settings, ranks):.1%}"
+        f"{settings.n_microbatches} micro-batches{'' if waits is None else f', bubble {waits:.1%}'}"
     ]
     for stage, number in zip(stages, parameters, strict=True):
         first, last = stage.first_layer, stage.last_layer

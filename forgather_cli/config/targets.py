@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forgather_cli.config.schema import EVENTS, Config, Target
-from forgather_cli.errors import ConfigError, did_you_mean
-from forgather_cli.targets import import_target
+from forgather_cli.errors import ConfigError
+from forgather_cli.targets import argument_problem, import_target
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ _CALLS = {
     "lr_scheduler": _Call(("optimizer",)),
     "loss": _Call(offered=("num_items_in_batch",)),
     "callbacks": _Call(),
+    "model_splitter": _Call(("model", "stages")),
 }
 
 
@@ -46,9 +46,11 @@ def target_problems(config: Config) -> list[str]:
 
 def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
     for group, call in _CALLS.items():
-        option = getattr(config, group)
+        option = getattr(config, group, None)
         if isinstance(option, Target):
             yield group, option, call
+    if isinstance(splitter := getattr(config.trainer, "model_splitter", None), Target):
+        yield "model_splitter", splitter, _CALLS["model_splitter"]
     groups = {} if isinstance(config.optimizer, Target) else config.optimizer.groups
     for head, each in groups.items():
         if isinstance(each.optimizer, Target):
@@ -67,24 +69,7 @@ def _problem(where: str, target: Target, call: _Call) -> str | None:
     if where.startswith("callbacks.") and isinstance(factory, type) and not any(hasattr(factory, m) for m in methods):
         remedy = "give a class with methods for events: on_step_end, on_log, on_save, ..."
         return f"{where}._target_: is no callback, got {target.path}, which has a method for no event; {remedy}"
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # some C functions have none
-        return None
     positional = call.positional
     if where == "loss" and not isinstance(factory, type):
         positional = ("logits", "labels")  # a loss function is called as it stands, its arguments bound beforehand
-    parameters = signature.parameters
-    names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    taken = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    free = [name for name in names if name not in taken[: len(positional)]]
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    for key in () if takes_all else target.kwargs:
-        if key not in free:
-            known = f"{did_you_mean(key, free)} Arguments: {', '.join(free) or 'none'}"
-            return f"{where}.{key}: {target.path} takes no such argument;{known}"
-    given = {*target.kwargs, *call.offered}
-    for name in free:
-        if parameters[name].default is inspect.Parameter.empty and name not in given:
-            return f"{where}.{name}: {target.path} requires it; set {where}.{name}=..."
-    return None
+    return argument_problem(where, target.path, factory, target.kwargs, positional, call.offered)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import math
 import time
@@ -81,6 +80,8 @@ def request(
     entry: Entry, method: str, path: str, body: dict[str, Any] | None = None, *, patience: float = PATIENCE
 ) -> dict[str, Any]:
     """The document that the job answers with. Raises ControlError, Unreachable where nobody answers."""
+    import http.client
+
     token, end = entry.token(), time.monotonic() + patience
     headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
     while True:

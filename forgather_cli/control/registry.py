@@ -177,7 +177,7 @@ def resolve(word: str | None) -> Entry:
                 f"no job that takes commands is running on {socket.gethostname()}; name another by its run directory"
             )
         if word is None and len(alive) > 1:
-            raise ControlError(f"{len(alive)} jobs are running: {_listed(alive)}; name one of them, or latest")
+            raise ControlError(f"{len(alive)} jobs are running; name one of them, or latest:{_listed(alive)}")
         return alive[-1]
     known = entries()
     named = [entry for entry in known if entry.job_id == word]
@@ -187,7 +187,7 @@ def resolve(word: str | None) -> Entry:
     for candidates in (named, in_directory, beginning):
         alive = [entry for entry in candidates if entry.is_running is not False]
         if len(alive) > 1:
-            raise ControlError(f"{word}: {len(alive)} jobs begin with that: {_listed(alive)}; give more of the id")
+            raise ControlError(f"{word}: {len(alive)} jobs begin with that; give more of the id:{_listed(alive)}")
         if alive:
             return alive[0]
         if candidates:
@@ -197,7 +197,7 @@ def resolve(word: str | None) -> Entry:
                 "forgather control cleanup removes what it left"
             )
     alive = running()
-    there = f"; running: {_listed(alive)}" if alive else f", none is running on {socket.gethostname()}"
+    there = f"; these are running:{_listed(alive)}" if alive else f", none is running on {socket.gethostname()}"
     raise ControlError(f"{word}: no such job{there}")
 
 
@@ -252,8 +252,9 @@ def _text(path: Path) -> str:
 
 
 def _listed(found: list[Entry]) -> str:
-    newest = ", ".join(f"{entry.job_id} in {shown(entry.run_dir)}" for entry in found[-5:])
-    return f"{newest} and {len(found) - 5} more" if len(found) > 5 else newest
+    """A line for each of the newest jobs, with its directory."""
+    newest = "".join(f"\n  {entry.job_id}  {shown(entry.run_dir)}" for entry in found[-5:])
+    return f"{newest}\n  and {len(found) - 5} more" if len(found) > 5 else newest
 
 
 def new_job_id(pid: int) -> str:

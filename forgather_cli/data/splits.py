@@ -11,7 +11,7 @@ from forgather_cli.config.schema import DataTarget, Target
 from forgather_cli.data.cache import digest
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.errors import DataError
-from forgather_cli.targets import import_target
+from forgather_cli.targets import import_target, make
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def custom_data(option: Target, model_path: str | None = None) -> DataSplits:
 
     Without ``tokenizer`` and ``vocab_size`` the tokenizer is that of the model's directory, if there is one.
     """
-    made = import_target(option.path, "data")(**option.kwargs)
+    made = make(import_target(option.path, "data"), "data", option.path, **option.kwargs)
     if not isinstance(made, DataSplits):
         made = _splits_of(option, made, model_path)
     if isinstance(option, DataTarget):

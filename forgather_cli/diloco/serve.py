@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import socket
 import ssl
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from forgather_cli.config.schema import Config, DilocoServerSettings
 from forgather_cli.diloco.global_model import GlobalModel
 from forgather_cli.diloco.server import Server
 from forgather_cli.errors import SetupError
+from forgather_cli.folding import tell
 from forgather_cli.input_files import read_text, write_whole
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import ExitStatus
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, shown
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +95,11 @@ def _tell(settings: DilocoServerSettings, run: RunDir, port: int, token_file: Pa
     """Print where the server is and what a worker types."""
     host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
     scheme = "https://" if settings.tls_certificate else ""
-    print(f"run      {run.root}")
-    print(f"server   {scheme}{host}:{port}, waits for {settings.workers} workers")
-    print(f"token    {token_file}")
-    print(f"worker   DILOCO_TOKEN=$(cat {token_file}) forgather diloco worker RECIPE --server {scheme}{host}:{port}")
-    print(f"status   forgather diloco status {run.root}", flush=True)
+    token = shlex.quote(shown(token_file))
+    tell(f"run      {shown(run.root)}")
+    tell(f"server   {scheme}{host}:{port}, waits for {settings.workers} workers")
+    tell(f"token    {shown(token_file)}")
+    tell(f"worker   DILOCO_TOKEN=$(cat {token}) forgather diloco worker RECIPE --server {scheme}{host}:{port}")
+    tell(f"status   forgather diloco status {shlex.quote(shown(run.root))}")
     if settings.insecure and not settings.tls_certificate:
         log.warning("diloco.insecure=true: token and weights travel in the clear; use it in a network that you trust")

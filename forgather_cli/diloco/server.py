@@ -28,11 +28,12 @@ from forgather_cli.diloco.ledger import Closed, keep_lines, read_ledger, write_l
 from forgather_cli.diloco.registry import Registry
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.errors import SetupError, TrainingError
+from forgather_cli.folding import tell
 from forgather_cli.http_server import serving
 from forgather_cli.input_files import read_json_object
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import DONE, STOPPED, ExitStatus, Kind, done, write_exit_record
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, resume_command, shown
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -113,7 +114,8 @@ class Server:
                 await self._bid_farewell()
                 number = rounds.line.round if rounds.line else 0
                 if rounds.finished:
-                    print(f"\n{rounds.finished}; raise it to go on\nnewest   {self._run.checkpoint(self._model.saved)}")
+                    newest = shown(self._run.checkpoint(self._model.saved))
+                    tell(f"\n{rounds.finished}; raise it to go on\nnewest   {newest}")
                     return done(0, rounds.finished)
                 return ExitStatus(0, Kind.STOPPED, DONE, f"stopped by a command after {number} rounds")
             if self._service.wants_save:
@@ -206,7 +208,7 @@ class Server:
         await self._save()
         if (line := self._rounds.line) is not None and self._model.saved != line.round:
             what = f"round {line.round} could not be saved (see above), but what it was made of is kept"
-            raise TrainingError(f"{what}; make room, then forgather resume {self._run.root}")
+            raise TrainingError(f"{what}; make room, then {resume_command(self._run)}")
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of what takes long; a signal is acknowledged meanwhile, and acted on afterwards."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forgather_cli.checkpoint.format import TensorSpec
 from forgather_cli.checkpoint.tensors import Weights, dtype_of, main_dtype
+from forgather_cli.data.chat.ends import as_eos, write_generation_config
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.encoding import DTYPES
 from forgather_cli.errors import ModelError
@@ -143,15 +144,12 @@ def write_configs(
     pad = config.get("pad_token_id")
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": stop[0] if len(stop) == 1 else stop or None,
+        "eos_token_id": as_eos(stop),
         "pad_token_id": tokenizer.pad_token_id if pad is None else pad,
     }
     known = {key: value for key, value in ids.items() if value is not None}
     write_json(directory / "config.json", {**config, **known})
-    path = directory / "generation_config.json"
-    generation = read_json_object(path, ModelError) if path.exists() else {}
-    generation.pop("_from_model_config", None)  # it says: derived from config.json, to be made anew
-    write_json(path, {**generation, **known})
+    write_generation_config(directory, known)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

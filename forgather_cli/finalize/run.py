@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 import forgather_cli
-from forgather_cli.bars import Bar
+from forgather_cli.bars import Bar, doing
 from forgather_cli.checkpoint.files import check_absent, hash_range, new_directory, remove
 from forgather_cli.checkpoint.tensors import Weights, write_weights
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_untrusted
 from forgather_cli.config.schema import Config, QATSettings
+from forgather_cli.data.chat.ends import end_of_turn, stop_tokens
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import DataError
@@ -46,10 +47,8 @@ from forgather_cli.finalize.tokens import (
     NewToken,
     add_to_tokenizer,
     check_new,
-    end_of_turn,
     read_chat_template,
     read_new_tokens,
-    stop_tokens,
     write_chat_template,
 )
 from forgather_cli.input_files import read_json_object
@@ -112,6 +111,7 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
     return report
 
 
+@doing("reading the source")
 def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say) -> Job:
     """Find, verify and check everything that can be known before anything is written."""
     check_absent(destination)
@@ -173,14 +173,15 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
     found = job.chosen.model(directory / _AVERAGE)
     tensors = job.conversion(found.directory)
     stored = Weights(found.directory).dtype
-    sample = choose_sample(
-        options.text,
-        job.config,
-        job.tokenizer,
-        num_positions(job.model_config),
-        job.untrusted,
-        is_paired=job.is_encoder_decoder,
-    )
+    with doing("reading the text to compare on"):
+        sample = choose_sample(
+            options.text,
+            job.config,
+            job.tokenizer,
+            num_positions(job.model_config),
+            job.untrusted,
+            is_paired=job.is_encoder_decoder,
+        )
     say(f"measuring the source on {sample.num_tokens:,} tokens ({sample.origin})")
     rounding = tensors.dtype if options.dtype is not None and tensors.dtype != stored else None
     shared = job.vocab.before if job.vocab.added else int(job.model_config.get("vocab_size") or job.vocab.before)
@@ -237,7 +238,7 @@ def _write(
     if job.chat_template is not None:
         write_chat_template(directory, job.chat_template)
     try:
-        ending = end_of_turn(directory)
+        ending = end_of_turn(directory, load_tokenizer(str(directory)))
     except DataError as error:
         if job.chat_template is not None:
             raise DataError(f"--chat-template: {job.options.chat_template}: {error}") from error

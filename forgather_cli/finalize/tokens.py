@@ -1,4 +1,4 @@
-"""Tokens to add to a vocabulary: the file that names them, the tokenizer they go into, and where answers end."""
+"""Tokens to add to a vocabulary: the file that names them, the tokenizer they go into, and its chat template."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.data.chat.template import ChatTemplate
-from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer
-from forgather_cli.errors import DataError, ModelError
+from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.errors import DataError
 from forgather_cli.finalize.options import read_given
 from forgather_cli.input_files import parse_json, read_json_object
-
-_ANSWER = "forgather answers"
 
 
 @dataclass(frozen=True)
@@ -140,32 +138,3 @@ def write_chat_template(directory: Path, text: str) -> None:
         settings = read_json_object(config, DataError)
         if settings.pop("chat_template", None) is not None:
             config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def end_of_turn(directory: Path) -> str | int | None:
-    """Where an answer ends by the chat template of ``directory``: the id of a token, or the text that is not one token.
-
-    None without a template, or where only the text of the next turn tells. Raises DataError.
-    """
-    template = ChatTemplate.of(directory)
-    if template is None:
-        return None
-    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
-    text, spans = template.render_spans(conversation)
-    turn = text[slice(*spans[-1])] if spans else text
-    end = turn[turn.rfind(_ANSWER) + len(_ANSWER) :].strip() if _ANSWER in turn else ""
-    if not end:
-        return None
-    ids = FileTokenizer(directory).encode(end)
-    return ids[0] if len(ids) == 1 else end
-
-
-def stop_tokens(directory: Path, tokenizer: Tokenizer, ending: str | int | None) -> list[int]:
-    """Ids that end a text: the tokenizer's end, those the model came with, and the end of a turn."""
-    known = [tokenizer.eos_token_id]
-    path = directory / "generation_config.json"
-    if path.exists():
-        given = read_json_object(path, ModelError).get("eos_token_id")
-        known += given if isinstance(given, list) else [given]
-    known.append(ending if isinstance(ending, int) else None)
-    return list(dict.fromkeys(token for token in known if isinstance(token, int)))

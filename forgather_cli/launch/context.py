@@ -51,6 +51,10 @@ class RankContext:
             self.rendezvous = Rendezvous(self.place, self.rendezvous_folder)
         return self.rendezvous
 
+    def meet(self, what: str) -> str | Callable[[], str]:
+        """For ``doing``, before something that all ranks do together: which of them are not there yet."""
+        return what if self.rendezvous is None else self.rendezvous.meet(what)
+
     def stepped(self, step: int) -> None:
         """A step is done. The first one shows that settings, data and model are sound: a run set aside goes then.
 

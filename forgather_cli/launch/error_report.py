@@ -5,10 +5,13 @@ A traceback is shown for errors that are not made for users, and for those of us
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from typing import IO, TYPE_CHECKING
 
 from forgather_cli.errors import ConfigError, ForgatherError
+from forgather_cli.folding import fold
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 
 if TYPE_CHECKING:
@@ -28,18 +31,18 @@ def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_na
     stream = stream or sys.stderr
     if status.kind == Kind.ERROR and rank_named:
         print(f"rank {status.rank} failed:", file=stream)
-    if status.traceback and status.kind in (Kind.ERROR, Kind.MISTAKE):
-        lines = status.traceback.rstrip().splitlines()
-        left_out = len(lines) - _SCREEN
-        if left_out > 0:
-            lines[3 : 3 + left_out] = [f"  ... {left_out} lines, which are in the log ..."]
-        print("\n".join(lines), file=stream, flush=True)
     if status.kind == Kind.CUT:
         print(status.message, file=stream, flush=True)
     elif status.kind != Kind.ERROR:
         named = rank_named and status.kind == Kind.MISTAKE and status.code == FAILED
         message = f"rank {status.rank}: {status.message}" if named else status.message
         _report([message] if named else list(status.problems) or [message], stream)
+    if status.traceback and status.kind in (Kind.ERROR, Kind.MISTAKE):
+        lines = status.traceback.rstrip().splitlines()
+        left_out = len(lines) - _SCREEN
+        if left_out > 0:
+            lines[3 : 3 + left_out] = [f"  ... {left_out} lines, which are in the log ..."]
+        print("\n".join(lines), file=stream, flush=True)
 
 
 def _report(problems: list[str], stream: IO[str]) -> None:
@@ -48,27 +51,21 @@ def _report(problems: list[str], stream: IO[str]) -> None:
         print(f"error: {head}", *(f"  - {problem}" for problem in rest), sep="\n", file=stream, flush=True)
         return
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(file=stream, highlight=False)
-    console.print(Text("error: ", style="bold red"), _styled(head), sep="")
-    table = Table.grid(padding=(0, 1))
-    for problem in rest:
-        table.add_row(Text("  •", style="red"), _styled(problem))
-    if rest:
-        console.print(table)
+    for problem, begin in ((head, "error: "), *((problem, "  • ") for problem in rest)):
+        console.print(_styled(problem, begin), soft_wrap=True)
 
 
-def _styled(problem: str) -> Text:
-    """The setting in bold, what to do in green."""
+def _styled(problem: str, begin: str) -> Text:
+    """The rows of a problem in a terminal: its beginning in red, the setting in bold, what to do in green."""
     from rich.text import Text
 
-    text = Text(problem)
-    setting, colon, _ = problem.partition(": ")
-    if colon and " " not in setting:
-        text.stylize("bold", 0, len(setting))
-    todo = problem.rfind("; ")
-    if todo >= 0:
-        text.stylize("green", todo + 2)
+    below = "    " if begin.startswith(" ") else ""
+    text = Text("\n".join(fold(begin + problem, shutil.get_terminal_size().columns, below)))
+    text.stylize("bold red", 0, len(begin))
+    if setting := re.compile(r"\S+:(?=\s)").match(text.plain, len(begin)):
+        text.stylize("bold", setting.start(), setting.end() - 1)
+    if todo := re.search(r".*;\s", text.plain, re.DOTALL):
+        text.stylize("green", todo.end())
     return text

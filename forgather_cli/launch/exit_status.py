@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import shlex
+import re
 import signal
+import sysconfig
 import time
 import traceback
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from forgather_cli.errors import (
@@ -20,6 +22,7 @@ from forgather_cli.errors import (
     DivergenceError,
     ForgatherError,
     OutOfMemoryError,
+    PartError,
     SetupError,
     too_few_descriptors,
 )
@@ -59,6 +62,13 @@ class Kind(StrEnum):
 _CAUSES = (Kind.MISTAKE, Kind.ERROR, Kind.CUT, Kind.UNHEEDED, Kind.KILLED)
 _DEPTH = {**dict.fromkeys(_CAUSES, 0), Kind.STUCK: 1, Kind.WAITED: 2, Kind.LOST: 3, Kind.TOLD: 4}
 """Of failures: the higher, the more it needs another rank's failure to explain it."""
+
+
+_NOT_USERS = re.compile(
+    rf"{re.escape(str(Path(__file__).parents[1]))}/|.*-packages/torch(data)?/"
+    rf"|{re.escape(sysconfig.get_path('stdlib'))}/(?!.*-packages/)|<frozen "
+)
+"""Files of code that is not the user's: ours, Python's and torch's."""
 
 
 @dataclass(frozen=True)
@@ -135,18 +145,29 @@ def from_error(rank: int, error: BaseException) -> ExitStatus:
     if not isinstance(error, ForgatherError):
         text = "".join(traceback.format_exception(error))
         return ExitStatus(rank, Kind.ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=text)
-    users = error.__cause__ if isinstance(error, CallbackError) else None  # who will want to mend it
+    users = error.__cause__ if isinstance(error, CallbackError | PartError) else None  # who will want to mend it
     return ExitStatus(
         rank,
         Kind.MISTAKE,
         error.exit_code,
         str(error),
         problems=tuple(error.problems) if isinstance(error, ConfigError) else (),
-        traceback="".join(traceback.format_exception(users)) if users else "",
+        traceback=_of_users(users) if users else "",
         diverged=isinstance(error, DivergenceError),
         batch=error.batch if isinstance(error, OutOfMemoryError) else None,
         smaller_batch=error.smaller_batch if isinstance(error, OutOfMemoryError) else None,
     )
+
+
+def _of_users(error: BaseException) -> str:
+    """The traceback of an error in a part of the user's own, from where their code begins, or that of a data loader's
+    worker, which its message has; empty where it was in no code of theirs."""
+    begins = error.__traceback__
+    while begins is not None and _NOT_USERS.match(begins.tb_frame.f_code.co_filename):
+        begins = begins.tb_next
+    if begins is None:
+        return str(error).partition("Original ")[2]
+    return "".join(traceback.format_exception(type(error), error, begins))
 
 
 def done(rank: int, reason: str = "done") -> ExitStatus:
@@ -213,11 +234,6 @@ def write_exit_record(run: RunDir, state: State, code: int, reason: str, step: i
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = ExitRecord(state, code, reason, newest_step(run) if step is None else step, now)
     write_whole(run.exit, json.dumps(asdict(record)) + "\n")
-
-
-def resume_command(run: RunDir) -> str:
-    """The command that resumes a run."""
-    return f"forgather resume {shlex.quote(str(run.root))}"
 
 
 def read_exit_record(run: RunDir) -> ExitRecord | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, NoReturn, cast
 
-from forgather_cli.errors import TrainingError
+from forgather_cli.errors import CallbackError, PartError, TrainingError
 from forgather_cli.launch import signals
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.error_report import report_failure
@@ -35,6 +35,7 @@ from forgather_cli.launch.stacks import (
     standings_of_all,
     waits_for_others,
 )
+from forgather_cli.run_dir import name_file
 
 ANSWER = 3.0
 """Seconds in which the ranks' store answers, or counts as gone."""
@@ -53,6 +54,8 @@ def status_of(rank: RankContext, error: BaseException) -> ExitStatus:
     what fails without a run directory only that is told.
     """
     number = rank.place.rank
+    if isinstance(error, PartError | CallbackError) and rank.run is not None:
+        name_file(error, rank.run.option_files())
     if rank.step is not None and rank.run is not None:
         try:
             check_in_place(rank.run)

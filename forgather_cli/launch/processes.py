@@ -122,23 +122,45 @@ def is_running(pid: int) -> bool:
 
 _OWNER = "owner"
 """File of a folder whose owner is to remove it; made once the owner holds the folder."""
+_OF_TORCHRUN = "torchelastic_"
 
 
 @contextlib.contextmanager
 def temporary_folder(name: str) -> Iterator[Path]:
-    """A folder that only this user may read, until the end. Those of this user whose owners were killed go now, and
-    at the end those of ranks that were.
-    """
-    remove_abandoned()
+    """A folder that only this user may read, until the end."""
     folder = Path(tempfile.mkdtemp(prefix=f"forgather-{name}-"))
+    with owned(folder):
+        yield folder
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Remove the folder at the end, or with a later command where this process is killed. Those of this user whose
+    owners were killed go now, and at the end those of ranks that were. Raises OSError if another process owns it.
+    """
     with _locked(folder):
         (folder / _OWNER).touch(mode=0o600)
+        remove_abandoned()
         try:
-            yield folder
+            yield
         finally:
             if (folder / _OWNER).exists():
                 shutil.rmtree(folder, ignore_errors=True)
             remove_abandoned()
+
+
+def torchrun_folder(error_file: str | None) -> Path | None:
+    """The folder in TMPDIR that torchrun has made for what its ranks print, if they print nothing there: it leaves it,
+    however it ends, and makes it again where it needs it (torch 2.13, ``DefaultLogsSpecs``).
+
+    ``error_file``: FOLDER/JOB/attempt_0/0/error.json, which torchrun tells each rank (TORCHELASTIC_ERROR_FILE).
+    """
+    parents = Path(error_file or "").parents
+    if len(parents) < 4 or parents[3].parent != Path(tempfile.gettempdir()):
+        return None
+    folder = parents[3]
+    is_empty = not any(path.is_file() for path in folder.rglob("*") if path.name != _OWNER)
+    return folder if folder.name.startswith(_OF_TORCHRUN) and is_empty else None
 
 
 def remove_abandoned() -> None:
@@ -150,9 +172,10 @@ def remove_abandoned() -> None:
 def abandoned_folders() -> list[Path]:
     """This user's temporary folders whose owners were killed."""
     found = []
-    for owner in Path(tempfile.gettempdir()).glob(f"forgather-*/{_OWNER}"):
-        with contextlib.suppress(OSError), _locked(owner.parent):
-            found.append(owner.parent)
+    for prefix in ("forgather-", _OF_TORCHRUN):
+        for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER}"):
+            with contextlib.suppress(OSError), _locked(owner.parent):
+                found.append(owner.parent)
     return found
 
 

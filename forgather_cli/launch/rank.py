@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.bars import doing
 from forgather_cli.config.schema import Config, SingleSettings
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch import failures, hang
@@ -105,19 +106,21 @@ def _process_group(config: Config, rank: RankContext) -> Iterator[None]:
     if isinstance(config.trainer, SingleSettings):
         yield
         return
-    import torch
-    import torch.distributed as dist
+    with doing("importing torch"):
+        import torch
+        import torch.distributed as dist
 
-    from forgather_cli.distributed import init_process_group
+        from forgather_cli.distributed import init_process_group
 
-    record_collectives()
-    place, rendezvous = rank.place, rank.rendezvous
-    store: Any = dist.HashStore() if rendezvous is None else rendezvous.group_store()  # type: ignore[attr-defined]
-    on_cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    one_node = place.local_size == place.size
-    init_process_group(
-        on_cuda, config.hang_timeout, one_node=one_node, store=store, rank=place.rank, world_size=place.size
-    )
+        record_collectives()
+        place, rendezvous = rank.place, rank.rendezvous
+        store: Any = dist.HashStore() if rendezvous is None else rendezvous.group_store()  # type: ignore[attr-defined]
+        on_cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+        one_node = place.local_size == place.size
+        with doing(rank.meet("connecting the ranks")):
+            init_process_group(
+                on_cuda, config.hang_timeout, one_node=one_node, store=store, rank=place.rank, world_size=place.size
+            )
     if rendezvous is not None:
         rendezvous.all_here()
     try:
@@ -132,6 +135,7 @@ def _process_group(config: Config, rank: RankContext) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ what rank 0 shares
 
 
+@doing("waiting for rank 0 to say what to train")
 def wait_for_start(rank: RankContext) -> Start:
     """Wait for the run directory and config that rank 0 shares. Raises SetupError if this node does not see them."""
     rendezvous = rank.connect()

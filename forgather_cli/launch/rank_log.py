@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
+from forgather_cli.folding import folded
+
 _GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file: the lines are lost, and there may be room again
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
@@ -159,6 +161,10 @@ class _CurrentStderr(logging.StreamHandler[Any]):
 
     @stream.setter
     def stream(self, value: Any) -> None: ...
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.exc_info else folded(text, self.stream)
 
 
 @contextlib.contextmanager

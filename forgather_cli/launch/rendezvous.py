@@ -23,7 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from forgather_cli.errors import SetupError
+from forgather_cli.bars import doing
+from forgather_cli.errors import SetupError, ranks_named
 from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 from forgather_cli.launch.place import Place
@@ -89,6 +90,18 @@ class Rendezvous:
 
     def _say_where(self) -> None:
         self.store.set(f"place/{self._place.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+
+    def meet(self, what: str) -> Callable[[], str]:
+        """Tell the others that this rank is about to do ``what`` with all of them. What is returned says which ranks it
+        waits for.
+        """
+        self.store.set(f"meets/{what}/{self._place.rank}", "1")
+
+        def awaited() -> str:
+            missing = [rank for rank in range(self._place.size) if self.store.get(f"meets/{what}/{rank}") is None]
+            return f"{what}: waiting for {ranks_named(missing)}" if missing else what
+
+        return awaited
 
     def all_here(self) -> None:
         """All ranks are connected and know the secret: from now on only signed messages count."""
@@ -344,11 +357,13 @@ def within(seconds: float, call: Callable[[], _T]) -> _T | None:
 
 
 def _connect(place: Place, *, offer: bool = False) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     timeout = timedelta(seconds=_CONNECT)
     try:
-        return TCPStore(place.address, place.port, is_master=offer, timeout=timeout, wait_for_workers=False)
+        with doing("importing torch"):
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            with doing(f"waiting for rank 0 at {place.address}:{place.port}"):
+                return TCPStore(place.address, place.port, is_master=offer, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         where = f"{place.address}:{place.port}"
         if offer and "EADDRINUSE" in str(error):

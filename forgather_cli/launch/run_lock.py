@@ -17,9 +17,10 @@ from typing import Any
 
 from forgather_cli import __version__
 from forgather_cli.errors import SetupError, TrainingError
+from forgather_cli.folding import tell
 from forgather_cli.input_files import write_whole
-from forgather_cli.launch.exit_status import MISTAKE, ExitStatus, Kind, newest_step, resume_command, write_exit_record
-from forgather_cli.run_dir import RunDir
+from forgather_cli.launch.exit_status import MISTAKE, ExitStatus, Kind, newest_step, write_exit_record
+from forgather_cli.run_dir import RunDir, resume_command, shown
 
 _HIDDEN = ".before-"
 _HELD: dict[int, Path] = {}
@@ -81,8 +82,8 @@ class RunLock:
         run = self.run
         if run.is_used() and not (resume or overwrite):
             raise SetupError(
-                f"output_dir: {run.root} already holds a run; resume it with {resume_command(run)} (in a script: "
-                "resume_from_checkpoint=true), choose another one, or delete it by overwrite_output_dir=true"
+                f"output_dir: {shown(run.root)} already holds a run; resume it with {resume_command(run)} (in a "
+                "script: resume_from_checkpoint=true), choose another one, or delete it by overwrite_output_dir=true"
             )
         with _writing(run.root):
             if run.is_used() and overwrite:
@@ -192,8 +193,8 @@ def check_in_place(run: RunDir) -> None:
     """Raise TrainingError if the directory of a job that trains is not there any more. Costs microseconds."""
     if not run.lock.exists():
         raise TrainingError(
-            f"{run.root}: was removed or moved while this run trained in it, so it ends, and saves nothing more; if it "
-            "was moved, forgather resume goes on with it where it is now"
+            f"{shown(run.root)}: was removed or moved while this run trained in it, so it ends and saves nothing more; "
+            "if it was moved, forgather resume goes on with it where it is now"
         )
 
 
@@ -219,10 +220,8 @@ def restore_overwritten(run: RunDir) -> None:
             _restore_overwritten(run)
     finally:
         _give_back(lock)
-    print(
-        f"{run.root}: overwrite_output_dir=true was cut off before its first step: this is the run from before it",
-        file=sys.stderr,
-    )
+    what = "overwrite_output_dir=true was cut off before its first step: this is the run from before it"
+    tell(f"{shown(run.root)}: {what}", sys.stderr)
 
 
 def is_held(run: RunDir) -> bool:
@@ -355,8 +354,8 @@ def _give_back(lock: int) -> None:
 
 def _held_by(run: RunDir, holder: str) -> SetupError:
     return SetupError(
-        f"output_dir: {run.root} is being written by another job ({holder.strip() or 'unknown process'}); wait for it "
-        "or choose another one"
+        f"output_dir: {shown(run.root)} is being written by another job ({holder.strip() or 'unknown process'}); wait "
+        "for it or choose another one"
     )
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -30,6 +30,7 @@ from forgather_cli.config.schema import (
     Target,
 )
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
+from forgather_cli.folding import tell
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
@@ -40,18 +41,17 @@ from forgather_cli.launch.exit_status import (
     ExitStatus,
     Kind,
     read_exit_record,
-    resume_command,
 )
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.memory import check_memory
 from forgather_cli.launch.place import Place, enter
-from forgather_cli.launch.processes import leave_now, remove_abandoned
+from forgather_cli.launch.processes import leave_now, owned, remove_abandoned, torchrun_folder
 from forgather_cli.launch.rank import Start, Work, run_rank, wait_for_start
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.supervise import Supervisor
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, resume_command, shown
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -78,7 +78,7 @@ def launch(loaded: Loaded, work: Work) -> int:
     root = output_dir(loaded)
     loaded = choose_precision(loaded, RunDir(root))
     if layout.nodes == 1 and (reason := _nothing_left(RunDir(root), loaded)) is not None:
-        print(f"nothing left to train: {reason}; raise max_steps or num_train_epochs to train further")
+        tell(f"nothing left to train: {reason}; raise max_steps or num_train_epochs to train further")
         return DONE
     with RunLock(root) as held:
         config, path = _begin(held, loaded, layout)
@@ -127,6 +127,9 @@ def join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir | 
     enter(place)
     rank = RankContext(place, run=run)
     with ExitStack() as stack:
+        if place.local_rank == 0 and (folder := torchrun_folder(os.environ.get("TORCHELASTIC_ERROR_FILE"))) is not None:
+            with suppress(OSError):  # another command has just removed it
+                stack.enter_context(owned(folder))
 
         def begin(rank: RankContext) -> Start:
             loaded = compose()
@@ -173,7 +176,7 @@ def launch_ranks(
     if status.failed and status.smaller_batch is None:
         report_failure(status, rank_named=layout.world > 1)
     if status.kind == Kind.ERROR and run is not None:
-        print(f"the log of rank {status.rank} is {run.rank_log(status.rank)}", file=sys.stderr, flush=True)
+        tell(f"the log of rank {status.rank} is {shown(run.rank_log(status.rank))}", sys.stderr)
     return status
 
 
@@ -193,8 +196,7 @@ def _find_batch_size(
     tried = False
     while (size := status.smaller_batch) is not None:
         tried, was = True, status.batch
-        print(f"\n{name}: out of memory with {was} sequences at a time; starting again with {size}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        tell(f"\n{name}: out of memory with {was} sequences at a time; starting again with {size}", sys.stderr)
         steps = None  # follows from global_batch_size
         if config.global_batch_size is None:
             steps = config.per_device_train_batch_size * (config.gradient_accumulation_steps or 1) // size
@@ -212,7 +214,7 @@ def _find_batch_size(
         status = train_once(config)
     if tried and not status.failed:
         size = config.per_device_train_batch_size
-        print(f"{name}: found per_device_train_batch_size={size}, which forgather resume uses too", flush=True)
+        tell(f"{name}: found per_device_train_batch_size={size}, which forgather resume uses too")
     return status
 
 
@@ -244,7 +246,7 @@ def choose_precision(loaded: Loaded, run: RunDir) -> Loaded:
     config = replace(loaded.config, precision=option)
     if problems := rule_problems(config):
         raise ConfigError([f"{problem} (precision=auto is {option.type} here)" for problem in problems])
-    print(f"precision=auto: {option.type} ({why})", flush=True)
+    tell(f"precision=auto: {option.type} ({why})")
     return replace(loaded, config=config, tree={**loaded.tree, "precision": to_tree(option)})
 
 
@@ -293,7 +295,7 @@ def _begin(
     from forgather_cli.config.decode import dump_saved
 
     for note in loaded.notes:
-        print(note, flush=True)
+        tell(note)
     root = held.run.root
     config = replace(loaded.config, output_dir=str(root))
     path = held.prepare(
@@ -319,6 +321,7 @@ def origin_of(loaded: Loaded) -> dict[str, Any]:
         "recipe_path": str(loaded.recipe_path) if loaded.recipe_path else None,
         "overrides": [hidden(each) for each in loaded.overrides],
         "directory": str(Path.cwd()),
+        "option_files": loaded.option_files,
         "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         "recipe_text": hidden(loaded.recipe_text),
     }
@@ -333,7 +336,7 @@ def _conclude_run(held: RunLock, status: ExitStatus) -> None:
     if kept:
         how = "" if status.failed else f"{status.message}; "
         stream = sys.stderr if status.code == FAILED else sys.stdout
-        print(f"\n{how}to resume from step {kept[-1].step}:\n{resume_command(held.run)}", file=stream, flush=True)
+        tell(f"\n{how}to resume from step {kept[-1].step}:\n{resume_command(held.run)}", stream)
 
 
 # ----------------------------------------------------------------------------------------- checks before ranks start

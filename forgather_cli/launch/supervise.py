@@ -9,9 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
-from forgather_cli.errors import SetupError
+from forgather_cli.bars import doing
+from forgather_cli.errors import SetupError, ranks_named
+from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import FAILED, MISTAKE, ExitStatus, Kind, cut, done, first_cause, killed
 from forgather_cli.launch.job import Attempt, Job
 from forgather_cli.launch.layout import Layout
@@ -50,6 +53,7 @@ class Supervisor:
         self._silent: set[int] = set()
         """Ranks that were killed because they did not end by themselves."""
         self._attempts_seen = 1
+        self._has_imported, self._is_starting = False, True
 
     def run(self, config: Path | None) -> ExitStatus:
         """Run the ranks on the config file ``config``; returns how the job ended, with the cause where it failed."""
@@ -58,22 +62,40 @@ class Supervisor:
             try:
                 from forgather_cli.launch.agent import run_agent
 
+                self._has_imported = True
                 self._agent_codes = run_agent(self._layout, self._job, config)
             except BaseException as error:  # the edge of the thread
                 self._agent_error = error
 
         agent = threading.Thread(target=run, name="forgather-agent", daemon=True)
-        with handle_signals(self._on_signal, (*STOP_SIGNALS, signal.SIGUSR2)):
+        with handle_signals(self._on_signal, (*STOP_SIGNALS, signal.SIGUSR2)), ExitStack() as starting:
+            starting.enter_context(doing(self._awaited))
             agent.start()
             while agent.is_alive():
                 agent.join(_INTERVAL)
                 self._check_ranks()
+                if self._is_starting and not self._absent():
+                    self._is_starting = False
+                    starting.close()  # ranks speak for themselves
         return self._status()
 
     # ------------------------------------------------------------------------------------------------------- the ranks
 
     def _attempt(self) -> Attempt:
         return self._job.attempt(max(0, self._job.attempts() - 1))
+
+    def _absent(self) -> list[int]:
+        """Ranks of this node that have not begun."""
+        first = self._layout.node * self._layout.ranks_per_node
+        return sorted({*range(first, first + self._layout.ranks_per_node)} - self._attempt().pids().keys())
+
+    def _awaited(self) -> str:
+        """What this launcher waits for."""
+        if not self._has_imported:
+            return "importing torch to start the ranks"
+        if self._job.attempts() == 0 and self._layout.nodes > 1:
+            return f"waiting for all {self._layout.nodes} nodes at {self._layout.endpoint}"
+        return f"waiting for {ranks_named(self._absent())} to begin"
 
     def _check_ranks(self) -> None:
         """Note which ranks are gone, report a restart, and kill ranks that do not end by themselves."""
@@ -83,7 +105,7 @@ class Supervisor:
             reason = cause.message if cause is not None else "a rank failed"
             rank_of = f"rank {cause.rank}: " if cause is not None and cause.kind in (Kind.MISTAKE, Kind.ERROR) else ""
             restart = f"restart {attempts - 1} of {self._layout.restarts}, from the newest checkpoint"
-            print(f"\n{restart}: {rank_of}{reason}", file=sys.stderr, flush=True)
+            tell(f"\n{restart}: {rank_of}{reason}", sys.stderr)
             self._attempts_seen = attempts
             self._gone_at, self._failed_at, self._all_ended_at, self._silent = {}, None, None, set()
         attempt, now = self._attempt(), time.time()

@@ -20,12 +20,12 @@ from forgather_cli.loss.losses import (
     UserLoss,
     loss_and_outputs,
 )
-from forgather_cli.loss.model_io import model_kwargs, model_logits
+from forgather_cli.loss.model_io import inputs_of_generation, model_kwargs, model_logits
 from forgather_cli.loss.sums import cross_entropy_sum, linear_cross_entropy_sum, product_dtype
 
 __all__ = [
     "IGNORED", "ComputedLoss", "CrossEntropy", "CutCrossEntropy", "EvalMetrics", "Liger", "LinearCrossEntropy", "Loss",
-    "LossFn", "ModelWithLoss", "UserFusedLoss", "UserLoss", "build_loss", "cross_entropy_sum", "label_shift",
-    "linear_cross_entropy_sum", "loss_and_outputs", "model_kwargs", "model_logits", "num_targets", "product_dtype",
-    "shifted", "targets_of",
+    "LossFn", "ModelWithLoss", "UserFusedLoss", "UserLoss", "build_loss", "cross_entropy_sum", "inputs_of_generation",
+    "label_shift", "linear_cross_entropy_sum", "loss_and_outputs", "model_kwargs", "model_logits", "num_targets",
+    "product_dtype", "shifted", "targets_of",
 ]  # fmt: skip

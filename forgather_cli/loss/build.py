@@ -19,7 +19,7 @@ from forgather_cli.config.schema import (
 from forgather_cli.loss.base import Loss
 from forgather_cli.loss.kernels import CutCrossEntropy, Liger, check_device
 from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy, LossFn, UserFusedLoss, UserLoss
-from forgather_cli.targets import import_target
+from forgather_cli.targets import import_target, make
 
 
 def build_loss(
@@ -56,6 +56,6 @@ def build_loss(
 def _from_target(target: Target) -> LossFn:
     found = import_target(target.path, "loss")
     if isinstance(found, type):
-        made: LossFn = found(**target.kwargs)
+        made: LossFn = make(found, "loss", target.path, **target.kwargs)
         return made
     return partial(found, **target.kwargs)

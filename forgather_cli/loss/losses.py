@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, PartError
 from forgather_cli.labels import label_shift, num_targets
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
-from forgather_cli.loss.model_io import model_kwargs, model_logits
+from forgather_cli.loss.model_io import MISFITS, explain_misfit, model_kwargs, model_logits
 from forgather_cli.loss.sums import cross_entropy_sum, linear_cross_entropy_sum
 from forgather_cli.targets import accepts
 
@@ -39,7 +39,11 @@ class CrossEntropy(Loss):
         if self.eval_metrics is not None:
             self.eval_metrics.add(logits, labels, label_shift(inputs))
         options = {"z_loss": self._z_loss, "label_smoothing": self._label_smoothing}
-        return cross_entropy_sum(logits, labels, shift=label_shift(inputs), **options)
+        try:
+            return cross_entropy_sum(logits, labels, shift=label_shift(inputs), **options)
+        except MISFITS as error:
+            explain_misfit(error, model, logits, inputs, labels)
+            raise
 
 
 class LinearCrossEntropy(Loss):
@@ -59,7 +63,11 @@ class LinearCrossEntropy(Loss):
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics, chunk_size=self._options["chunk_size"])
         options = {"shift": label_shift(inputs), **self._options}
-        return linear_cross_entropy_sum(hidden, head.weight, labels, bias=head.bias, **options)
+        try:
+            return linear_cross_entropy_sum(hidden, head.weight, labels, bias=head.bias, **options)
+        except MISFITS as error:
+            explain_misfit(error, model, hidden, inputs, labels, len(head.weight))
+            raise
 
 
 class UserLoss(Loss):
@@ -68,7 +76,7 @@ class UserLoss(Loss):
     """
 
     def __init__(self, loss_fn: LossFn) -> None:
-        self._loss_fn = loss_fn
+        self._loss_fn, self._is_new = loss_fn, True
         self._counted = "num_items_in_batch" in inspect.signature(loss_fn).parameters
 
     def check(self, model: nn.Module) -> None:
@@ -79,14 +87,19 @@ class UserLoss(Loss):
         if self.eval_metrics is not None:
             self.eval_metrics.add(logits, labels, label_shift(inputs))
         count = num_targets(labels, label_shift(inputs))
-        return _weighted(self._loss_fn, self._counted, logits, labels, count, step_targets)
+        is_new, self._is_new = self._is_new, False
+        try:
+            return _weighted(self._loss_fn, self._counted, logits, labels, count, step_targets, is_new)
+        except MISFITS as error:
+            explain_misfit(error, model, logits, inputs, labels)
+            raise
 
 
 class UserFusedLoss(Loss):
     """A user's ``factory(head)``, which makes a ``loss_fn(hidden_states, labels)`` that applies the head itself."""
 
     def __init__(self, factory: Callable[[nn.Module], LossFn]) -> None:
-        self._factory = factory
+        self._factory, self._is_new = factory, True
 
     def check(self, model: nn.Module) -> None:
         check_fusable(model, "fused_loss_factory")
@@ -96,19 +109,45 @@ class UserFusedLoss(Loss):
         loss_fn = self._factory(head)
         counted = "num_items_in_batch" in inspect.signature(loss_fn).parameters
         count = num_targets(labels, label_shift(inputs))
-        return _weighted(loss_fn, counted, hidden, labels, count, step_targets)
+        is_new, self._is_new = self._is_new, False
+        return _weighted(loss_fn, counted, hidden, labels, count, step_targets, is_new)
 
 
 def _weighted(
-    loss_fn: LossFn, counted: bool, output: Tensor, labels: Tensor, count: Tensor, step_targets: Tensor | None
+    loss_fn: LossFn,
+    counted: bool,
+    output: Tensor,
+    labels: Tensor,
+    count: Tensor,
+    step_targets: Tensor | None,
+    is_new: bool,
 ) -> Tensor:
-    """A user's loss as a sum over ``count`` targets."""
+    """A user's loss as a sum over ``count`` targets. The first one (``is_new``) is looked at: PartError."""
     if counted:
         items = count.clamp(min=1) if step_targets is None else step_targets
-        return loss_fn(output, labels, num_items_in_batch=items).float() * items
-    # a mean over no targets is NaN: give it some, and weigh them with 0
-    labels = torch.where(count > 0, labels, 0)
-    return loss_fn(output, labels).float() * count
+        loss = loss_fn(output, labels, num_items_in_batch=items)
+    else:
+        items = count
+        # a mean over no targets is NaN: give it some, and weigh them with 0
+        loss = loss_fn(output, torch.where(count > 0, labels, 0))
+    if is_new:
+        _check_loss(loss_fn, loss, output)
+    return loss.float() * items
+
+
+def _check_loss(loss_fn: LossFn, loss: Any, output: Tensor) -> None:
+    """Raise PartError for what no gradient can be computed of."""
+    if not isinstance(loss, Tensor):
+        problem = f"it returned a {type(loss).__name__}, and no tensor; return one number as torch computes it"
+    elif loss.numel() != 1:
+        problem = f"it returned a tensor of shape {tuple(loss.shape)}; return one number, the mean over the targets"
+    elif output.requires_grad and not loss.requires_grad:
+        kind = str(loss.dtype).removeprefix("torch.")
+        problem = f"it returned a tensor of {kind} without a gradient; leave out detach(), item() and no_grad()"
+    else:
+        return
+    called = getattr(loss_fn, "func", loss_fn)  # of a partial
+    raise PartError("loss", getattr(called, "__qualname__", type(called).__qualname__), problem)
 
 
 # ------------------------------------------------------------------------------------------- a subclass's compute_loss

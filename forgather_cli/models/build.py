@@ -28,7 +28,7 @@ from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import read_config, read_settings
 from forgather_cli.models.resize import grown_vocabulary
 from forgather_cli.shards import not_finite
-from forgather_cli.targets import import_target
+from forgather_cli.targets import import_target, make
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) ->
     if not vocab_size:  # it asks for none, or its own default counts
         del sizes["vocab_size"]
     sizes = {key: value for key, value in sizes.items() if key in wanted and key not in option.kwargs}
-    model = factory(**sizes, **option.kwargs)
+    model = make(factory, "model", option.path, **sizes, **option.kwargs)
     if not isinstance(model, nn.Module):
         raise ModelError(f"model._target_: {option.path} must return an nn.Module, got {type(model).__name__}")
     return model

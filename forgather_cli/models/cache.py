@@ -59,8 +59,8 @@ class KVCache:
         """Positions seen so far, padding included."""
         self.limit: int | None = None
         """Positions that the model has; None: it computes as many as are asked for. Set by the model."""
-        self.theirs: Any = None
-        """What a model of the transformers library keeps instead of ``layer``s."""
+        self.theirs: dict[int, Any] = {}
+        """What each model of the transformers library, or stage of one, keeps instead of ``layer``s."""
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, key: str) -> LayerCache:
@@ -71,5 +71,5 @@ class KVCache:
         """Go on with these rows (B,) of what was kept, in this order."""
         for layer in self._layers.values():
             layer.select(rows)
-        if self.theirs is not None:
-            self.theirs.reorder_cache(rows)
+        for kept in self.theirs.values():
+            kept.reorder_cache(rows)

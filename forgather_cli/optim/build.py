@@ -19,12 +19,12 @@ from forgather_cli.config.schema import (
     label,
     shipped_groups,
 )
-from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.errors import ConfigError, PartError, SetupError
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
 from forgather_cli.optim.groups import Assignment, assign, empty_groups
 from forgather_cli.optim.state import ParameterOptimizer
 from forgather_cli.shards import is_sharded, row_group
-from forgather_cli.targets import call, import_target
+from forgather_cli.targets import call, import_target, make
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Optimizers(ParameterOptimizer):
         known: dict[nn.Parameter, str] = {}  # the first name of each
         for name, parameter in named_parameters:
             known.setdefault(parameter, name)
+        check_rates(optimizers)
         groups = [group for o in optimizers for group in o.param_groups]
         given = [group["name"] for group in groups if "name" in group]
         if len(set(given)) < len(given):
@@ -115,13 +116,31 @@ def _build(assignments: list[Assignment]) -> Optimizer:
         settings = assignment.settings | _fused(assignment)
         groups.append({"params": [p for _, p in assignment.parameters], "name": assignment.name, **settings})
     defaults = {key: value for key, value in groups[0].items() if key not in ("params", "name")}
-    optimizer = call(factory, "optimizer", groups, **defaults)
+    option = assignments[0].option
+    if isinstance(option, Target):
+        optimizer = make(factory, "optimizer", option.path, groups, **defaults)
+    else:
+        optimizer = call(factory, "optimizer", groups, **defaults)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer._target_: made a {type(optimizer).__name__}; it must make a torch.optim.Optimizer"
         )
+    check_rates([optimizer])
     unguard_step(optimizer)
     return optimizer
+
+
+def check_rates(optimizers: Sequence[Optimizer]) -> None:
+    """Raise PartError for an optimizer with groups that have no learning rate, which a schedule sets."""
+    for optimizer in optimizers:
+        if lacking := [n for n, group in enumerate(optimizer.param_groups) if "lr" not in group]:
+            raise PartError(
+                "optimizer",
+                type(optimizer).__name__,
+                f"its parameter group {lacking[0]} has no lr, which the schedule sets; take lr as an argument, and "
+                'hand it to Optimizer.__init__: super().__init__(params, {"lr": lr})',
+                "when it was made",
+            )
 
 
 def _factory(assignment: Assignment) -> Callable[..., Any]:

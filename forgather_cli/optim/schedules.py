@@ -31,7 +31,7 @@ from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.input_files import AMOUNT, ANYTHING, COUNT, check_fields, list_of, object_of
 from forgather_cli.optim import transformers_schedules
 from forgather_cli.optim.state import ParameterOptimizer, in_schedule
-from forgather_cli.targets import call, import_target
+from forgather_cli.targets import import_target, make
 
 log = logging.getLogger(__name__)
 
@@ -302,5 +302,5 @@ def build_schedule(
             )
         return Schedule(optimizers, schedule_factor(option, total_steps=total_steps))
     factory = import_target(option.path, "lr_scheduler")
-    made = [call(factory, "lr_scheduler", optimizer, **option.kwargs) for optimizer in optimizers.optimizers]
+    made = [make(factory, "lr_scheduler", option.path, each, **option.kwargs) for each in optimizers.optimizers]
     return TorchSchedule(made)

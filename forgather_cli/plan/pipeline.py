@@ -42,12 +42,14 @@ def stages_of(
 
     Raises ConfigError where the layers cannot be laid out so, ModelError for a model that cannot be cut.
     """
-    from forgather_cli.models.stages import cuttable
+    from forgather_cli.models.stages import num_layers_of, splitter_of, stage_of
 
+    whole, split = build(), None if trainer.split == "auto" else trainer.split
+    splitter = splitter_of(whole, trainer.splitter)
+    layout = stage_layout(trainer, num_layers_of(whole, split), world)
     stages = []
-    for stage in stage_layout(trainer, cuttable(build()).num_hidden_layers, world):
-        part = build()
-        cuttable(part).cut(stage.first_layer, stage.last_layer, is_first=stage.has_embedding, is_last=stage.has_head)
+    for stage in layout:
+        part = stage_of(build(), layout, stage.index, splitter)
         names = {name for name, _ in part.named_parameters()}
         stages.append((stage, [row for row in rows if row.name in names]))
     return stages
@@ -76,7 +78,7 @@ def by_rank(
         each = -(-waiting // len(own))  # spread evenly over a rank's stages
         kept = None
         if activations is not None:
-            layers = [(range(s.first_layer, s.last_layer + 1), s.has_head) for s, _ in own]
+            layers = [(s.layers, s.has_head) for s, _ in own]
             kept = sum(activations.of(held, tokens, loss=loss, in_flight=each) for held, loss in layers)
         if shard > 1:
             whole = sum(row.numel for row in held) * (gathered_width(config) + FP32)
@@ -93,6 +95,9 @@ def in_flight(trainer: PipelineSettings, rank: int, world: int) -> int:
     From the order of torch 2.13's schedules (``distributed/pipelining/schedules.py``), which a test runs through.
     """
     m, v = trainer.n_microbatches, trainer.stages_each
+    if (own := trainer.own_schedule) is not None:
+        known = own.order(world, v, m).in_flight
+        return v * m if known is None else known[rank]
     in_a_round = m // max(1, m // world)
     peak = {
         "GPipe": m,
@@ -102,5 +107,5 @@ def in_flight(trainer: PipelineSettings, rank: int, world: int) -> int:
         "InterleavedZeroBubble": (v - 1) * in_a_round + world,
         "ZBVZeroBubble": 2 * world,
         "DualPipeV": 2 * world + 1,
-    }[trainer.schedule]
+    }[str(trainer.schedule)]
     return min(peak, v * m)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from forgather_cli.bars import doing
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import (
@@ -84,6 +85,7 @@ class RunPlan:
         return sums
 
 
+@doing("planning the run")
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
     from forgather_cli.data.build import cached_token_counts
@@ -147,7 +149,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
         ranks=memory_of(made.micro_batch),
         checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
         stages=planned,
-        schedule=piped.schedule if piped else None,
+        schedule=str(piped.schedule) if piped else None,
         bubble=bubble(piped, made.world_size // piped.shard) if piped else None,
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from forgather_cli.callbacks.columns import TIMES
@@ -19,6 +21,10 @@ _MUCH = 0.10  # of the time
 _SMALL_BATCH = 4096  # tokens at a time, below which the host and the launches of kernels may take longest
 _SHORT = 0.02  # seconds of a micro-step on a CPU
 _LOW_MFU = 0.2
+_SLOWER = 1.25  # times the quicker steps; those of a steady run differ by less (measured: 1.11)
+_FEW = 4  # logs that tell no spread
+_CORES = "top shows what else runs there; the run's own ranks and data workers count too"
+_MACHINE = "top, vmstat 1 and on GPUs nvidia-smi, as it runs: others on the device, heat, swapping"
 _SLOW_RANK = re.compile(r"rank \d+ is slow, and the others wait for it.*")  # as ``launch.hang`` writes it
 
 
@@ -119,7 +125,77 @@ def _findings(
     elif share("sync_seconds") > _MUCH:
         where = f"forgather control stacks {run.root}, as it runs, shows for whom"
         yield Finding(f"Rank 0 waits for other ranks, {percent('sync_seconds')}.", where)
+    yield from _of_pace(records)
     yield from _of_steps(records, settings)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The steps between two logs."""
+
+    first: int
+    last: int
+    seconds: float
+    """Of all its steps, without what they waited for data."""
+    pace: float
+    """Seconds per token."""
+    wait: float | None
+    """Share of the time in which a process of the run had no core; None where that is not known."""
+
+
+def _stretches(records: Sequence[Record]) -> list[_Stretch]:
+    """Of the run's newest start; another one may have had other settings, or another machine."""
+    found: list[_Stretch] = []
+    has_ended, step = False, 0
+    for record in records:
+        if has_ended and "loss" in record:
+            found, has_ended = [], False
+        has_ended = has_ended or "step_seconds" in record
+        if "loss" not in record:
+            continue
+        first, step = step + 1, int(record["step"])
+        if is_number(record.get("step_time")) and is_number(record.get("tok_per_sec")) and record["tok_per_sec"] > 0:
+            length = float(record["step_time"])
+            own, tokens = length - float(record.get("data_time") or 0), float(record["tok_per_sec"]) * length
+            wait = float(record["cpu_wait"]) if is_number(record.get("cpu_wait")) else None
+            if own > 0:
+                found.append(_Stretch(first, step, (step - first + 1) * own, own / tokens, wait))
+    return found
+
+
+def _of_pace(records: Sequence[Record]) -> Iterator[Finding]:
+    """Steps that were slower than others of the run, and steps that had no core."""
+    stretches = _stretches(records)
+    total = sum(each.seconds for each in stretches)
+    usual = statistics.quantiles([each.pace for each in stretches], n=4)[0] if len(stretches) >= _FEW else math.inf
+
+    def lost(some: Sequence[_Stretch]) -> float:
+        """Seconds that they took longer than usual."""
+        return sum(each.seconds * (1 - usual / each.pace) for each in some)
+
+    def wait(some: Sequence[_Stretch]) -> float:
+        """The share of their time in which there was no core."""
+        return sum(each.seconds * (each.wait or 0.0) for each in some) / sum(each.seconds for each in some)
+
+    groups = groupby(stretches, lambda each: each.pace > _SLOWER * usual)
+    slow = [list(group) for is_slow, group in groups if is_slow]
+    if sum(map(lost, slow)) > _MUCH * total:
+        worst = max(slow, key=lost)
+        seconds = sum(each.seconds for each in worst)
+        times = seconds / (seconds - lost(worst))
+        what = f"Steps {worst[0].first} to {worst[-1].last} took {times:.1f} times as long as the quicker ones"
+        what += f", and {len(slow) - 1} more stretches were slow" if len(slow) > 1 else ""
+        if wait(worst) > _MUCH:
+            share = f"{100 * wait(worst):.0f} %"
+            yield Finding(
+                f"{what}: other processes had the cores, and for {share} of that time there was none.", _CORES
+            )
+        else:
+            known = "though cores were free" if worst[0].wait is not None else "and nothing here tells why"
+            yield Finding(f"{what}, {known}.", _MACHINE)
+    elif total and wait(stretches) > _MUCH:
+        share = f"{100 * wait(stretches):.0f} %"
+        yield Finding(f"For {share} of the steps' time there was no core: other processes had them.", _CORES)
 
 
 def _of_steps(records: Sequence[Record], settings: dict[str, Any]) -> Iterator[Finding]:

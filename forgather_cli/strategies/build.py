@@ -9,7 +9,7 @@ from forgather_cli.distributed import join_world, pick_device
 from forgather_cli.loss import Loss, build_loss
 from forgather_cli.precision import autocast_for
 from forgather_cli.strategies.base import Strategy
-from forgather_cli.targets import call, import_target
+from forgather_cli.targets import import_target, make
 
 _STRATEGIES = {"single": "SingleDevice", "ddp": "DataParallel", "pipeline": "Pipeline", "fsdp2": "FullyShard"}
 """Option of the group ``trainer``, also the name of its module -> class. A new strategy needs a line here."""
@@ -29,7 +29,8 @@ def build_strategy(args: RunSettings, loss: Loss | None = None) -> Strategy:
         join_world(device, args.hang_timeout)
     if isinstance(option, Target):
         factory = import_target(option.path, "trainer")
-        made: Strategy = call(factory, "trainer", device, loss, autocast_for(precision, device), **option.kwargs)
+        autocast = autocast_for(precision, device)
+        made: Strategy = make(factory, "trainer", option.path, device, loss, autocast, **option.kwargs)
         return made
     module = import_module(f"forgather_cli.strategies.{option.type}")  # imports this strategy only
     built: Strategy = getattr(module, _STRATEGIES[option.type]).from_settings(option, device, loss, precision)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sized
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -70,11 +73,13 @@ class DataParallel(Strategy):
         self._sends_buffers = self._settings.broadcast_buffers and has_buffers
         self._with_loss = ModelWithLoss(model, self._loss)
         if self._world.size > 1:
-            self._replica = DistributedDataParallel(
-                _ModelOrZero(self._with_loss),
-                device_ids=[self.device] if self.device.type == "cuda" else None,
-                **self._arguments,
-            )
+            with _unguarded() as unguard:
+                self._replica = DistributedDataParallel(
+                    _ModelOrZero(self._with_loss),
+                    device_ids=[self.device] if self.device.type == "cuda" else None,
+                    **self._arguments,
+                )
+                unguard(self._replica)
             self._replica.broadcast_buffers = self._sends_buffers
             self._rebuild_buckets(model)
             if (hook := self._hook()) is not None:
@@ -194,11 +199,47 @@ def _state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores random state and buffers at the end, and compiles nothing for the shapes inside."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+    compiles = "torch._dynamo" in sys.modules  # and is not imported to be told not to
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
         yield
     with torch.no_grad():
         for buffer, value in before:
             buffer.copy_(value)
+
+
+class _NotImported(ModuleType):
+    """Stands for a module that is imported when something is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self.__name__), name)
+
+
+@contextmanager
+def _unguarded() -> Iterator[Callable[[DistributedDataParallel], None]]:
+    """A wrapper that is made inside, and given to what this yields, does not import torch's compiler: 1.0 s of CPU.
+
+    torch 2.13 asks it how compiled models share gradients (``get_optimize_ddp_mode``), and guards each forward against
+    being traced (``_inside_ddp_forward``, with ``_disable_dynamo``). A process that has imported it keeps both, as in
+    ``optim.eager``.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield lambda replica: None
+        return
+    dynamo, utils = _NotImported("torch._dynamo"), _NotImported("torch._dynamo.utils")
+    vars(dynamo)["utils"] = utils
+    vars(utils)["get_optimize_ddp_mode"] = lambda: "ddp_optimizer"  # the default; who sets another has imported dynamo
+
+    def unguard(replica: DistributedDataParallel) -> None:
+        guard = getattr(replica._inside_ddp_forward, "__wrapped__", None)  # inside contextmanager's
+        if (forward := getattr(guard, "__wrapped__", None)) is not None:
+            vars(replica)["_inside_ddp_forward"] = MethodType(contextmanager(forward), replica)
+
+    torch._dynamo = dynamo
+    try:
+        yield unguard
+    finally:
+        if torch._dynamo is dynamo:
+            del torch._dynamo  # torch imports it at the next look
 
 
 def _arguments(settings: DDPSettings) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,8 +21,16 @@ from forgather_cli.config.pipeline_layout import Stage, layout_lines, stage_layo
 from forgather_cli.config.schema import FSDP2Settings, PipelineSettings, PrecisionOption
 from forgather_cli.distributed import gather
 from forgather_cli.errors import ConfigError, DataError, ModelError
-from forgather_cli.loss import IGNORED, Loss, model_kwargs, model_logits, num_targets
-from forgather_cli.models.stages import cuttable, fresh_models, replace_parameter, tied_names
+from forgather_cli.loss import IGNORED, Loss, inputs_of_generation, model_kwargs, model_logits, num_targets
+from forgather_cli.models.stages import (
+    fresh_models,
+    hidden_size_of,
+    num_layers_of,
+    replace_parameter,
+    splitter_of,
+    stage_of,
+    tied_names,
+)
 from forgather_cli.precision import autocast_for
 from forgather_cli.shards import local
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
@@ -93,18 +102,20 @@ class Pipeline(Strategy):
         self.model_group = world.group
         models = fresh_models(spec.whole)
         whole = next(models)
-        self._loss.check(whole)
-        cut = cuttable(whole)
-        layout = stage_layout(self._settings, cut.num_hidden_layers, world.size)
+        split = None if self._settings.split == "auto" else self._settings.split
+        self._splitter = splitter_of(whole, self._settings.splitter)
+        layout = stage_layout(self._settings, num_layers_of(whole, split), world.size)
         names = [name for name, _ in whole.named_parameters()]
         dtype = None if self._sharding is None else self._sharding.policy.param_dtype
         dtype = dtype or next(p.dtype for p in whole.parameters() if p.is_floating_point())
-        boundary = Boundary(cut.hidden_size, dtype)
+        boundary = Boundary(hidden_size_of(whole), dtype)
+        models = chain([whole], models)
+        del whole  # a splitter leaves it as large as it was
         self._modules: list[StageModule] = []
         self._units: list[FSDPModule] = []
         for stage in (stage for stage in layout if stage.rank == world.rank // shard):
-            model = next(models) if self._modules else whole
-            self._modules.append(self._stage(model, stage, boundary, spec))
+            part = stage_of(next(models), layout, stage.index, self._splitter, self._loss.check)
+            self._modules.append(self._stage(part, stage, boundary, spec))
         self.parts = [module.model for module in self._modules]
         self._owners = [stage.rank * shard + self.data_rank for stage in layout]
         self._schedule = TrainingSchedule(self._settings, self._modules, len(layout), self.device, self._group)
@@ -131,8 +142,7 @@ class Pipeline(Strategy):
             self.duplicates |= frozenset(scalars)
 
     def _stage(self, model: nn.Module, stage: Stage, boundary: Boundary, spec: ModelSpec) -> StageModule:
-        """Collective. One stage of a whole model, with memory and weights."""
-        cuttable(model).cut(stage.first_layer, stage.last_layer, is_first=stage.has_embedding, is_last=stage.has_head)
+        """Collective. One stage, with memory and weights."""
         model = spec.transformed(model)
         module = StageModule(model, stage, boundary, self._loss)
         if self._sharding is None:
@@ -213,7 +223,9 @@ class Pipeline(Strategy):
                 cache.length = past  # a stage of this rank that ran before has moved it
             if module.stage.has_head:
                 return model_logits(module.model, inputs, last_only=last_only, cache=cache)
-            return module.passed_on(inputs if cache is None else {**inputs, "cache": cache})
+            if last_only or cache is not None:
+                inputs = inputs_of_generation(module.model, inputs, cache=cache)
+            return module.passed_on(inputs)
 
         inputs = model_kwargs(stage_inputs(batch))
         found = self._forward([inputs], run)

@@ -143,14 +143,18 @@ class TrainingSchedule:
         self._schedule = None  # its buffers first
         part = input_ids[: len(input_ids) // self._settings.n_microbatches]
         stages = [self._stage(module, part) for module in self._modules]
-        schedule = get_schedule_class(self._settings.schedule)
-        return schedule(
-            stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
-            n_microbatches=self._settings.n_microbatches,
-            loss_fn=lambda loss, labels: loss,  # the last stage has made it already
-            # it would divide all of .grad at each step, wrong for a sum over several; ``step_targets`` divides the loss
-            scale_grads=False,
-        )
+        if (own := self._settings.own_schedule) is not None:
+            made = own.made(stages, self._settings.n_microbatches)
+        else:
+            kind = get_schedule_class(str(self._settings.schedule))
+            made = kind(
+                stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+                self._settings.n_microbatches,
+                loss_fn=lambda loss, labels: loss,  # the last stage has made it already
+            )
+        # it would divide all of .grad at each step, wrong for a sum over several; ``step_targets`` divides the loss
+        made.scale_grads = False
+        return made
 
     def _stage(self, module: StageModule, part: Tensor) -> _Stage:
         """With shapes given: torch would otherwise find them by a forward and backward of its own."""

@@ -49,6 +49,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.hardware import without_auto
 from forgather_cli.optim import transformers_schedules
 from forgather_cli.strategies.base import Strategy
+from forgather_cli.targets import kept
 from forgather_cli.trainer.aliases import ALIASES, without_aliases
 from forgather_cli.trainer.hugging_face import ARGUMENTS, read_arguments
 
@@ -366,8 +367,15 @@ def as_groups(given: dict[str, Any]) -> Groups:
         if isinstance(option, str):
             trees[group] = {"type": option}
         elif option is not None:
-            trees[group] = to_tree(option) if dataclasses.is_dataclass(option) else option
+            trees[group] = _by_name(to_tree(option) if dataclasses.is_dataclass(option) else option)
     return decode_settings(Groups, trees)
+
+
+def _by_name(option: Any) -> Any:
+    """An option's settings with functions and classes that a script gave as ``_target_``."""
+    if not isinstance(option, dict) or "_target_" in option:
+        return option
+    return {key: {"_target_": kept(value)} if callable(value) else value for key, value in option.items()}
 
 
 def _fields() -> dict[str, Any]:

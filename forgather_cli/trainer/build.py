@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import Config, RunSettings
+from forgather_cli.config.schema import Config, RunSettings, Target
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
@@ -167,7 +167,9 @@ def train_loader(run: Run, dataset: Any, collate_fn: CollateFn | None, data_rank
         collate_fn=collate_fn,
         data_ranks=data_ranks,
         dispatch=args.dispatch_batches,
-        vocab_size=known_vocab_size(strategy.parts),
+        vocab_size=known_vocab_size(strategy.parts) or run.data_description.get("vocab_size"),
+        # a model or loss of the user's own may take others
+        labels_are_ids=isinstance(args, Config) and not any(isinstance(p, Target) for p in (args.model, args.loss)),
         **_loader_settings(args, strategy.device),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather_cli.bars import doing
 from forgather_cli.checkpoint.average import average_run
 from forgather_cli.checkpoint.compare import changed_files, compare_configs, record_files
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
@@ -26,11 +27,19 @@ from forgather_cli.distributed import all_sum, gather, on_rank_0
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.input_files import COUNT, FieldError, check_fields
 from forgather_cli.models.parts import named_tensors, trainable_parameters
+from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import check_group_states, merge_group_states
-from forgather_cli.run_dir import run_of
+from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
 from forgather_cli.trainer.run import Run
-from forgather_cli.trainer.states import CallbackStates, RandomState, StrategyState, ToCompare, TrainerState
+from forgather_cli.trainer.states import (
+    CallbackStates,
+    RandomState,
+    StrategyState,
+    ToCompare,
+    TrainerState,
+    check_counters,
+)
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +160,9 @@ class Checkpoints:
         run = self._run
         position = Sharing.PER_RANK if run.epochs.loader.state_is_per_rank else Sharing.GLOBAL
         return [
-            Component("trainer", TrainerState(run), Sharing.GLOBAL),
             Component("scheduler", run.lr_scheduler, Sharing.REPLICATED),
             Component("data", run.epochs, position),
+            Component("trainer", TrainerState(run), Sharing.GLOBAL),  # which counts what these do
             Component("callbacks", CallbackStates(self._callbacks), Sharing.GLOBAL),
             Component("rng", RandomState(), Sharing.PER_RANK),
         ]
@@ -201,7 +210,7 @@ class Checkpoints:
             return named(Path(str(resume)), verify, group)
         newest = newest_valid(self._run.run_dir, verify, group)
         if newest is None:
-            log.info("no checkpoint in %s yet: starting fresh", self._run.run_dir.root)
+            log.info("no checkpoint in %s yet: starting fresh", shown(self._run.run_dir.root))
         return newest
 
     def restore(self, reader: Reader, position: Callable[[Reader], tuple[Any, str]]) -> None:
@@ -230,9 +239,10 @@ class Checkpoints:
             with reader.loading(file, "data"):
                 run.epochs.load_state_dict(state)
             wanted.discard("data")
-        self.put_back(reader, wanted)
+        with doing(f"reading {reader.path.name}"):
+            self.put_back(reader, wanted)
         run.state.resumed_step = run.state.global_step
-        log.info("resumed from %s at step %d", reader.path, reader.step)
+        log.info("resumed from %s at step %d", shown(reader.path), reader.step)
 
     def put_back(self, reader: Reader, wanted: set[str]) -> None:
         """Collective. Restore the components ``wanted`` from a checkpoint."""
@@ -245,9 +255,7 @@ class Checkpoints:
             restore_components(reader, self._of_scaling())
         restore_components(reader, self._restorable(), rank=rank, world_size=size, only=wanted)
         if "trainer" in wanted and "trainer" in reader.components():
-            with reader.loading(reader.file_of("trainer"), "trainer"):
-                if run.state.global_step != reader.step:
-                    raise FieldError(f"global_step is {run.state.global_step}, the manifest's step {reader.step}")
+            check_counters(reader)
         if "components" in wanted:
             restore_components(reader, self.own, rank=rank, world_size=size, foreign=logging.WARNING)
         if "optimizer" in wanted:
@@ -259,7 +267,7 @@ class Checkpoints:
         """Collective. Each rank reads the rows of moments that it holds of the parameters."""
         run = self._run
         if "optimizer" not in reader.components():
-            log.warning("%s has no optimizer state: moments start at zero", reader.path)
+            log.warning("%s has no optimizer state: moments start at zero", shown(reader.path))
             return
         groups = reader.state("optimizer")
         with reader.loading(reader.file_of("optimizer"), "optimizer"):
@@ -329,7 +337,7 @@ class Checkpoints:
         load_model(best, named_tensors(run.strategy.parts), run.cpu_group)
         run.state.best_model_checkpoint = str(best.path)
         value = rule.value(best.manifest.metrics)
-        log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, rule.metric, value, best.path)
+        log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, rule.metric, value, shown(best.path))
 
 
 def _read_moment(reader: Reader, name: str, key: str, parameter: Tensor) -> Tensor:
@@ -372,6 +380,14 @@ def save_model(run: Run, directory: Path) -> None:
         write_index(directory, files)
         run.write_model_files(directory)
     gather(None, group)  # no rank continues before the directory is complete
+
+
+def write_side_files(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
+    """Everything of a Hugging Face directory but the weights, with the tokens that end a text by the chat template."""
+    from forgather_cli.data.chat.ends import write_stop_tokens
+
+    write_model_files(model, processing_class, directory)
+    write_stop_tokens(directory, processing_class)
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ import torch
 
 from forgather_cli.config.batch import smaller_micro_batch
 from forgather_cli.config.schema import FusedLoss, RunSettings
-from forgather_cli.errors import ModelError, OutOfMemoryError
+from forgather_cli.errors import ModelError, OutOfMemoryError, PartError
 from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.trainer.own_parts import explain_part
 from forgather_cli.trainer.run import Run
 
 _EARLY = 10  # first steps of a process, in which auto_find_batch_size starts again
@@ -22,29 +23,35 @@ tensors larger than any memory."""
 _OF_DEVICE = re.compile(r"(CUDA|HIP|MPS|cuDNN|MIOpen) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS_\w+|device-side assert")
 
 
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    )
 
 
-def _is_of_device(error: RuntimeError | MemoryError) -> bool:
-    return isinstance(error, torch.AcceleratorError) or bool(_OF_DEVICE.search(str(error)))
+def _is_of_device(error: Exception) -> bool:
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and bool(_OF_DEVICE.search(str(error)))
+    )
 
 
-def explain_model(error: RuntimeError | MemoryError) -> None:
+def explain_model(error: RuntimeError | MemoryError | PartError) -> None:
     """Raise ModelError for an error in making the model, where memory ran out."""
-    if _is_out_of_memory(error):
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    cause = error.__cause__ if isinstance(error, PartError) else error
+    if _is_out_of_memory(cause):
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise ModelError(
             f"model: out of memory when its weights were made ({reason}); make it smaller (model.vocab_size or "
             "model.config, layers, widths), or share it among more ranks (trainer=fsdp2; forgather plan)"
         ) from error
 
 
-def explain_step(error: RuntimeError | MemoryError, run: Run, batches: list[Batch]) -> None:
-    """Explain an error in a training step: raise OutOfMemoryError, with settings that help, or add a note with step,
-    shapes and memory to another error of the device.
+def explain_step(error: Exception, run: Run, batches: list[Batch]) -> None:
+    """Explain an error in a training step: raise OutOfMemoryError, with settings that help, or PartError, or add a note
+    with step, shapes and memory to another error of the device. ``batches``: none where they were being read.
     """
-    place = f"in step {run.state.global_step + 1}, micro-batches of {_shapes(batches)}"
+    step = f"in step {run.state.global_step + 1}"
+    place = f"{step}, micro-batches of {_shapes(batches)}"
     memory = _memory(run.strategy, run.optimizer, gradients=True)
     if _is_out_of_memory(error):
         smaller: int | None = None  # the micro-batch to start again with (auto_find_batch_size)
@@ -54,25 +61,29 @@ def explain_step(error: RuntimeError | MemoryError, run: Run, batches: list[Batc
         raise OutOfMemoryError(told, run.batch_plan.micro_batch, smaller) from error
     if _is_of_device(error):
         error.add_note(_note(place, memory))
+    else:
+        explain_part(error, run, step, batches)
 
 
 def explain_evaluation(
-    error: RuntimeError | MemoryError,
+    error: Exception,
     what: str,
     batches: list[Batch],
     args: RunSettings,
     strategy: Strategy,
-    optimizer: Any = None,
+    run: Run | None = None,
 ) -> None:
     """As ``explain_step`` for an error in a pass over a split, named ``what`` in messages, at ``batches``."""
     place = f"in {what}, batches of {_shapes(batches)}"
-    memory = _memory(strategy, optimizer, gradients=False)
+    memory = _memory(strategy, run and run.optimizer, gradients=False)
     if _is_out_of_memory(error):
         size = args.per_device_eval_batch_size
         helps = [(size > 1, f"a smaller per_device_eval_batch_size (now {size})"), *_helps_both(args)]
         raise OutOfMemoryError(_out_of_memory(place, memory, error, helps)) from error
     if _is_of_device(error):
         error.add_note(_note(place, memory))
+    elif run is not None:
+        explain_part(error, run, f"in {what}", batches)
 
 
 # ------------------------------------------------------------------------------------------------------------ the words

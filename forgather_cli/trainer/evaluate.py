@@ -25,6 +25,7 @@ from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy, without_targets
 from forgather_cli.trainer.arguments import ScriptSettings
 from forgather_cli.trainer.device_errors import explain_evaluation
+from forgather_cli.trainer.run import Run
 from forgather_cli.trainer.step_sync import StepSync, Sum
 
 log = logging.getLogger(__name__)
@@ -80,12 +81,11 @@ def evaluate(
     group: Any,
     sync: StepSync | None = None,
     predictions: Predictions | None = None,
-    optimizer: Any = None,
+    run: Run | None = None,
     tasks: Tasks | None = None,
 ) -> dict[str, float]:
     """Collective. The mean loss over the targets of a split; ``batches`` are this rank's, ``group`` is a CPU group of
-    all ranks, and ``sync``: see ``in_rounds``. When memory runs out, the message names ``what`` and counts the memory
-    of ``optimizer``.
+    all ranks, and ``sync``: see ``in_rounds``. When it fails, the message names ``what`` and what it knows of ``run``.
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
     float range), tokens (without padding), targets (what the loss counts), runtime (seconds), samples_per_second.
@@ -120,8 +120,8 @@ def evaluate(
             return {}
         sums = torch.stack([loss_sum, target_sum, token_sum, torch.full_like(loss_sum, samples)])
         total, targets, tokens_seen, samples_seen = all_sum(sums, here.group).tolist()
-    except (RuntimeError, MemoryError) as error:
-        explain_evaluation(error, what, newest, args, strategy, optimizer)
+    except Exception as error:
+        explain_evaluation(error, what, newest, args, strategy, run)
         raise
     copies = here.size // strategy.data_size  # of each batch
     samples_seen /= copies

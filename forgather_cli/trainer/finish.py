@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-import sys
 from dataclasses import replace
 
 from forgather_cli.callbacks.base import CallbackList
 from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
 from forgather_cli.errors import TrainingError
+from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import DONE, FAILED, STOPPED, ExitStatus, Kind, done, write_exit_record
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, shown
 from forgather_cli.trainer.checkpoints import Checkpoints
 from forgather_cli.trainer.run import Run
 
@@ -37,7 +37,7 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
         raise TrainingError(_but(run_dir, reason, checkpoints.average_failure, told))
     if status.state == "done" and 0 < step == run.state.resumed_step:
         setting = "max_steps" if args.max_steps > 0 else "num_train_epochs"
-        print(f"\nnothing left to train: step {step} is the last; raise {setting} to train further")
+        tell(f"\nnothing left to train: step {step} is the last; raise {setting} to train further")
     try:
         write_exit_record(run_dir, status.state, status.code, status.message, step)
     except OSError as error:
@@ -45,9 +45,9 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
         raise TrainingError(_but(run_dir, reason, what, told)) from error
     _print_paths(run_dir)
     if args.average_last is not None and (average := run_dir.average(step, args.average_last)).is_dir():
-        print(f"average  {average}", flush=True)
+        tell(f"average  {shown(average)}")
     if told:
-        print(told, flush=True)
+        tell(told)
     return status
 
 
@@ -80,12 +80,11 @@ def _print_paths(run: RunDir) -> None:
     found = list_checkpoints(run)
     best = next((info for info in found if info.best), None)
     newest = found[-1] if found else None
-    print(f"\nrun      {run.root}")
+    tell(f"\nrun      {shown(run.root)}")
     if newest is not None:
-        print(f"newest   {_place(newest, ' (best)' if newest is best else '')}")
+        tell(f"newest   {_place(newest, ' (best)' if newest is best else '')}")
     if best is not None and best is not newest:
-        print(f"best     {_place(best)}")
-    sys.stdout.flush()
+        tell(f"best     {_place(best)}")
 
 
 def _place(info: CheckpointInfo, note: str = "") -> str:
@@ -94,4 +93,4 @@ def _place(info: CheckpointInfo, note: str = "") -> str:
     name, value = (rule.metric, rule.value(info.metrics)) if rule else ("", None)
     if value is None:
         name, value = "step loss", info.metrics.get("loss")
-    return f"{info.path}  {name} {value:.4f}{note}" if value is not None else f"{info.path}{note}"
+    return f"{shown(info.path)}  {name} {value:.4f}{note}" if value is not None else f"{shown(info.path)}{note}"

@@ -32,11 +32,12 @@ from forgather_cli.config.schema import (
     Target,
 )
 from forgather_cli.distributed import on_rank_0, world, world_size
-from forgather_cli.errors import ConfigError, did_you_mean
+from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, name_file
 from forgather_cli.strategies.base import Strategy
+from forgather_cli.targets import name_of
 from forgather_cli.trainer.arguments import TrainingArguments
 from forgather_cli.trainer.optimizers import OptimizerRecipe
 from forgather_cli.trainer.run import Run
@@ -187,8 +188,7 @@ def described_data(objects: Objects) -> dict[str, Any]:
 
 def _named(given: Any) -> Target:
     """An object that no file can hold, by its name."""
-    named = given if inspect.isroutine(given) or isinstance(given, type) else type(given)
-    return Target(f"<{named.__module__}.{named.__qualname__}>")
+    return Target(name_of(given))
 
 
 def _problems(args: TrainingArguments, objects: Objects, config: Config, size: int) -> Iterator[str]:
@@ -365,6 +365,8 @@ class RunFiles:
                 yield
                 status = finish()
             except BaseException as error:
+                if isinstance(error, PartError | CallbackError):
+                    name_file(error, self._run_dir.option_files())
                 if held is not None:
                     held.conclude(from_error(0, error))
                 raise

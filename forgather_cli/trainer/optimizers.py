@@ -20,7 +20,7 @@ from forgather_cli.optim.groups import kind_of, members_of
 from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.optim.schedules import Schedule, TorchSchedule, build_schedule
 from forgather_cli.optim.state import ParameterOptimizer, merge_group_states
-from forgather_cli.targets import accepts, call, import_target
+from forgather_cli.targets import accepts, call, import_target, make
 from forgather_cli.trainer.arguments import TrainingArguments
 
 Named = list[tuple[str, nn.Parameter]]
@@ -99,14 +99,16 @@ class OptimizerRecipe:
                 if groups is not None:
                     _regroup(optimizer, groups, parameters)
         elif self.factory is not None:
-            made = call(self.factory, "optimizer_factory", parameters if groups is None else _split(groups, parameters))
+            made = _made(
+                self.factory, "optimizer_factory", parameters if groups is None else _split(groups, parameters)
+            )
         elif own is not None:
             cls, kwargs = own
             settings = {"lr": args.learning_rate, **kwargs}
             if accepts(cls, "weight_decay"):
                 settings = {"weight_decay": args.weight_decay, **settings}
             split = _split(groups_of(option) if groups is None else groups, parameters, settings)
-            made = call(cls, "optimizer_cls_and_kwargs", split, **settings)
+            made = _made(cls, "optimizer_cls_and_kwargs", split, **settings)
         else:
             if groups is not None and not isinstance(option, Target):
                 option = replace(option, groups=groups)
@@ -121,8 +123,13 @@ class OptimizerRecipe:
         if self.optimizers[1] is not None:
             return self.optimizers[1]
         if self.scheduler_factory is not None:
-            return [call(self.scheduler_factory, "lr_scheduler_factory", each) for each in optimizer.optimizers]
+            return [_made(self.scheduler_factory, "lr_scheduler_factory", each) for each in optimizer.optimizers]
         return build_schedule(self.args.lr_scheduler, optimizer, total_steps=total_steps)
+
+
+def _made(factory: Callable[..., Any], argument: str, *args: Any, **kwargs: Any) -> Any:
+    """What a script's factory makes. Raises ConfigError, and PartError for what it raises."""
+    return make(factory, argument, getattr(factory, "__qualname__", type(factory).__qualname__), *args, **kwargs)
 
 
 def as_optimizers(made: Any, parameters: Named) -> ParameterOptimizer:

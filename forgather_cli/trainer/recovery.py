@@ -24,7 +24,7 @@ from forgather_cli.encoding import Encoded, decode
 from forgather_cli.errors import CheckpointError, DivergenceError
 from forgather_cli.input_files import FieldError
 from forgather_cli.precision.scaling import LossScaler
-from forgather_cli.run_dir import step_of
+from forgather_cli.run_dir import resume_command, step_of
 from forgather_cli.trainer.checkpoints import COMPONENTS, Checkpoints
 from forgather_cli.trainer.metrics import LateReader
 from forgather_cli.trainer.run import Run
@@ -169,7 +169,7 @@ class Recovery:
             healthy = [each for each in list_checkpoints(run_dir) if each.usable and each.healthy]
             if healthy:
                 return (
-                    f"forgather resume {run_dir.root} resumes from the newest healthy checkpoint, "
+                    f"{resume_command(run_dir)} resumes from the newest healthy checkpoint, "
                     f"{healthy[-1].path.name}: give it a lower learning_rate or a smaller max_grad_norm"
                 )
         return "the run has no healthy checkpoint: start again with a lower learning_rate or a smaller max_grad_norm"

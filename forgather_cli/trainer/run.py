@@ -19,7 +19,7 @@ from forgather_cli.distributed import World
 from forgather_cli.errors import TrainingError
 from forgather_cli.models.pretrained import architecture
 from forgather_cli.precision.scaling import LossScaler
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, shown
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments
 from forgather_cli.trainer.epochs import Epochs
@@ -99,7 +99,9 @@ class Run:
 
 _SPLIT_FACTS = ("tokens", "documents", "samples")
 # facts of the data with a place of their own below, or for programs only (identity, and Python's version twice)
-_SHOWN_ELSEWHERE = {"type", "tokenizer", "packing", "seq_len", "row_tokens", "fingerprint", "content", "python"}
+_SHOWN_ELSEWHERE = {
+    "type", "tokenizer", "packing", "seq_len", "vocab_size", "row_tokens", "fingerprint", "content", "python",
+}  # fmt: skip
 
 
 def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
         "device": f"{_device(strategy.device)}, {args.precision.type}, trainer {strategy.name}{ranks}",
         "seed": run.seed,
-        "output_dir": str(run.run_dir.root),
+        "output_dir": shown(run.run_dir.root),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
     return {key: value for key, value in rows.items() if value is not None}

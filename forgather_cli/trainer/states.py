@@ -9,13 +9,27 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from forgather_cli.input_files import AMOUNT, ANYTHING, COUNT, NUMBER, TEXT, FieldError, Kind, check_fields, optional
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.input_files import (
+    AMOUNT,
+    ANYTHING,
+    COUNT,
+    NUMBER,
+    TEXT,
+    FieldError,
+    Kind,
+    check_fields,
+    object_of,
+    optional,
+)
 from forgather_cli.strategies.base import Stateful
 from forgather_cli.trainer.run import Run
 
 
 class TrainerState:
-    """Progress counters, the seed, and the open log interval."""
+    """Progress counters, the seed, and the open log interval. ``counters``: what the schedule and the data count, for
+    ``check_counters``.
+    """
 
     FIELDS: ClassVar[dict[str, Kind]] = {
         "global_step": COUNT,
@@ -30,7 +44,10 @@ class TrainerState:
     def state_dict(self) -> dict[str, Any]:
         run = self._run
         fields = {name: getattr(run.state, name) for name in self.FIELDS}
-        return {**fields, "seed": run.seed, "metrics": run.metrics.state_dict()}
+        counters = {"scheduler": _counts(run.lr_scheduler.state_dict())}
+        if not run.epochs.loader.state_is_per_rank:
+            counters["data"] = _counts(run.epochs.state_dict())
+        return {**fields, "counters": counters, "seed": run.seed, "metrics": run.metrics.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         run = self._run
@@ -39,6 +56,25 @@ class TrainerState:
             setattr(run.state, name, state[name])
         run.metrics.load_state_dict(state["metrics"])
         run.state.num_input_tokens_seen = run.metrics.total_tokens
+
+
+def check_counters(reader: Reader) -> None:
+    """Raise CheckpointError where the parts of a checkpoint have come to different steps: its manifest, its trainer's
+    state, and by what that says (before 0.3 it did not) the schedule and the data.
+    """
+    state = reader.state("trainer")
+    with reader.loading(reader.file_of("trainer"), "trainer"):
+        check_fields({"counters": {}, **state}, {"counters": object_of(object_of(NUMBER))})
+        if state["global_step"] != reader.step:
+            raise FieldError(f"global_step is {state['global_step']}, the manifest's step {reader.step}")
+        for key, counted in state.get("counters", {}).items():
+            if key in reader.components() and (there := _counts(reader.state(key))) != counted:
+                raise FieldError(f"was saved when {key} was at {counted}, and {key} is at {there}")
+
+
+def _counts(state: Any) -> dict[str, int]:
+    """The whole numbers of a state; a schedule of the user's may have any."""
+    return {name: value for name, value in state.items() if type(value) is int} if isinstance(state, Mapping) else {}
 
 
 class RandomState:

@@ -27,11 +27,10 @@ from forgather_cli.config.schema import Config, TrainerOption
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, MicrobatchLoader
 from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
-from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.errors import ConfigError, DataError, PartError
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.loss import loss_and_outputs
 from forgather_cli.models.parts import trainable_parameters
-from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.build import Optimizers
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy, check_shares
@@ -44,7 +43,7 @@ from forgather_cli.trainer.arguments import (
     with_strategy,
 )
 from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num_parameters, strategy_of, train_loader
-from forgather_cli.trainer.checkpoints import RESERVED, Checkpoints, drawn_seed, save_model
+from forgather_cli.trainer.checkpoints import RESERVED, Checkpoints, drawn_seed, save_model, write_side_files
 from forgather_cli.trainer.device_errors import explain_model, explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, tasks_of, track_best, users_metrics
@@ -61,6 +60,7 @@ from forgather_cli.trainer.optimizers import (
 )
 from forgather_cli.trainer.outer import outer_loop
 from forgather_cli.trainer.own_components import StateComponent, own_components
+from forgather_cli.trainer.own_parts import explain_part
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.run import Run, describe
@@ -179,7 +179,7 @@ class Trainer:
         )
         try:
             strategy.materialize(spec)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, PartError) as error:
             explain_model(error)
             raise
         check_shares(strategy, here, group)
@@ -199,7 +199,7 @@ class Trainer:
             strategy=strategy,
             seed=seed,
             emit=self.emit,
-            write_model_files=lambda directory: write_model_files(self.model, self.processing_class, directory),
+            write_model_files=lambda directory: write_side_files(self.model, self.processing_class, directory),
             scaler=scaler,
             seed_rank=here.rank,
         )
@@ -271,7 +271,11 @@ class Trainer:
             return self._train(resume)
 
     def _train(self, resume: bool | str) -> TrainOutput:
-        self._prepare(resume)
+        try:
+            self._prepare(resume)
+        except Exception as error:
+            explain_part(error, self.run, "before the first step")
+            raise
         self._is_training = True
         run, anomaly = self.run, self.args.detect_anomaly
         if anomaly and run.world.rank == 0:
@@ -348,7 +352,7 @@ class Trainer:
                 group=run.cpu_group,
                 sync=sync,
                 predictions=predictions,
-                optimizer=run.optimizer,
+                run=run,
                 tasks=tasks,
             )
         arrays = {} if predictions is None else predictions.gathered(run.cpu_group)
@@ -621,16 +625,16 @@ class Trainer:
                 run.metrics.exchange_seconds += time.perf_counter() - start
                 if self._is_finished():
                     break
-            start = time.perf_counter()
-            data = epochs.next_step()
-            run.metrics.data_seconds += time.perf_counter() - start
-            if data is None:
-                data_ended = True
-                break
+            start, data = time.perf_counter(), None
             try:
+                data = epochs.next_step()
+                run.metrics.data_seconds += time.perf_counter() - start
+                if data is None:
+                    data_ended = True
+                    break
                 loss, norm = self.step(data)
-            except (RuntimeError, MemoryError) as error:
-                explain_step(error, run, data.microbatches)
+            except Exception as error:
+                explain_step(error, run, [] if data is None else data.microbatches)
                 raise
             run.state.epoch = epochs.done()
             if run.outer is not None:

@@ -166,11 +166,11 @@ def test_build_keeps_the_order_and_puts_the_user_s_last(tmp_path: Path) -> None:
         (Target("no_such_module.Thing"), "cannot import no_such_module.Thing"),
         (Target("test_callbacks_base.Missing"), "module test_callbacks_base has no Missing"),
         (Target("Recorder"), "it names no module; write package.module.Recorder"),
-        (Target("test_callbacks_base.Recorder", {"speed": 1}), "unexpected keyword argument 'speed'"),
+        (Target("test_callbacks_base.Recorder", {"speed": 1}), "Recorder takes no such argument; Arguments: tag, seen"),
     ],
 )
 def test_a_target_that_cannot_be_made_is_a_config_mistake(tmp_path: Path, target: Target, message: str) -> None:
-    with pytest.raises(ConfigError, match=r"^callbacks\.mine(\._target_)?: ") as caught:
+    with pytest.raises(ConfigError, match=r"^callbacks\.mine(\._target_|\.speed)?: ") as caught:
         build_callbacks(CallbackSettings(custom={"mine": target}), RunDir(tmp_path))
     assert message in str(caught.value)
 

@@ -87,6 +87,7 @@ def test_the_peak_is_the_largest_of_all_ranks_in_the_interval(tmp_path: Path) ->
         assert held == max(r["peak_mem_allocated"] for r in records)
         assert min(before, after) <= held - 200 * 2**20
     assert [r["peak_mem_allocated"] for r in first] == [r["peak_mem_allocated"] for r in second]
+    assert [r.get("cpu_wait") for r in first] == [r.get("cpu_wait") for r in second]
 
 
 def test_the_learning_rate_is_the_one_that_the_newest_step_used(tmp_path: Path) -> None:

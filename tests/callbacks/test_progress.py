@@ -19,7 +19,7 @@ import notebook
 import pytest
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
-from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, Column, fit, format_value, merge, row
+from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, TIMES, Column, fit, format_value, merge, row
 from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.info import InfoCallback
 from forgather_cli.callbacks.progress import ProgressCallback
@@ -215,7 +215,9 @@ def test_a_step_costs_next_to_nothing() -> None:
 def test_nothing_wraps_on_a_terminal(width: int) -> None:
     code = "fake_run([InfoCallback(), ProgressCallback(ProgressSettings(header_interval=2))], 60, pause=0.02)"
     output = on_terminal(width, code)
-    lines = [line for line in shown_lines(output) if not line.startswith("checkpoint saved")]
+    saved = "outputs/default/2026-11-21_06-55-01/checkpoints/step-00000020"
+    lines = [line for line in shown_lines(output) if line != saved]  # whole, above the terminal's width too
+    assert len(lines) < len(shown_lines(output)) or f"checkpoint saved: {saved}" in lines
     assert max(map(len, lines)) <= width
     headers = [line for line in lines if line.split()[:2] == ["step", "epoch"]]
     rows = [line for line in lines if re.match(r" +\d+  +\d\.\d\d  ", line)]
@@ -233,6 +235,22 @@ def test_the_bar_shows_step_loss_speed_and_what_is_left() -> None:
     assert re.search(r"━ \d+/60 loss \d\.\d{4} 123k tok/s 0:00:0\d eta 0:00:0\d$", bars[-1])
     assert any(re.search(r"^eval .*━ [1-4]/4", line) for line in lines)
     assert len(bars) < 40  # a redraw per log, evaluation and fifth of a second, not per step
+
+
+def test_what_is_printed_above_a_bar_breaks_no_path() -> None:
+    path = "outputs/" + "x" * 100
+    code = f"""
+from forgather_cli.callbacks.base import TrainerCallback
+class Prints(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 15:
+            print("WARNING one of {path} is slow", file=sys.stderr)
+            print("step 15 of {path}")
+fake_run([ProgressCallback(), Prints()], pause=0.02)
+"""
+    lines = shown_lines(on_terminal(80, code))
+    assert f"WARNING one of {path} is slow" in lines
+    assert f"step 15 of {path}" in lines
 
 
 def test_the_bar_leaves_and_the_cursor_returns() -> None:
@@ -261,6 +279,14 @@ callback.on_evaluate(None, state, None, metrics=EVAL)
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
 
 
+def test_no_result_is_cut_off_in_a_narrow_terminal() -> None:
+    code = f"FINAL.update({dict.fromkeys(TIMES, 10.0)}); fake_run([ProgressCallback()])"
+    lines = [line for line in shown_lines(on_terminal(60, code)) if not line.startswith(("outputs", "train"))]
+    assert max(map(len, lines)) <= 60
+    text = " ".join(" ".join(lines).split())
+    assert "the time went to " + ", ".join(f"{label} 14%" for label in TIMES.values()) in text
+
+
 def test_info_is_a_panel_on_a_terminal_and_folds() -> None:
     lines = shown_lines(
         on_terminal(60, "InfoCallback().on_train_begin(None, TrainerState(), None, trainer=FakeTrainer())")
@@ -269,6 +295,19 @@ def test_info_is_a_panel_on_a_terminal_and_folds() -> None:
     assert any(re.match(r"│ parameters  3,312,640 +│", line) for line in lines)
     assert all(len(line) <= 60 for line in lines)
     assert "".join(lines).count("text") == 30
+
+
+@pytest.mark.parametrize("length", [40, 70, 100])
+def test_no_path_is_broken_in_the_panel(length: int) -> None:
+    path = "outputs/" + "x" * (length - 8)
+    code = f"""
+FakeTrainer.info = lambda self: {{"model": "decoder", "output_dir": {path!r}}}
+InfoCallback().on_train_begin(None, TrainerState(), None, trainer=FakeTrainer())
+"""
+    lines = shown_lines(on_terminal(80, code))
+    assert sum(path in line for line in lines) == 1
+    assert path in lines or length == 40
+    assert any(re.match(r"│ model +decoder +│", line) for line in lines)
 
 
 def test_info_is_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -298,7 +298,7 @@ def test_an_edit_of_an_older_checkpoint_says_how_to_go_on_from_it(
     words = shlex.split(command)
     assert words[0] == "forgather"
     assert forgather(*words[1:], "max_steps=3") == 0
-    assert f"resumed from {Path(path).absolute()}" in capsys.readouterr().err
+    assert f"resumed from {path}" in capsys.readouterr().err
     rates = [record["learning_rate"] for record in metrics(run) if "grad_norm" in record and record["step"] > 2]
     assert rates == pytest.approx([5e-3])
 

@@ -212,6 +212,8 @@ WRONG: list[tuple[tuple[str | int, ...], Any]] = [
     (("trainer", "metrics", "counts"), [1, 2]), (("trainer", "metrics", "counts", 1), -1),
     (("trainer", "metrics", "totals", 2), 10**400), (("trainer", "metrics", "totals"), MISSING),
     (("trainer", "metrics", "skipped", 0), "x"),
+    (("scheduler", "step"), 0), (("scheduler", "step"), 3), (("data", "sample"), 4),
+    (("trainer", "counters"), []), (("trainer", "counters", "data", "sample"), "x"),
     (("scheduler", "step"), "x"), (("scheduler", "step"), -3), (("scheduler",), {}),
     (("data",), [1]), (("data", "sample"), -4), (("data", "sample"), 10**400), (("data", "epoch"), -1),
     (("data", "epoch"), MISSING), (("data", "ranges"), [[0, -1]]), (("data", "stream"), "x"),

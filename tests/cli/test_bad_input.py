@@ -658,8 +658,6 @@ def test_options_and_recipes_of_the_user(program: Program) -> None:
     [
         ("+callbacks.mine._target_=mine.Unsavable",
          "callbacks.state['mine']['history'][1]: cannot store a value of type object in a checkpoint; use dict, list"),
-        ("+callbacks.mine._target_=mine.Picky +callbacks.mine.every=-1",
-         "callbacks.mine: Picky refused its settings: every must be positive, got -1"),
         ("data._target_=mine.data_without_labels", "a training batch has no 'labels' (its keys: input_ids); add them"),
         ("data._target_=mine.data_without_name", "data._target_: mine.data_without_name returned a mapping without"),
         ("model._target_=fractions.Fraction", "model._target_: fractions.Fraction must return an nn.Module, got Fract"),
@@ -678,7 +676,9 @@ def test_a_callback_that_raises_shows_its_traceback_and_exits_with_1(program: Pr
     done = program("train", *SYNTHETIC, "+callbacks.mine._target_=mine.Breaks")
     assert done.code == 1
     assert 'raise KeyError("oops")' in done.err
-    assert done.err.splitlines()[-1] == "error: callback mine failed in on_step_end: KeyError: 'oops'"
+
+    assert done.err.index("error: callback mine failed in on_step_end: KeyError: 'oops'") < done.err.index("Traceback")
+    assert done.err.splitlines()[-1] == "KeyError: 'oops'"
     assert json.loads(Path("run/exit.json").read_text())["code"] == 1
 
 

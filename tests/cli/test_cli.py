@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from program import Process
+from program import Process, modules_after
 from terminal import Terminal
 
 from forgather_cli.cli import app
@@ -130,6 +130,41 @@ def test_one_device_trains_and_reads_models_without_the_compiler(tmp_path: Path)
     words = [sys.executable, "-c", WITHOUT_COMPILER, json.dumps(commands)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert json.loads(done.stderr.splitlines()[-1]) == [[0] * len(commands), [["torch"]] * len(commands)]
+
+
+COMMAND = "import contextlib\nfrom forgather_cli.cli import app\nwith contextlib.suppress(SystemExit): app.main()"
+
+
+def test_help_and_a_mistake_in_a_setting_import_little(tmp_path: Path) -> None:
+    for words, more in ((["--help"], {"hydra", "omegaconf"}), (["train", "learning_rte=1"], {"rich"})):
+        loaded = modules_after(COMMAND, *words, cwd=tmp_path)
+        assert {"torch", "numpy", "http.client", "uvicorn", "h11", *more} & loaded == set()
+
+
+MODULES = """
+import os, sys
+from pathlib import Path
+from forgather_cli.callbacks.base import TrainerCallback
+
+class Modules(TrainerCallback):
+    def on_step_end(self, *args, **kwargs):
+        Path(f"modules-{os.environ['RANK']}").write_text(" ".join(sys.modules))
+"""
+
+
+def test_two_ranks_and_their_launcher_import_what_they_use_alone(tmp_path: Path) -> None:
+    """torch's compiler, with sympy, costs each as much as torch itself."""
+    (tmp_path / "seen.py").write_text(MODULES)
+    words = ["train", *SMALL, "trainer=ddp", "nproc_per_node=2", "max_steps=1", "save_strategy=no", "output_dir=run",
+             "callbacks=default", "~callbacks.textgen", "+callbacks.seen._target_=seen.Modules"]  # fmt: skip
+    of_launcher = modules_after(COMMAND, *words, cwd=tmp_path)
+    unused = {"torch._dynamo", "torch._inductor", "sympy", "transformers", "accelerate", "datasets", "torchdata",
+              "tensorboard", "pandas", "matplotlib", "uvicorn"}  # fmt: skip
+    assert unused & of_launcher == set()
+    assert "numpy" in of_launcher
+    for rank in range(2):
+        of_rank = set((tmp_path / f"modules-{rank}").read_text().split())
+        assert (unused | {"hydra", "omegaconf", "typer"}) & of_rank == set()
 
 
 def test_completion_offers_settings_options_and_recipes(
@@ -616,7 +651,9 @@ class CtrlC:
             os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal's job has it
 sys.meta_path.insert(0, CtrlC())
+from forgather_cli import bars
 from forgather_cli.__main__ import run
+bars.SILENCE = 3600.0
 sys.argv = ["forgather", "train", "model=nano", "max_steps=1", "output_dir=run"]
 run()
 """

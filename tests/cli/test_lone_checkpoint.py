@@ -60,7 +60,7 @@ def test_resume_says_how_its_weights_are_trained_further(lone: Path, capsys: pyt
     assert f"forgather train model.path={lone}" in refused(lone)
     (lone / "config.yaml").unlink()
     in_place = RunDir(Path("RUN")).checkpoint(2)
-    assert f"forgather resume {Path('RUN').resolve()}" in refused(in_place)
+    assert refused(in_place.resolve()).endswith("give its run, forgather resume RUN\n")
     assert run_of(in_place / "model") == run_of(in_place) == RunDir(Path("RUN").resolve())
     Path("own_code", "model").mkdir(parents=True)  # of a model without config.json
     shutil.copy(lone / "manifest.json", "own_code")

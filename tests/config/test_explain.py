@@ -33,6 +33,7 @@ def test_every_setting_can_be_explained(path: str) -> None:
         ("hidden_size", "model.hidden_size", "a whole number above 0"),
         ("torch_compile", "torch_compile", "true or false"),
         ("callbacks.textgen.prompts", "callbacks.textgen.prompts", "a list or text"),
+        ("model_splitter", "trainer.model_splitter", "a function or class of yours by _target_ or null"),
     ],
 )
 def test_a_key_as_in_an_override(key: str, path: str, takes: str) -> None:

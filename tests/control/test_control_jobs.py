@@ -32,6 +32,7 @@ STRATEGIES = {
     "pipeline": ["trainer=pipeline", "nproc_per_node=2", "n_microbatches=2"],
     "fsdp2": ["trainer=fsdp2", "nproc_per_node=2"],
 }
+EVALUATES = ["eval_strategy=steps", "eval_steps=2"]
 RUN = RunDir(Path("run"))
 
 
@@ -92,20 +93,25 @@ def test_save_and_stop_prints_the_checkpoint_that_resume_goes_on_from(strategy: 
 
 
 def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
-    with training("job_id=my-job", "callbacks.control.auth_token=abcdefghijklmnopqrst") as job:
+    with training("job_id=my-job", "callbacks.control.auth_token=abcdefghijklmnopqrst", *EVALUATES) as job:
         assert [say("status", word)[0] for word in ("my-job", "my", "run", "./run/", "latest")] == [0] * 5
         now = json.loads(say("status", "--json")[1])
         assert (now["job_id"], now["max_steps"], now["world_size"]) == ("my-job", 100000, 1)
         assert now["step"] >= 3
         assert now["steps_since_checkpoint"] == now["step"]
-        assert re.search(r"not saved +\d+ steps", say("status")[1])
+        facts = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in say("status")[1].splitlines())
+        assert re.fullmatch(r"\d+ steps", facts["not saved"])
+        assert re.fullmatch(r"\d+:\d\d:\d\d", facts["eta"])  # as training's bar shows it
+        assert re.fullmatch(r"loss \d\.\d{4}  perplexity [\d.]+  .*took \d+\.\d\ds  samples/s [\d.]+", facts["eval"])
+        assert not re.search(r"eval_|(^| )tokens ", facts.get("others", ""))  # tokens are the run's, above
+        assert say("list")[1].splitlines()[0].split()[4] == "eta"
         assert now["eta_seconds"] > 0
         assert {"loss", "grad_norm", "learning_rate"} <= now["metrics"].keys()
         assert (now["global_step"], now["logs"]["loss"]) == (now["step"], now["metrics"]["loss"])
         assert 0 < now["logs"]["step"] <= now["step"]
         while client.status(registry.resolve("my-job"))["step"] < now["step"] + 5:  # training goes on meanwhile
             assert job.process.poll() is None
-        assert say("status", "yours")[2] == "error: yours: no such job; running: my-job in run"
+        assert say("status", "yours")[2].splitlines()[1:] == ["  my-job  run"]
         assert re.search(r"my-job .* \d+/100000 ", say("list")[1])
         listed = json.loads(say("list", "--json")[1])
         assert [(one["job_id"], one["running"], one["status"]["job_id"]) for one in listed] == [
@@ -125,7 +131,7 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
         )
         answer = Path(waiting.partition(" will be in ")[2])
         with Process("control", "status", "--watch") as watcher:
-            watcher.read_until(r"step \d+/100000  loss \d.*training")
+            watcher.read_until(r"step \d+/100000  loss \d\S+  eta \d+:\d\d:\d\d  \w+")
             code, out, _ = say("stop", "--json")
             assert (code, json.loads(out)["state"]) == (0, "done")
             assert watcher.finish() == 0

@@ -128,12 +128,12 @@ def test_jobs_are_found_by_id_prefix_directory_and_as_the_newest() -> None:
     assert found == {"job_a1": "job_a1", "job_b": "job_b", "job_a2": "job_a2", "latest": "job_a1", "./two": "job_a2",
                      "one/": "job_a1"}  # fmt: skip
     assert resolve("job_b"[:5]).job_id == "job_b"
-    with pytest.raises(ControlError, match="job_a: 2 jobs begin with that: job_a2 in two, job_a1 in one; give more"):
+    with pytest.raises(ControlError, match="job_a: 2 jobs begin with that; give more") as two:
         resolve("job_a")
-    with pytest.raises(
-        ControlError, match="3 jobs are running: job_b in three, job_a2 in two, job_a1 in one; name one"
-    ):
+    assert str(two.value).splitlines()[1:] == ["  job_a2  two", "  job_a1  one"]
+    with pytest.raises(ControlError, match="3 jobs are running; name one of them, or latest") as three:
         resolve(None)
+    assert str(three.value).splitlines()[1:] == ["  job_b  three", "  job_a2  two", "  job_a1  one"]
     unregister(entry("job_a1", "one", 3))
     unregister(entry("job_a2", "two", 2))
     assert resolve(None).job_id == "job_b"

@@ -17,7 +17,7 @@ from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.schema import DataTarget
 from forgather_cli.data.build import load_data
 from forgather_cli.data.text.tokenizer import train_bpe
-from forgather_cli.errors import DataError, ModelError
+from forgather_cli.errors import ModelError, PartError
 from forgather_cli.plan import make_plan
 from forgather_cli.run_dir import RunDir
 
@@ -128,7 +128,7 @@ def test_own_data_with_one_trains(tmp_path: Path, words: list[str]) -> None:
 
 @pytest.mark.parametrize("streams", ["false", "true"])
 def test_ids_of_the_first_batches_are_compared_with_the_model(tmp_path: Path, streams: str) -> None:
-    with pytest.raises(DataError, match=r"token id 300 is outside of the model's vocabulary of 257 tokens"):
+    with pytest.raises(PartError, match=r"token id 300 is outside of the model's vocabulary of 257 tokens"):
         run_own(tmp_path, "model.vocab_size=257", f"+data.streams={streams}")
 
 

@@ -69,17 +69,19 @@ def assert_restarted(output: str, faults: tuple[str, ...]) -> None:
 
 
 def assert_ended(output: str, last: str) -> None:
-    """The fault that ended the job: one message, one traceback if it raised, and the run can be gone on with."""
+    """The fault that ended the job: one message, a traceback below it if it raised, and the run can be gone on with."""
     if RUN.checkpoint_steps():
         output, _, told = output.rpartition("\n\nto resume from step ")
         assert told.strip() == f"{RUN.checkpoint_steps()[-1]}:\nforgather resume run"
     raised = last.endswith(("raise", "exit"))
     assert output.count("Traceback (most recent call last)") == raised, output
-    line = output.splitlines()[-1]
     if last.endswith("exit"):
+        line = output.splitlines()[-1]
         assert ("SystemExit: 0" in output, line) == (True, "the log of rank 1 is run/logs/rank-1.log")
     else:
-        assert re.match(f"error: {said_of(last)}$", line), output
+        message = re.search(f"^error: {said_of(last)}$", output, flags=re.MULTILINE)
+        assert message, output
+        assert "Traceback" not in output[: message.start()], output
     assert re.search(said_of(last).removeprefix("rank 1: "), ended().reason)
     assert ended().code == 1
     assert not raised or "Traceback" in RUN.rank_log(1).read_text()

@@ -200,21 +200,20 @@ def test_an_output_dir_that_cannot_be_made_is_said() -> None:
         start("max_steps=1", "output_dir=file/run")
 
 
-def test_a_crash_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_made_is_told_with_its_traceback_and_leaves_no_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "breaks.py").write_text("def model(vocab_size):\n    raise ZeroDivisionError('of mine')\n")
     sys.path.insert(0, str(tmp_path))
     try:
         assert (
             start("~model", "+model._target_=breaks.model", "+model.vocab_size=257", "max_steps=1", "output_dir=run")
-            == 1
+            == 2
         )
     finally:
         sys.path.remove(str(tmp_path))
-    assert "ZeroDivisionError: of mine" in capsys.readouterr().err
-    told = read_exit_record(RunDir(Path("run")))
-    assert told is not None
-    assert (told.code, told.reason) == (1, "ZeroDivisionError: of mine")
-    assert "ZeroDivisionError: of mine" in Path("run/logs/rank-0.log").read_text()
+    assert "Traceback" in capsys.readouterr().err.partition("ZeroDivisionError: of mine")[2]
+    assert not RunDir(Path("run")).config.exists()
 
 
 def test_two_jobs_cannot_write_one_directory() -> None:
@@ -247,6 +246,32 @@ def test_the_lock_ends_with_the_process_even_if_its_workers_live_on() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- signals
+
+
+def test_the_lines_at_the_end_name_the_run_from_where_the_user_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where output_dir is absolute, and where the run goes on from another folder than it began in."""
+
+    def stopped(*words: str) -> list[str]:
+        with Process(*words) as job:
+            job.read_until(r"step \d+/")
+            job.process.send_signal(signal.SIGTERM)
+            assert job.finish() == 75, job.output
+        return job.lines
+
+    run = tmp_path / "outputs/run"
+    for folder, words in (
+        (tmp_path, ["train", *SMALL, "max_steps=100000", f"output_dir={run}"]),
+        (tmp_path / "outputs", ["resume", "run"]),
+        (tmp_path, ["resume", str(run)]),
+    ):
+        monkeypatch.chdir(folder)
+        name, output = run.relative_to(folder), stopped(*words)
+        assert output[-1] == f"forgather resume {name}"
+        assert f"run      {name}" in output
+        assert any(line.startswith(f"newest   {name}/checkpoints/step-") for line in output)
+        assert not [line for line in output if str(tmp_path) in line]
 
 
 def test_a_signal_saves_and_says_how_to_go_on() -> None:

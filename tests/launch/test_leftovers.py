@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from program import Process
 from two_ranks import SMALL
 
-from forgather_cli.launch.processes import children, is_running
+from forgather_cli.launch.processes import children, is_running, torchrun_folder
 
 WORKERS = [*SMALL, "dataloader_num_workers=2", "max_steps=100000", "save_strategy=no"]
 STRATEGIES = pytest.mark.parametrize("trainer", ["single", "ddp"])
@@ -72,3 +73,36 @@ def test_what_a_killed_run_leaves_goes_with_the_next_command(temporary: Path, tr
         assert job.finish() == 0, job.output
     assert ours(temporary) == []
     assert len(list(temporary.iterdir())) == 3
+
+
+def test_the_folder_that_torchrun_makes_for_our_ranks_goes_with_them_or_with_the_next_command(temporary: Path) -> None:
+    """torchrun itself leaves it, however it ends."""
+
+    def torchrun(*words: str) -> Process:
+        options = ["--nproc-per-node=2", "-m", "forgather_cli", "train", *WORKERS, "trainer=ddp", "output_dir=run"]
+        words = (*options, "dataloader_num_workers=0", *words)
+        return Process(*words, module="torch.distributed.run", env={"TMPDIR": str(temporary)})
+
+    with torchrun() as job:
+        job.read_until("step 3/")
+        for pid in (job.process.pid, *children(job.process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        job.finish()
+    assert [name.partition("_")[0] for name in ours(temporary)] == ["torchelastic"]
+    with torchrun("max_steps=2", "overwrite_output_dir=true") as job:
+        assert job.finish() == 0, job.output
+    assert ours(temporary) == []
+    assert len(list(temporary.iterdir())) == 3
+
+
+def test_what_somebody_has_torchrun_write_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "torchelastic_x"
+    error = folder / "job_y/attempt_0/0/error.json"
+    error.parent.mkdir(parents=True)
+    assert torchrun_folder(str(error)) == folder
+    (error.parent / "stdout.log").touch()  # --redirects
+    assert torchrun_folder(str(error)) is None
+    elsewhere = ("log-dir/job_y/attempt_0/0/error.json", "sub/torchelastic_x/job_y/attempt_0/0/error.json", "error")
+    assert [torchrun_folder(str(tmp_path / path)) for path in elsewhere] == [None] * 3
+    assert (torchrun_folder(""), torchrun_folder(None)) == (None, None)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import CrossEntropySettings, DecoderSettings, LinearCrossEntropySettings, Target
-from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.errors import ConfigError, ModelError, PartError
 from forgather_cli.loss import (
     Loss,
     ModelWithLoss,
@@ -282,7 +282,7 @@ def test_other_outputs_and_what_is_missing_are_named() -> None:
         def forward(self, input_ids: Tensor) -> Any:
             return input_ids
 
-    with pytest.raises(ModelError, match=r"Odd: forward must return logits .*, got a tensor of shape \(3, 17\)"):
+    with pytest.raises(PartError, match=r"Odd.*: forward must return logits .*, got a tensor of shape \(3, 17\)"):
         model_logits(Odd(), model_kwargs(batch()))
     with pytest.raises(
         ModelError, match=r"loss=linear_cross_entropy: Odd has no hidden_states\(\) and no head; .*loss=cross_entropy"

@@ -320,7 +320,6 @@ def test_a_missing_package_says_what_to_install(runs: dict[str, Result], monkeyp
     ("overrides", "message"),
     [
         ([], r"model\.path: model=transformers needs a directory"),
-        (["path=x", "trainer=pipeline"], r"trainer: pipeline cannot cut a model=transformers .* model=pretrained"),
         (["path=x", "trust_remote_code=true"], r"trust_remote_code: code that lies in a model directory is never run"),
         (["path=x", "model.config=y"], r"model\.config: model\.path=x has a config\.json, got 'y' besides"),
         (["model.config={n_layer: 2}"], r"model\.config: names no model_type"),

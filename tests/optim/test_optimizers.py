@@ -26,7 +26,7 @@ from forgather_cli.config.schema import (
     SGDSettings,
     Target,
 )
-from forgather_cli.errors import CheckpointError, ConfigError, SetupError
+from forgather_cli.errors import CheckpointError, ConfigError, PartError, SetupError
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.eager import unguard_step
 from forgather_cli.optim.groups import describe
@@ -247,14 +247,14 @@ def test_all_mistakes_are_reported_at_once():
         (AdafactorSettings(clipping_threshold=0.5), "optimizer: Adafactor refused its settings: Clipping threshold"),
         (AdafactorSettings(groups=group("head", clipping_threshold=0.5)), r"\(group mine\): Adafactor refused"),
         (Target("torch.optim.Nothing"), "optimizer._target_: cannot import torch.optim.Nothing"),
-        (Target("torch.optim.Adam", {"speed": 3}), "optimizer: Adam refused its settings: .*speed"),
-        (Target("builtins.dict"), "optimizer: dict refused its settings"),
+        (Target("torch.optim.Adam", {"speed": 3}), "optimizer.speed: torch.optim.Adam takes no such argument"),
+        (Target("builtins.dict"), "optimizer: builtins.dict failed when it was made: ValueError"),
         (Target(f"{__name__}.LR"), "optimizer._target_: .*it is a float, no class or function"),
         (AdamWSettings(groups=group("head", Target("torch.optim.SGD"), betas=[0, 0])), "settings.betas: SGD has no"),
     ],
 )  # fmt: skip
 def test_settings_that_torch_refuses(option: OptimizerOption, message: str):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, PartError), match=message):
         build(option, TinyModel())
 
 

@@ -350,7 +350,7 @@ def test_wrapped_scheduler_of_the_user():
     ("path", "kwargs", "message"),
     [
         ("torch.optim.lr_scheduler.Nothing", {}, r"lr_scheduler._target_: cannot import .*Nothing"),
-        ("torch.optim.lr_scheduler.StepLR", {"step": 1}, r"lr_scheduler: StepLR refused its settings: .*step"),
+        ("torch.optim.lr_scheduler.StepLR", {"step": 1}, r"lr_scheduler.step: .*StepLR takes no such .*step_size"),
         ("torch.optim.lr_scheduler.ReduceLROnPlateau", {}, "steps on a metric"),
         ("builtins.id", {}, r"a int has no step, state_dict, load_state_dict, get_last_lr"),
     ],

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -126,3 +130,86 @@ def test_a_slow_rank_that_the_log_names_is_told(tmp_path: Path, capsys: pytest.C
     run_of(tmp_path / "other", {})
     assert forgather("logs", "slow", str(tmp_path)) == 2
     assert "holds 2 runs" in capsys.readouterr().err
+
+
+def of_paces(root: Path, paces: list[float], **more: Any) -> RunDir:
+    """A run that logged every 10 steps of 1000 tokens, whose steps took that many seconds."""
+    run = run_of(root, {})
+    records = []
+    for n, pace in enumerate(paces, start=1):
+        log = {"step_time": pace, "tok_per_sec": 1000 / pace, "data_time": 0.0}
+        own = {name: values[n - 1] for name, values in more.items() if values[n - 1] is not None}
+        records.append({"step": 10 * n, "loss": 1.0, **log, **own})
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run
+
+
+STEADY = [1.0, 1.1, 0.97, 1.05, 1.0, 1.12, 0.95, 1.0, 1.08, 1.0] * 2
+HALVED = [1.0] * 12 + [2.1] * 6 + [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("paces", "more", "told"),
+    [
+        (STEADY, {}, None),
+        (STEADY, {"cpu_wait": [0.05] * 20}, None),
+        (HALVED, {"cpu_wait": [0.0] * 12 + [0.52] * 6 + [0.0] * 4}, r"Steps 121 to 180 took 2\.1 times .*cores.*52 %"),
+        (HALVED, {"cpu_wait": [0.0] * 22}, r"Steps 121 to 180 took 2\.1 times .* though cores were free"),
+        (HALVED, {}, r"Steps 121 to 180 took 2\.1 times .* nothing here tells why"),
+        ([1.0 + n / 20 for n in range(20)], {}, r"Steps 111 to 200 took 1\.\d times"),  # it drifts
+        ([1.0] * 5 + [2.0] * 9 + [1.0] + [2.5] * 5, {}, "Steps 51 to 140 .*, and 1 more"),  # most of it was slow
+        ([1.0] * 40 + [2.0] + [1.0] * 9, {}, None),  # one log of fifty
+        ([2.0] * 20, {"cpu_wait": [0.5] * 20}, "^For 50 % of the steps' time there was no core"),  # from the beginning
+        ([1.0, 2.0, 2.0], {}, None),  # too few to tell
+        (HALVED, {"data_time": [0.0] * 12 + [1.1] * 6 + [0.0] * 4}, "Steps wait for data"),
+        (HALVED, {"tok_per_sec": [1000.0] * 22}, None),  # longer sequences
+    ],
+)  # fmt: skip
+def test_steps_that_were_slower_than_others_are_told_with_the_cores_that_they_lacked(
+    tmp_path: Path, paces: list[float], more: dict[str, Any], told: str | None
+) -> None:
+    findings = explain(of_paces(tmp_path / "run", paces, **more)).findings
+    assert len(findings) == (told is not None), findings
+    assert told is None or re.search(told, findings[0].what), findings
+
+
+def test_a_start_on_a_slower_machine_is_not_compared_with_the_one_before(tmp_path: Path) -> None:
+    run = of_paces(tmp_path / "run", [1.0] * 10 + [2.0] * 10)
+    assert len(explain(run).findings) == 1
+    lines = run.metrics.read_text().splitlines()
+    end = {"step": 100, "train_runtime": 100.0, "step_seconds": 100.0}
+    run.metrics.write_text("\n".join([*lines[:10], json.dumps(end), *lines[10:]]) + "\n")
+    assert explain(run).findings == []
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this system does not tell who waits")
+@pytest.mark.usefixtures("one_thread")
+def test_steps_beside_processes_that_take_their_core_are_told(tmp_path: Path) -> None:
+    """All on one core, so that it is no matter what else this machine does."""
+    cores = os.sched_getaffinity(0)
+    busy: list[subprocess.Popen[bytes]] = []
+
+    class Busy(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 60:
+                busy.extend(subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3))
+            if state.global_step == 90:
+                for process in busy:
+                    process.kill()
+
+    arguments = TrainingArguments(str(tmp_path), max_steps=120, logging_steps=10, use_cpu=True, save_strategy="no")
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        Trainer(tiny.decoder(), arguments, None, tiny.RandomTokens(), callbacks=[Busy]).train()
+    finally:
+        os.sched_setaffinity(0, cores)
+        for process in busy:
+            process.kill()
+            process.wait()
+    waits = {record["step"]: record["cpu_wait"] for record in tiny.metrics(tmp_path) if "step_time" in record}
+    assert max(waits[80], waits[90]) > 0.5
+    assert all(0 <= wait <= 1 for wait in waits.values())
+    [finding] = (each for each in explain(RunDir(tmp_path)).findings if each.what.startswith("Steps "))
+    first, last = map(int, re.findall(r"Steps (\d+) to (\d+)", finding.what)[0])
+    assert first <= 90 <= last + 10
+    assert "cores" in finding.what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import socket
 from collections.abc import Iterator
@@ -366,3 +367,10 @@ def test_a_script_joins_the_world_that_its_launcher_describes(tmp_path: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert run_ranks(2, joining, str(tmp_path), port) == [("ddp", 0, 2), ("ddp", 1, 2)]
+
+
+def test_torchs_wrapper_still_asks_its_compiler() -> None:
+    """Else ``ddp._unguarded`` can go."""
+    assert "torch._dynamo" in inspect.getsource(DistributedDataParallel.__init__)
+    guard = DistributedDataParallel._inside_ddp_forward.__wrapped__
+    assert "_disable_dynamo" in guard.__code__.co_qualname

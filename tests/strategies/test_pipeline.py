@@ -559,7 +559,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a cut that keeps too much": (
         lambda: materialized(KeepsAll, schedule="LoopedBFS"),
         ModelError,
-        r"after cut\(\) stages 0, 1, 2, 3 of 4 holds blocks.0.weight",
+        r"after cut\(\) stages 0, 1, 2, 3 of 4 hold blocks.0.weight",
     ),
     "too few layers": (
         lambda: materialized(Residual, schedule="Interleaved1F1B", stages_per_rank=3),

@@ -15,7 +15,7 @@ from forgather_cli.config.load import load_config
 from forgather_cli.config.pipeline_layout import Stage, bubble, layout_lines, stage_layout
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ConfigError, ModelError
-from forgather_cli.models.stages import cuttable, fresh_models, replace_parameter, tied_names
+from forgather_cli.models.stages import fresh_models, replace_parameter, splitter_of, tied_names
 
 EVERY = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
@@ -234,9 +234,11 @@ def test_parts_in_turn_are_the_whole() -> None:
 
 
 def test_what_a_model_lacks_is_named() -> None:
-    assert cuttable(decoder()).num_hidden_layers == 2
-    with pytest.raises(ModelError, match="Linear cannot be cut into stages, it has no num_hidden_layers, no hidden_si"):
-        cuttable(nn.Linear(2, 2))
+    assert splitter_of(decoder(), None) is None
+    with pytest.raises(
+        ModelError, match=r"Linear cannot be cut .* no num_hidden_layers, no hidden_size, no cut .*split"
+    ):
+        splitter_of(nn.Linear(2, 2), None)
 
 
 def test_fresh_models_are_equal_and_leave_the_random_state_of_one() -> None:
@@ -265,7 +267,7 @@ def test_only_first_and_last_stage_may_share() -> None:
     assert tied_names([{"a": 1}, {"b": 1}, {"c": 1}], whole) == []
     with pytest.raises(ModelError, match=r"after cut\(\) no stage of 3 holds b"):
         tied_names([{"a": 1}, {}, {"c": 1}], whole)
-    with pytest.raises(ModelError, match=r"after cut\(\) stages 1, 2 of 3 holds c"):
+    with pytest.raises(ModelError, match=r"after cut\(\) stages 1, 2 of 3 hold c"):
         tied_names([{"a": 1}, {"b": 1, "c": 1}, {"c": 1}], whole)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from functools import reduce
+from functools import partial, reduce
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -12,6 +12,8 @@ from pydantic import BeforeValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_before_validator_function, tagged_union_schema
 from typing_extensions import dataclass_transform
+
+from forgather_cli.targets import import_target
 
 _T = TypeVar("_T")
 
@@ -116,6 +118,14 @@ class Target:
     def is_object(self) -> bool:
         """True for an object that a script gave, of which there is only the name, in angle brackets."""
         return self.path.startswith("<")
+
+    def __str__(self) -> str:
+        return self.path
+
+    def bound(self, where: str) -> Callable[..., Any]:
+        """What it names, with its arguments bound. Raises ConfigError naming the setting ``where``."""
+        found = import_target(self.path, where)
+        return partial(found, **self.kwargs) if self.kwargs else found
 
     @classmethod
     def from_tree(cls, value: Any) -> Any:

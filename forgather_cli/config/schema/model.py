@@ -68,11 +68,6 @@ class TransformersSettings(Settings):
                 "model.config: names no model_type, so the class is unknown; add one, as in "
                 "model.config={model_type: gpt2}"
             )
-        if getattr(config.trainer, "cuts_layers", False):
-            yield (
-                f"trainer: {config.trainer.type} cannot cut a model=transformers into stages; choose trainer=ddp or "
-                "fsdp2, or model=pretrained, whose Llama, Mistral, Qwen2 and Qwen3 shapes it can cut"
-            )
 
 
 ModelOption = Annotated[

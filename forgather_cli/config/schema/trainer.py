@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     Count,
@@ -16,6 +16,10 @@ from forgather_cli.config.schema.base import (
     only_if,
     settings,
 )
+from forgather_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forgather_cli.config.own_schedule import OwnSchedule
 
 
 class _Trainer(Settings):
@@ -139,11 +143,12 @@ class PipelineSettings(_Trainer):
 
     type: Literal["pipeline"] = "pipeline"
     n_microbatches: PositiveInt = 4
-    schedule: Schedule = "1F1B"
+    schedule: Schedule | Annotated[Target, by_type] = "1F1B"
     stages_per_rank: PositiveInt | None = None  # null: from the schedule
     split: Literal["auto"] | list[PositiveInt] = "auto"
     input_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
     output_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
+    model_splitter: Annotated[Target, by_type] | None = None  # null: the model's cut
     shard: PositiveInt = 1
 
     @property
@@ -151,8 +156,22 @@ class PipelineSettings(_Trainer):
         return self.shard > 1
 
     @property
+    def splitter(self) -> Callable[..., Any] | None:
+        """``model_splitter``, imported; called with the model and its stages. Raises ConfigError."""
+        return None if self.model_splitter is None else self.model_splitter.bound("model_splitter")
+
+    @property
+    def own_schedule(self) -> OwnSchedule | None:
+        """The class that ``schedule`` names by ``_target_``, imported. Raises ConfigError."""
+        from forgather_cli.config.own_schedule import OwnSchedule
+
+        return OwnSchedule(self.schedule.path, self.schedule.kwargs) if isinstance(self.schedule, Target) else None
+
+    @property
     def splits_backward(self) -> bool:
         """A zero-bubble schedule: gradients of inputs and of weights are computed at different times."""
+        if (own := self.own_schedule) is not None:
+            return own.splits_backward(self.stages_each, self.n_microbatches)
         return self.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
     @property
@@ -163,6 +182,8 @@ class PipelineSettings(_Trainer):
     @property
     def has_one_stage(self) -> bool:
         """Each rank has one stage; the other schedules interleave several."""
+        if (own := self.own_schedule) is not None:
+            return own.has_one_stage
         return self.schedule in ("1F1B", "GPipe")
 
     @property
@@ -172,6 +193,11 @@ class PipelineSettings(_Trainer):
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
+        try:
+            own = self.own_schedule
+        except ConfigError as error:
+            yield from error.problems
+            return
         found = []
         if config.torch_compile and self.splits_backward:
             found.append(
@@ -190,7 +216,7 @@ class PipelineSettings(_Trainer):
             found.append(f"{has} runs one stage per rank, got {wanted}; {remedy}")
         elif wanted is not None and wanted != 2 and self.is_v_shaped:
             found.append(f"{has} runs exactly two stages per rank, got {wanted}; leave stages_per_rank out")
-        elif wanted == 1 and not self.has_one_stage:
+        elif wanted == 1 and not self.has_one_stage and own is None:
             remedy = "set stages_per_rank=2 or more, or schedule=1F1B"
             found.append(f"{has} interleaves several stages per rank, got 1; {remedy}")
         yield from found
@@ -218,6 +244,11 @@ class PipelineSettings(_Trainer):
             return
         world //= shard  # ranks of each pipeline
         number, parts, schedule = world * self.stages_each, self.n_microbatches, self.schedule
+        if (own := self.own_schedule) is not None:
+            try:
+                own.order(world, self.stages_each, parts)
+            except ConfigError as error:
+                yield from error.problems
         if schedule in ("1F1B", "DualPipeV") and parts < number:
             yield (
                 f"n_microbatches: schedule={schedule} with {number} stages needs at least as many, got {parts}; "

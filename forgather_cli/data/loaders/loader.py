@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from forgather_cli.data.loaders.collate import (
@@ -34,6 +35,7 @@ from forgather_cli.data.loaders.prefetch import to_device
 from forgather_cli.data.loaders.workers import Workers
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import ANYTHING, COUNT, check_fields, list_of, object_of, optional, several
+from forgather_cli.labels import IGNORED
 
 _CHECKED_STEPS = 2
 _log = logging.getLogger(__name__)
@@ -48,7 +50,8 @@ class TrainLoader:
 
     This rank reads slice ``rank`` of ``size``. With ``data_ranks`` iterable data is read by rank 0 for all ranks, or
     with ``dispatch=False`` by each for itself, which may end at different steps (``IterableRounds``); making a loader
-    and every step are then collective. With ``vocab_size`` the ids of the first steps are checked against it. With
+    and every step are then collective. With ``vocab_size`` the ids of the first steps are checked against it, and where
+    ``labels_are_ids`` the labels. With
     ``group_by_length``, the name of the column of lengths (``lengths_of``), samples of like length come together.
     """
 
@@ -74,9 +77,10 @@ class TrainLoader:
         data_ranks: DataRanks | None = None,
         dispatch: bool | None = None,
         vocab_size: int | None = None,
+        labels_are_ids: bool = False,
     ) -> None:
         check_dataset(dataset, "train_dataset")
-        self.dataset, self._vocab_size = dataset, vocab_size
+        self.dataset, self._vocab_size, self._labels_are_ids = dataset, vocab_size, labels_are_ids
         self.global_batch_size = global_batch_size
         self._device, self._pin_memory = torch.device(device), pin_memory
         workers = Workers(num_workers, prefetch_factor, persistent_workers)
@@ -135,7 +139,7 @@ class TrainLoader:
     def _counted(self) -> Iterator[tuple[list[Batch], tuple[Counts, Position]]]:
         for number, (batches, position) in enumerate(self._data.read(self._position)):
             if number < _CHECKED_STEPS and self._vocab_size is not None:
-                _check_ids(batches, self._vocab_size)
+                _check_ids(batches, self._vocab_size, labels_too=self._labels_are_ids)
             yield batches, (Counts.of(batches), position)
 
     def set_epoch(self, epoch: int) -> None:
@@ -187,20 +191,26 @@ def _check_first_step(first: FirstRound, *, drop_last: bool) -> None:
         )
 
 
-def _check_ids(batches: list[Batch], vocab_size: int) -> None:
+def _check_ids(batches: list[Batch], vocab_size: int, *, labels_too: bool) -> None:
     """Raise DataError for ids outside the vocabulary, at which an embedding fails, on a GPU with an error that does not
-    say why."""
+    say why; ``labels_too``: of targets as well."""
     for batch in batches:
-        ids = batch.get("input_ids")
-        if ids is None or not ids.numel():
-            continue
-        least, most = ids.numpy().min(), ids.numpy().max()
-        if least < 0 or most >= vocab_size:
-            wrong = least if least < 0 else most
-            raise DataError(
-                f"train_dataset: token id {wrong} is outside of the model's vocabulary of {vocab_size} tokens; "
-                "give the data the model's tokenizer, or the model the data's vocabulary size"
-            )
+        for key in ("input_ids", "labels") if labels_too else ("input_ids",):
+            ids = batch.get(key)
+            if ids is None or not ids.numel():
+                continue
+            if key == "input_ids" and ids.is_floating_point():
+                kind = str(ids.dtype).removeprefix("torch.")
+                raise DataError(f"train_dataset: token ids are {kind}; give whole numbers (torch.int64)")
+            found = ids.numpy()
+            found = np.where(found == IGNORED, 0, found) if key == "labels" else found
+            least, most = found.min(), found.max()
+            if least < 0 or most >= vocab_size:
+                what, wrong = "label" if key == "labels" else "token id", least if least < 0 else most
+                raise DataError(
+                    f"train_dataset: {what} {wrong} is outside of the model's vocabulary of {vocab_size} tokens; "
+                    "give the data the model's tokenizer, or the model the data's vocabulary size"
+                )
 
 
 class MicrobatchLoader:

@@ -50,6 +50,7 @@ class CausalLM(nn.Module):
         names = () if getattr(theirs, "_is_stateful", False) else ("cache", "past_key_values")
         self._cache_name = next((name for name in names if name in self._accepted), None)
         self._isolates = self._has_plain_head = self._said_no_cache = False
+        self._has_head = getattr(theirs, "lm_head", theirs) is not None  # a stage of a pipeline may have none
         limit = getattr(theirs.config.get_text_config(), "max_position_embeddings", None)
         vocabulary = theirs.get_input_embeddings()
         rows = [m.num_embeddings for m in theirs.modules() if isinstance(m, nn.Embedding) and m is not vocabulary]
@@ -62,6 +63,11 @@ class CausalLM(nn.Module):
     def theirs(self) -> Any:
         """The model of the library."""
         return self._theirs[0]
+
+    @property
+    def twin(self) -> Callable[[], Any]:
+        """Builds the whole model on meta."""
+        return self._twin
 
     @property
     def config(self) -> Any:
@@ -117,12 +123,14 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V), or (B, 1, V) of the last position with ``last_only``.
 
-        input_ids (B, T) int64. ``document_ids``, ``attention_mask`` and ``position_ids`` as in ``Decoder.forward``, but
-        positions begin anew in each document; other ``inputs`` go to the class as they are. ``cache`` stays empty where
-        the class keeps none by position.
+        input_ids (B, T) int64. Of a pipeline's stage it is hidden states (B, T, E) where the embedding is gone, and so
+        is what it returns where the head is gone. ``document_ids``, ``attention_mask`` and ``position_ids`` as in
+        ``Decoder.forward``, but positions begin anew in each document; other ``inputs`` go to the class as they are.
+        ``cache`` stays empty where the class keeps none by position.
         """
         inputs |= {"logits_to_keep": 1} if last_only and "logits_to_keep" in self._accepted else {}
-        logits: Tensor = self._run(input_ids, cache, **inputs).logits
+        out = self._run(input_ids, cache, **inputs)
+        logits: Tensor = out.logits if self._has_head else out.last_hidden_state
         return logits[:, -1:] if last_only else logits
 
     def hidden_states(self, input_ids: Tensor, **inputs: Any) -> Tensor:
@@ -159,8 +167,7 @@ class CausalLM(nn.Module):
             from transformers import DynamicCache
 
             past = cache.length
-            cache.theirs = cache.theirs or DynamicCache(config=self.config)
-            inputs[self._cache_name] = cache.theirs
+            inputs[self._cache_name] = cache.theirs.setdefault(id(self), DynamicCache(config=self.config))
         elif cache is not None and not self._said_no_cache:
             self._said_no_cache = True
             logger.info(
@@ -181,7 +188,7 @@ class CausalLM(nn.Module):
         mask = inputs.get("attention_mask")
         if mask is not None and "position_ids" in self._accepted and inputs.get("position_ids") is None:
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + input_ids.shape[1]]
-        out = self.theirs(input_ids=input_ids, **inputs)
+        out = self._call(input_ids, **inputs)
         if cache is not None and self._cache_name in inputs:
             cache.length += input_ids.shape[1]
         return out
@@ -197,11 +204,15 @@ class CausalLM(nn.Module):
             )
         inputs["position_ids"] = positions_in_documents(documents, inputs.pop("attention_mask", None))
         if self._isolates:
-            return self.theirs(input_ids=input_ids, **inputs)
+            return self._call(input_ids, **inputs)
         with requires_isolation(name):
-            out = self.theirs(input_ids=input_ids, **inputs)
+            out = self._call(input_ids, **inputs)
         self._isolates = True
         return out
+
+    def _call(self, x: Tensor, **inputs: Any) -> Any:
+        run = self.theirs if self._has_head else self.theirs.model
+        return run(**{"inputs_embeds" if x.is_floating_point() else "input_ids": x}, **inputs)
 
     def save_files(self, directory: Path, tokenizer: Any) -> None:
         """Write config.json and generation_config.json: the class, the dtype, and the tokenizer's special tokens."""

@@ -37,10 +37,11 @@ def load_causal_lm(model: CausalLM, option: TransformersSettings, *, seed: int =
     every: dict[str, Tensor] = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(list(every.items()))}
     targets = {name: tensor for name, tensor in every.items() if first[id(tensor)] == name}  # tied ones once
-    stored = _stored_names(model, targets, files)
+    stored = _stored_names(model, files)
     if stored is not None:
         rows = config_of(option, vocab_size=0).get_text_config().vocab_size
-        read_rows(targets, stored, files, vocab_size=rows, seed=seed, remedy=_REMEDY)
+        own = {name: stored[name] for name in targets}
+        read_rows(targets, own, files, vocab_size=rows, seed=seed, remedy=_REMEDY)
         return
     log.info("%s: its tensors are not the model's one by one, so every rank has transformers read them all", directory)
     found = _by_transformers(option)
@@ -51,15 +52,17 @@ def load_causal_lm(model: CausalLM, option: TransformersSettings, *, seed: int =
         fill_local(target, whole)
 
 
-def _stored_names(model: CausalLM, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> dict[str, str] | None:
-    """Name -> name in the files; None where they do not hold exactly the model's tensors.
+def _stored_names(model: CausalLM, files: Mapping[str, Path]) -> dict[str, str] | None:
+    """Name -> name in the files, of the whole model, of which ``model`` may be a stage; None where they do not hold
+    exactly its tensors.
 
     The rules are those that ``from_pretrained`` follows (transformers 5.23, ``core_model_loading.py``).
     """
     from transformers import conversion_mapping, core_model_loading
 
-    theirs, every = model.theirs, model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in targets.items()}
+    theirs = model.twin()
+    every: dict[str, Tensor] = theirs.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(list(every.items()))}
     rules = conversion_mapping.get_model_conversion_mapping(theirs)
     converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
     renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
@@ -77,7 +80,7 @@ def _stored_names(model: CausalLM, targets: Mapping[str, Tensor], files: Mapping
             names.setdefault(first[id(every[name])], stored)
         elif not any(re.search(pattern, stored) for pattern in ignored):
             return None
-    return names if names.keys() == targets.keys() else None
+    return names if names.keys() == set(first.values()) else None
 
 
 def _by_transformers(option: TransformersSettings) -> dict[str, Tensor]:

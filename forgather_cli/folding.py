@@ -1,0 +1,55 @@
+"""Text for people in a terminal: rows end between words, and never inside a path, an id or a command."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from typing import TextIO
+
+_PIECE = re.compile(
+    # a command: variables, the program, a group's name, the command's, and arguments, which are no plain English words
+    r"\(?(?:[A-Z_]+=(?:\$\([^)]*\)|\S*) )*(?:forgather|pip install)"
+    r"(?: (?:config|recipe|control|checkpoint|runs|logs|diloco|cache)(?= [a-z]))?(?: [a-z_]+)?"
+    r"(?:(?<![,;:]) (?!\()(?:'[^']*'\S*|\S*[^a-z\s,;:.)]\S*))*[,;:.)]*"
+    r"|\S+"
+)
+"""What one copies, or a word."""
+
+
+def fold(text: str, width: int, indent: str = "") -> list[str]:
+    """The rows of ``text`` in a terminal of ``width`` columns, with ``indent`` before those that go on below. A piece
+    that is wider has a row of its own, which the terminal wraps by itself and gives back whole when it is copied.
+    """
+    rows = []
+    for line in text.split("\n"):
+        row, end = "", 0
+        for found in _PIECE.finditer(line):
+            longer = row + line[end : found.end()]
+            if row.strip() and _cells(longer) > width:
+                rows.append(row)
+                longer = found.group()
+                longer = indent + longer if _cells(indent + longer) <= width else longer
+            row, end = longer, found.end()
+        rows.append(row)
+    return rows
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print ``text`` to standard output, or ``stream``: folded in a terminal, elsewhere as it is."""
+    stream = stream or sys.stdout
+    print(folded(text, stream), file=stream, flush=True)
+
+
+def folded(text: str, stream: TextIO) -> str:
+    """``text`` as ``tell`` prints it."""
+    return "\n".join(fold(text, shutil.get_terminal_size().columns)) if stream.isatty() else text
+
+
+def _cells(text: str) -> int:
+    """The columns that ``text`` takes in a terminal."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
