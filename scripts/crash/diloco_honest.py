@@ -1,9 +1,10 @@
 """Honest workers of all kinds, none of whom may be rejected: ``diloco_campaign.py --honest``.
 
 A trial draws how whole weights or 2 to 8 fragments are exchanged, how many workers there are, how often they meet, the
-wire, learning rate and warm-up, who has longer batches, rows of equal or different length, a rate that rises 20-fold for all (sync mode),
-and a short last round; in async mode rounds that follow each worker's speed. A worker whose loss ends above its start
-has diverged, and may be rejected. With ``--control`` trials are judged as if one median stood for all fragments.
+wire, learning rate and warm-up, who has longer batches, rows of equal or different length, a rate that rises 20-fold
+for all (sync mode), and a short last round; in async mode rounds that follow each worker's speed. A worker whose loss
+ends above its start has diverged, and may be rejected. With ``--control`` trials are judged as if one median stood for
+all fragments.
 """
 
 from __future__ import annotations
