@@ -14,6 +14,11 @@ from typing import Any
 from forgather_cli.errors import CallbackError, PartError, SetupError
 from forgather_cli.input_files import read_yaml
 
+ABOUT_THE_RUN = frozenset(
+    ("output_dir", "logging_dir", "job_id", "overwrite_output_dir", "resume_from_checkpoint", "resume_components",
+     "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts", "hang_timeout", "hang_report_after")
+)  # fmt: skip
+"""Settings that say where and how a run was started, and not what was trained."""
 _STEP = re.compile(r"step-(\d{8,})$")
 _AVERAGE = re.compile(r"step-\d{8,}-average-\d+$")
 _LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml$")
@@ -129,6 +134,12 @@ class RunDir:
         """By setting: the file that named a part of the user's own at the first start. Reads ``origin.yaml``."""
         told = self._origin().get("option_files")
         return {str(key): str(file) for key, file in told.items()} if isinstance(told, dict) else {}
+
+    def typed(self) -> dict[str, str]:
+        """By setting: what was typed at the first start, ``ABOUT_THE_RUN`` left out. Reads ``origin.yaml``."""
+        told = self._origin().get("overrides")
+        words = (str(word).lstrip("+").partition("=") for word in (told if isinstance(told, list) else ()))
+        return {name: value for name, _, value in words if name not in ABOUT_THE_RUN and not name.startswith("~")}
 
     def _origin(self) -> dict[str, Any]:
         try:

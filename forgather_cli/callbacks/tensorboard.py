@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import math
 from collections.abc import Mapping
@@ -13,8 +14,6 @@ import yaml
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import TRANSFORMS, TensorboardSettings
 from forgather_cli.errors import ConfigError, SetupError
-
-_PLACES = ("output_dir", "logging_dir", "overwrite_output_dir", "resume_from_checkpoint")
 
 
 class TBLogger(BuiltIn[TensorboardSettings]):
@@ -123,16 +122,11 @@ class TBLogger(BuiltIn[TensorboardSettings]):
         return self._writer
 
     def _hyperparameters(self) -> dict[str, float | str]:
-        """The settings typed for this run, by name, without those that say where it lies."""
-        origin = yaml.safe_load(self.run.origin.read_text()) if self.run.origin.exists() else {}
-        chosen: dict[str, float | str] = {}
-        for word in origin.get("overrides", []):
-            name, _, value = word.lstrip("+").partition("=")
-            if name not in _PLACES and not name.startswith("~"):
-                try:
-                    chosen[name] = float(value)
-                except ValueError:
-                    chosen[name] = value
+        """The settings typed for this run, numbers as such."""
+        chosen: dict[str, float | str] = {**self.run.typed()}
+        for name, value in chosen.items():
+            with contextlib.suppress(ValueError):
+                chosen[name] = float(value)
         return chosen
 
     def _close(self) -> None:

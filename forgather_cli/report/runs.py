@@ -12,17 +12,11 @@ from typing import Any
 
 from forgather_cli.errors import SetupError
 from forgather_cli.input_files import read_yaml
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import ABOUT_THE_RUN, RunDir
 
 OUTPUTS = Path("outputs")
 """Where runs go that name no ``output_dir``."""
 _DEPTH = 4  # directories below a given one in which runs are looked for
-_ABOUT_THE_RUN = {
-    "output_dir", "logging_dir", "job_id", "overwrite_output_dir", "resume_from_checkpoint", "resume_components",
-    "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts", "hang_timeout",
-    "hang_report_after",
-}  # fmt: skip
-"""Settings that say where and how a run was started, and not what was trained."""
 _GROUPS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision")
 _MANY = 3  # settings of one group that differ: its option is named instead, if it was named at the start
 
@@ -81,12 +75,8 @@ def last_change(run: RunDir) -> float:
 
 def settings_of(run: RunDir) -> dict[str, Any]:
     """The tree of the newest start's ``config.yaml``; empty where that cannot be read."""
-    return _tree(run.newest_config())
-
-
-def _tree(path: Path) -> dict[str, Any]:
     try:
-        tree = read_yaml(path)
+        tree = read_yaml(run.newest_config())
     except SetupError:
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -102,7 +92,7 @@ def differing(runs: Sequence[RunDir]) -> list[Settings]:
     """
     trees = []
     for run in runs:
-        tree = {key: _text(value) for key, value in _leaves(settings_of(run)) if key not in _ABOUT_THE_RUN}
+        tree = {key: _text(value) for key, value in _leaves(settings_of(run)) if key not in ABOUT_THE_RUN}
         if tree.get("trainer.type") == "single":
             tree.pop("nproc_per_node", None)  # read by the others only
         trees.append(tree)
@@ -127,16 +117,16 @@ def _name_the_option(group: str, runs: Sequence[RunDir], found: list[Settings]) 
     keys = {key for each in found for key in each if key.startswith(f"{group}.")}
     if len(keys) < _MANY:
         return
-    words = [dict(word.partition("=")[::2] for word in _tree(run.origin).get("overrides") or []) for run in runs]
+    words = [run.typed() for run in runs]
     of_option: dict[str, Settings] = {}
     for word, each in zip(words, found, strict=True):
         own = {key: value for key, value in each.items() if key in keys}
-        if group not in word or of_option.setdefault(str(word[group]), own) != own:
+        if group not in word or of_option.setdefault(word[group], own) != own:
             return
     for word, each in zip(words, found, strict=True):
         for key in keys & each.keys():
             del each[key]
-        each[f"{group}.type"] = str(word[group])
+        each[f"{group}.type"] = word[group]
 
 
 def _typed(key: str) -> str:
