@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -187,19 +188,21 @@ def test_a_start_on_a_slower_machine_is_not_compared_with_the_one_before(tmp_pat
 def test_steps_beside_processes_that_take_their_core_are_told(tmp_path: Path) -> None:
     """All on one core, so that it is no matter what else this machine does."""
     cores = os.sched_getaffinity(0)
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nwhile True: pass"  # started, it waits for its time
     busy: list[subprocess.Popen[bytes]] = []
 
     class Busy(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 60:
-                busy.extend(subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3))
-            if state.global_step == 90:
+            if state.global_step in (60, 90):
                 for process in busy:
-                    process.kill()
+                    process.send_signal(signal.SIGCONT if state.global_step == 60 else signal.SIGKILL)
 
     arguments = TrainingArguments(str(tmp_path), max_steps=120, logging_steps=10, use_cpu=True, save_strategy="no")
     try:
         os.sched_setaffinity(0, {min(cores)})
+        busy += [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+        for process in busy:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         Trainer(tiny.decoder(), arguments, None, tiny.RandomTokens(), callbacks=[Busy]).train()
     finally:
         os.sched_setaffinity(0, cores)
