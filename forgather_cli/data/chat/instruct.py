@@ -73,11 +73,11 @@ def _template(option: InstructSettings) -> ChatTemplate:
     try:
         special = special_tokens(directory) if directory else {"bos_token": END, "eos_token": END, "pad_token": END}
         if name == "chatml":
-            return ChatTemplate(CHATML, special)
+            return ChatTemplate(CHATML, special, name)
         if name is not None:
             remedy = "give chatml, or a file with a Jinja template"
             source = read_text(Path(name).expanduser(), lambda why: DataError(f"{why}; {remedy}"))
-            return ChatTemplate(source, special)
+            return ChatTemplate(source, special, name)
         found = ChatTemplate.of(directory) if directory else None
     except DataError as error:
         raise DataError(f"data.{'tokenizer' if name is None else 'chat_template'}: {error}") from error

@@ -51,11 +51,13 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a messag
 class ChatTemplate:
     """A compiled template and the special tokens it may name (``bos_token``, ``eos_token``, ...).
 
+    ``name`` says in messages which it is.
+
     Raises DataError if the source does not compile, and from each method if the template refuses the messages.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
+    def __init__(self, source: str, special_tokens: Mapping[str, str], name: object = "") -> None:
+        self.source, self.name = source, name
         self.special_tokens = dict(special_tokens)
         self._environment = environment = sandbox(datetime.now())
         self._given_up = ""
@@ -75,12 +77,12 @@ class ChatTemplate:
         path = directory / "chat_template.jinja"
         try:
             if path.exists():
-                return cls(read_text(path, DataError), special_tokens(directory))
+                return cls(read_text(path, DataError), special_tokens(directory), path)
             source = config.get("chat_template")
             if isinstance(source, list):  # several by name
                 named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
                 source = named.get("default")
-            return cls(source, special_tokens(directory)) if isinstance(source, str) else None
+            return cls(source, special_tokens(directory), directory) if isinstance(source, str) else None
         except DataError as error:
             raise DataError(f"{directory}: {error}") from error
 
@@ -114,32 +116,39 @@ class ChatTemplate:
         if train_on == "all" and not unlearned:
             text = self.render(messages, tools=tools)
             return text, [(0, len(text))]
-        trace, variables = Trace(), self._variables(messages, False, tools)
-        with self._rendering(trace):
-            for piece in self._template.generate(variables):
-                trace.pieces.append(piece)
-        made = _Made(self, messages, tools, trace, [id(message) for message in variables["messages"]])
+        made = self._made(messages, tools)
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if train_on == "all":
             return made.text, made.without([(0, len(made.text))], unlearned)
         if train_on == "last":
             turns = turns[-1:]
-        spans, wrong = made.blocks()
-        if not self.marks_turns or wrong:
-            spans, end = [], 0
-            for i in turns:
-                if i not in unlearned:
-                    try:
-                        start, end = made.turn(i, after=end)
-                    except DataError as error:
-                        raise DataError(f"{error}{wrong}") from error
-                    spans.append((start, end))
-        elif unlearned or train_on == "last":
-            spans = made.without(spans, unlearned)
-            if train_on == "last":
-                begin, end = made.extent(turns[0]) if turns else (0, 0)
-                spans = [span for span in spans if begin <= span[0] < end]
+        spans, wrong = made.blocks() if self.marks_turns else ([], "")
+        if wrong or not self.marks_turns:
+            return made.text, made.turns([i for i in turns if i not in unlearned], wrong)
+        spans = made.without(spans, unlearned.intersection(turns))
+        if train_on == "last" and turns:
+            begin, end = made.extent(turns[0])
+            spans = [span for span in spans if begin <= span[0] < end]
         return made.text, spans
+
+    def _made(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> _Made:
+        trace, variables = Trace(), self._variables(messages, False, tools)
+        with self._rendering(trace):
+            for piece in self._template.generate(variables):
+                trace.pieces.append(piece)
+        return _Made(self, messages, tools, trace, [id(message) for message in variables["messages"]])
+
+    @cached_property
+    def ends_of_turns(self) -> tuple[str, str] | None:
+        """What stands behind an answer that another message follows, and behind the last one, without the white space
+        at its end. None where it is not known."""
+        messages = [{"role": role, "content": _SENTINEL} for role in ("user", "assistant", "user", "assistant")]
+        try:
+            made = self._made(messages, None)
+            ends = [made.text[: made.extent(i)[1]].rpartition(_SENTINEL)[2].rstrip() for i in (1, 3)]
+        except DataError:
+            return None
+        return ends[0], ends[1]
 
     @contextmanager
     def _rendering(self, trace: Trace | None = None) -> Iterator[None]:
@@ -197,31 +206,50 @@ class _Made:
         for (start, end), (_, text) in zip(spans, self._trace.blocks, strict=True):
             if self.text[start:end] != text:
                 return spans, (
-                    f"; its block {{% generation %}} made {_short(text)}, and where that stands in the template the "
-                    f"text is {_short(self.text[start:end])}"
+                    f": a generation block of it made {_short(text)}, and where the block stands the text is "
+                    f"{_short(self.text[start:end])}"
                 )
         if any(after[0] < before[1] for before, after in itertools.pairwise(spans)):
-            return spans, "; its blocks {% generation %} stand in one another"
+            return spans, ": generation blocks of it stand in one another"
         return spans, ""
 
     def without(self, spans: list[Span], unlearned: Iterable[int]) -> list[Span]:
         """What is left of spans, in order, without these messages."""
         for i in sorted(unlearned):
             begin, end = self.extent(i)
+            content = self._messages[i].get("content")
+            shown = content.strip() if isinstance(content, str) else ""
+            if shown in self.text and shown not in self.text[begin:end]:  # as a part of another message
+                raise self._untold(i, "begins")
             cut = [part for a, b in spans for part in ((a, min(b, begin)), (max(a, end), b))]
             spans = [(a, b) for a, b in cut if a < b]
         return spans
 
-    def turn(self, i: int, *, after: int) -> Span:
-        """What the assistant writes as message ``i``, and not before ``after``."""
-        start, end = self._start(i), self._end(i)
-        if start is None or end is None or not after <= start <= end:
-            raise self._untold(i, "begins" if start is None else "ends")
+    def turns(self, wanted: Iterable[int], wrong: str) -> list[Span]:
+        """What the assistant writes as these messages; ``wrong``: why generation blocks do not tell."""
+        spans: list[Span] = []
+        for i in wanted:
+            start, end = self._start(i), self._end(i)
+            if start is None or end is None or not (spans[-1][1] if spans else 0) <= start <= end:
+                if self._rendered([*self._messages[:i], *self._messages[i + 1 :]]) == self.text:
+                    continue  # nothing is written for it
+                raise self._untold(i, "begins" if start is None else "ends", wrong)
+            spans.append((start, self._end_written(i, start, end)))
+        return spans
+
+    def _end_written(self, i: int, start: int, end: int) -> int:
+        """Where a turn ends for the assistant: without a line break behind the token that ends it; where no token does,
+        what stands behind the content does."""
         written = self.text[start:end].rstrip()
+        if ends := self._template.ends_of_turns:
+            mark = ends[i == len(self._messages) - 1]
+            if not mark or not written:
+                return end
+            if written.endswith(mark):
+                return start + len(written)
         content = self._messages[i].get("content")
-        if not written or (isinstance(content, str) and content.strip() and written.endswith(content.strip())):
-            return start, end  # no token ends the turn, so what stands behind the content does
-        return start, start + len(written)  # without the line break behind the token
+        is_open = isinstance(content, str) and content.strip() and written.endswith(content.strip())
+        return end if is_open else start + len(written)
 
     def extent(self, i: int) -> Span:
         """All that is written for message ``i``: header, content and what ends it. The first one begins the text."""
@@ -236,12 +264,17 @@ class _Made:
             raise self._untold(i, "begins" if begin is None else "ends")
         return begin, end
 
-    def _untold(self, i: int, which: str) -> DataError:
-        role = self._messages[i].get("role")
-        whose = "the assistant's turn in message" if role == "assistant" else "message"
+    def _untold(self, i: int, which: str, wrong: str = "") -> DataError:
+        name = f" {self._template.name}" if self._template.name else ""
+        if self._messages[i].get("role") != "assistant":
+            return DataError(
+                f"the chat template{name} does not tell where message {i + 1} {which}, of which nothing is to be "
+                "learned; set data.train_on=assistant"
+            )
         return DataError(
-            f"the chat template does not tell where {whose} {i + 1} {which}; "
+            f"the chat template{name} does not tell where the assistant's turn in message {i + 1} {which}{wrong}; "
             "put {% generation %} and {% endgeneration %} around what the assistant writes"
+            + (", where it is written" if wrong else "")
         )
 
     @cached_property
@@ -282,10 +315,12 @@ class _Made:
         # <think>, which is taken out of turns that are not the last
         shown = self._rendered(before)
         header = prompt[len(shown) :] if shown and prompt.startswith(shown) else ""
-        given = len(commonprefix([header, self.text[begin:end]]))
-        if header and given == len(header):
-            return begin + given
-        return content if content is None or not given else min(begin + given, content)
+        given = commonprefix([header, self.text[begin:end]])
+        if given != header and content is None and given.rfind("<") > given.rfind(">"):
+            given = given[: given.rfind("<")]  # not a part of a token
+        if not given:
+            return content
+        return begin + len(given) if content is None or given == header else min(begin + len(given), content)
 
     def _end(self, i: int) -> int | None:
         """Where the next message begins. Templates that show this turn otherwise once another follows (Qwen3 takes its
