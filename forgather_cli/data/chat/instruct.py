@@ -20,6 +20,7 @@ import numpy as np
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
 from forgather_cli.data.chat.conversations import Conversation, read_conversations
+from forgather_cli.data.chat.marks import unlearned_turns
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
@@ -29,7 +30,7 @@ from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, T
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 
-_VERSION = 1  # of the files and of the rules that make tokens of a record
+_VERSION = 2  # of the files and of the rules that make tokens of a record
 _SPECIAL = re.compile(r"<\|[^|<>\s'\"{}]+\|>|<(?:start|end)_of_turn>")  # what templates write that looks like a token
 _log = logging.getLogger(__name__)
 
@@ -112,10 +113,10 @@ def _render(chats: Chats, conversation: Conversation) -> _Rendered:
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
     if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
         raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
+    marked = unlearned_turns(messages, lambda key: chats.template.reads(key, messages, tools))
+    unlearned = conversation.unlearned | marked
     try:
-        text, spans = chats.template.render_spans(
-            messages, tools=tools, train_on=train_on, unlearned=conversation.unlearned
-        )
+        text, spans = chats.template.render_spans(messages, tools=tools, train_on=train_on, unlearned=unlearned)
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
     key = json.dumps([messages, tools], sort_keys=True)
@@ -188,6 +189,11 @@ def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTabl
     """The error of conversations none of which can be trained on."""
     assert split.documents is not None
     assert split.first_targets is not None
+    if (split.first_targets.array >= np.diff(split.documents.array)).all():
+        return DataError(
+            "data.files: no conversation has a turn that is to be learned; look at what marks them (weight and the "
+            "like, docs/data.md)"
+        )
     if table.counts["dropped"] == split.first_targets.length:
         shortest = int(np.diff(split.documents.array).min())
         return DataError(

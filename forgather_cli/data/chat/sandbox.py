@@ -110,6 +110,7 @@ class _Guards(NodeTransformer):
             return node
         self._num_loops += 1
         loop = nodes.Const(self._num_loops)
+        assert isinstance(node.target, nodes.Name)
         node.body.insert(0, _call("_step", node, loop, nodes.Name(node.target.name, "load")))
         return [node, _call("_end", node, loop)]
 
@@ -134,7 +135,7 @@ class _Guards(NodeTransformer):
         return nodes.Call(nodes.Name("_concat", "load"), node.nodes, [], None, None).set_lineno(node.lineno)
 
 
-def _call(name: str, at: nodes.Node, *arguments: nodes.Expr) -> nodes.ExprStmt:
+def _call(name: str, at: nodes.Node, *arguments: nodes.Expr) -> nodes.Node:
     return nodes.ExprStmt(nodes.Call(nodes.Name(name, "load"), list(arguments), [], None, None)).set_lineno(at.lineno)
 
 
@@ -162,6 +163,7 @@ class Turns(Extension):
 
     def _note(self, caller: Any) -> str:
         text = str(caller())
+        assert isinstance(self.environment, Environment)
         self.environment.note_block(text)
         return text
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
+from jinja2 import nodes
 
 from forgather_cli.data.chat.sandbox import Span, TooSlow, Trace, Turns, sandbox
 from forgather_cli.data.text.tokenizer import special_tokens
@@ -90,6 +91,19 @@ class ChatTemplate:
     def marks_turns(self) -> bool:
         """Whether ``{% generation %}`` blocks say which text is the assistant's."""
         return self._turns.found
+
+    def reads(self, key: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Whether the template looks at this key of a message, by name or because it writes these messages whole."""
+        if key in self._names:
+            return True
+        others = [{name: value for name, value in message.items() if name != key} for message in messages]
+        return self.render(messages, tools=tools) != self.render(others, tools=tools)
+
+    @cached_property
+    def _names(self) -> set[str]:
+        tree = self._environment.parse(self.source)
+        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+        return attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
@@ -215,14 +229,19 @@ class _Made:
 
     def without(self, spans: list[Span], unlearned: Iterable[int]) -> list[Span]:
         """What is left of spans, in order, without these messages."""
+        elsewhere: list[
+            tuple[int, str]
+        ] = []  # contents that are a part of another message, and must not be learned there
         for i in sorted(unlearned):
             begin, end = self.extent(i)
             content = self._messages[i].get("content")
-            shown = content.strip() if isinstance(content, str) else ""
-            if shown in self.text and shown not in self.text[begin:end]:  # as a part of another message
-                raise self._untold(i, "begins")
+            if isinstance(content, str) and content.strip() not in self.text[begin:end]:
+                elsewhere.append((i, content.strip()))
             cut = [part for a, b in spans for part in ((a, min(b, begin)), (max(a, end), b))]
             spans = [(a, b) for a, b in cut if a < b]
+        for i, content in elsewhere:
+            if any(content in self.text[a:b] for a, b in spans):
+                raise self._untold(i, "begins")
         return spans
 
     def turns(self, wanted: Iterable[int], wrong: str) -> list[Span]:
@@ -315,7 +334,7 @@ class _Made:
         # <think>, which is taken out of turns that are not the last
         shown = self._rendered(before)
         header = prompt[len(shown) :] if shown and prompt.startswith(shown) else ""
-        given = commonprefix([header, self.text[begin:end]])
+        given = commonprefix([header, self.text[begin:end]])  # noqa: RUF071 - of characters
         if given != header and content is None and given.rfind("<") > given.rfind(">"):
             given = given[: given.rfind("<")]  # not a part of a token
         if not given:
