@@ -62,9 +62,10 @@ class Environment(ImmutableSandboxedEnvironment):
             raise TooSlow(f"it has not come to its end within {RENDERING_SECONDS:g} s")
 
     def _step(self, loop: int, item: Any) -> None:
-        self._tick()
-        if self._trace is not None:
-            self._trace.steps.append((loop, len(self._trace.pieces), id(item)))
+        if time.monotonic() > self._until:  # at each turn of a chat: a call more would be felt
+            self._tick()
+        if (trace := self._trace) is not None:
+            trace.steps.append((loop, len(trace.pieces), id(item)))
 
     def _end(self, loop: int) -> None:
         if self._trace is not None:
@@ -81,6 +82,8 @@ class Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is type(right) is str and len(left) + len(right) <= _MAX_LENGTH:
+            return left + right  # most of what a template does
         if operator == "**":
             too_large = abs(right) > 1000 or abs(left) > 1_000_000
         else:

@@ -47,6 +47,7 @@ _RAISED = (
 )  # fmt: skip
 _SENTINEL = "\u2063assistant\u2063turn\u2063"  # invisible separators: nothing that a template would strip or split
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the standard one first
+_REASONING_KEYS = frozenset(_REASONING)
 
 
 class ChatTemplate:
@@ -150,7 +151,7 @@ class ChatTemplate:
         with self._rendering(trace):
             for piece in self._template.generate(variables):
                 trace.pieces.append(piece)
-        return _Made(self, messages, tools, trace, [id(message) for message in variables["messages"]])
+        return _Made(self, messages, tools, trace, variables["messages"])
 
     @cached_property
     def ends_of_turns(self) -> tuple[str, str] | None:
@@ -184,8 +185,10 @@ class ChatTemplate:
         plain: list[dict[str, Any]] = []
         for message in messages:  # without keys whose value is None, and with the reasoning under the names they read
             each = {key: value for key, value in message.items() if value is not None}
-            reasoning = next((each[key] for key in _REASONING if key in each), None)
-            plain.append(each if reasoning is None else {"thinking": reasoning, **each, "reasoning_content": reasoning})
+            if not _REASONING_KEYS.isdisjoint(each):
+                reasoning = next(each[key] for key in _REASONING if key in each)
+                each = {"thinking": reasoning, **each, "reasoning_content": reasoning}
+            plain.append(each)
         return {
             **self.special_tokens,
             "messages": plain,
@@ -198,7 +201,7 @@ class ChatTemplate:
 class _Made:
     """The text of a whole conversation, and where in it a message lies.
 
-    ``ids``: of the messages as the template has them, by which loops over them are known.
+    ``shown``: the messages as the template has them, by whose identity loops over them are known.
     """
 
     def __init__(
@@ -207,24 +210,27 @@ class _Made:
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
         trace: Trace,
-        ids: Sequence[int],
+        shown: Sequence[Message],
     ) -> None:
         self._template, self._messages, self._tools = template, messages, tools
-        self._trace, self._ids = trace, ids
+        self._trace, self._shown = trace, shown
         self.text = "".join(trace.pieces)
 
     def blocks(self) -> tuple[list[Span], str]:
         """The spans of generation blocks; and where the text there is not what a block made, what is wrong."""
-        places = self._places
-        spans = [(places[at], places[at] + len(text)) for at, text in self._trace.blocks]
-        for (start, end), (_, text) in zip(spans, self._trace.blocks, strict=True):
+        places, spans, last = self._places, [], 0
+        for at, text in self._trace.blocks:
+            start = places[at]
+            end = start + len(text)
             if self.text[start:end] != text:
-                return spans, (
+                return [], (
                     f": a generation block of it made {_short(text)}, and where the block stands the text is "
                     f"{_short(self.text[start:end])}"
                 )
-        if any(after[0] < before[1] for before, after in itertools.pairwise(spans)):
-            return spans, ": generation blocks of it stand in one another"
+            if start < last:
+                return [], ": generation blocks of it stand in one another"
+            spans.append((start, end))
+            last = end
         return spans, ""
 
     def without(self, spans: list[Span], unlearned: Iterable[int]) -> list[Span]:
@@ -304,7 +310,7 @@ class _Made:
     @cached_property
     def _written(self) -> dict[int, Span]:
         """What a loop over the messages writes while it is at each of them, where that is one stretch of text."""
-        numbers = {id_: i for i, id_ in enumerate(self._ids)}
+        numbers = {id(message): i for i, message in enumerate(self._shown)}
         now: dict[int, tuple[int, int]] = {}  # of each loop the step that goes on: its item, its place
         found: dict[int, list[Span]] = {}
         for loop, place, item in self._trace.steps:
