@@ -11,7 +11,7 @@ from torch import Tensor
 from forgather_cli.config.schema import Config, Seq2SeqSettings, Ul2Settings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.loader import EvalLoader
-from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, unspelled
 from forgather_cli.errors import DataError, ForgatherError
 from forgather_cli.finalize.options import read_given
 from forgather_cli.labels import IGNORED, label_shift, num_targets, shifted
@@ -112,6 +112,7 @@ def choose_sample(
 
 def _of_text(text: str, tokenizer: Tokenizer, limit: int, origin: str, is_paired: bool) -> Sample:
     ids = tokenizer.encode(text[: 32 * MAX_TOKENS])[:MAX_TOKENS]
+    ids = ids[len(tokenizer.prefix_tokens) - len(unspelled(tokenizer.prefix_tokens, ids)) :]
     if len(ids) < _MIN_TOKENS:
         raise DataError(f"--text: {origin} has {len(ids)} tokens, which prove nothing; give a longer text")
     whole = torch.tensor(ids)[None]

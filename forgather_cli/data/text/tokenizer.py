@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
         """Ids of a text alone. Special tokens spelled out in it become their ids, as in Hugging Face."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text that is to be continued, the prefix before it."""
+        """Ids of a text that is to be continued, the prefix before it, once where the text spells it."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of texts alone as arrays of unsigned integers: the fast way for a corpus."""
@@ -109,6 +109,12 @@ def around_documents(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     """
     suffix, end = tokenizer.suffix_tokens, (end_of(tokenizer),)
     return tokenizer.prefix_tokens, suffix if suffix[-1:] == end else suffix + end
+
+
+def unspelled(prefix: tuple[int, ...], ids: Sequence[int] | NDArray[Any]) -> tuple[int, ...]:
+    """What of the tokens before a text is not written in it already: a text may begin with a ``<s>`` of its own."""
+    written = (n for n in range(len(prefix), 0, -1) if tuple(ids[:n]) == prefix[-n:])
+    return prefix[: len(prefix) - next(written, 0)]
 
 
 def end_of(tokenizer: Tokenizer) -> int:
@@ -213,6 +219,8 @@ class FileTokenizer:
         parts: list[Any] = [hashlib.sha256(content).hexdigest(), special]
         if self.prefix_tokens or self.suffix_tokens:
             parts.append([self.prefix_tokens, self.suffix_tokens])
+        if self.prefix_tokens:
+            parts.append("once")  # also where the text spells it
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def _around(self, add_bos: bool | None, vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -237,7 +245,8 @@ class FileTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        return [*self.prefix_tokens, *self.encode(text)]
+        ids = self.encode(text)
+        return [*unspelled(self.prefix_tokens, ids), *ids]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Texts above a million characters are encoded in pieces cut at line borders."""
