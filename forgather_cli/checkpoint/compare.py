@@ -44,7 +44,10 @@ def compare_configs(
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
     if "data" in wanted and content:
-        others = "other files, another tokenizer, another Python's standard library, or another seed of synthetic data"
+        others = (
+            "other files, another tokenizer, another Python's standard library, another seed of synthetic data, or a "
+            "version of forgather that reads them otherwise"
+        )
         refused += _refusals(changed, "data", "leave data out of resume_components") or [
             f"data: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, {content[1][:8]} "
             f"here): {changed_files or others}; bring them back, or leave data out of resume_components"
