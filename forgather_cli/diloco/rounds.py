@@ -373,7 +373,8 @@ class Rounds:
         counted = [sent for sent in settled if not sent.rejected]
         live = {worker.name for worker in self.live(line.round)}
         silent = {member.worker for member in line.members} - {sent.worker for sent in self.sent.values()}
-        left = {name for name, worker in self.registry.workers.items() if worker.left} & silent
+        left = {name for name in silent if self.registry.workers[name].left}
+        given_up = {name for name in silent - left if self.registry.workers[name].evicted}
         # a fragment's change is of all that was trained since its last exchange
         recent = self.lines[max(1, len(self.lines) - self.settings.num_fragments + 1) :]
         before = [old for each in recent if each.closed for old, _ in each.closed.submissions]
@@ -385,7 +386,7 @@ class Rounds:
             self.fragments_of(line.round, leaves=all(sent.leaves for sent in counted)) if counted else (),
             missing=() if self._is_async else tuple(sorted(silent & live)),
             rejected=tuple((sent.worker, sent.rejected) for sent in settled if sent.rejected),
-            evicted=tuple(sorted((silent - live - left) | struck.keys())),
+            evicted=tuple(sorted(given_up | struck.keys())),
             left=tuple(sorted(left)),
             offered=tuple(sent for sent in settled if sent.rejected),
         )

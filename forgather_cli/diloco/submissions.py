@@ -6,6 +6,7 @@ which: ``{name: [first row, rows]}``. The parts of a submission hold each row of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -36,6 +37,8 @@ class Submissions:
         self.root, self._shapes, self._compression = root, shapes, compression
         self.most_bytes = sum(num_bytes(shape, "fp32") for shape in shapes.values()) + MAX_PART_HEADER
         """Of one part."""
+        self._held: list[Sequence[str]] = []
+        """Parts of submissions that are looked at, which no manifest names yet."""
         (root / "parts").mkdir(parents=True, exist_ok=True)
 
     def part(self, sha256: str) -> Path:
@@ -49,6 +52,15 @@ class Submissions:
         except FileNotFoundError:
             return False
         return True
+
+    @contextlib.contextmanager
+    def holding(self, parts: Sequence[str]) -> Iterator[list[str]]:
+        """``clean`` deletes none of these parts until their manifest is written; gives those that are not there."""
+        self._held.append(parts)
+        try:
+            yield [part for part in parts if not self.has(part)]
+        finally:
+            self._held.remove(parts)
 
     def write(self, submission: Submission) -> None:
         """Write and sync the manifest of a submission, whose parts are there. Raises OSError."""
@@ -64,7 +76,7 @@ class Submissions:
         """Delete manifests of rounds below ``before`` unless ``keep``, and parts that no manifest names, of those that
         were last asked for before ``older_than`` (seconds since the epoch).
         """
-        named = set()
+        named = {part for parts in tuple(self._held) for part in parts}  # before the manifests, which may come now
         for path in list(self.root.glob("round-*-slot-*.json")):
             if not keep and int(path.name.split("-")[1]) < before:
                 path.unlink()
