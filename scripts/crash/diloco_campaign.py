@@ -15,7 +15,8 @@ the same layouts, bit for bit. With ``--lying`` the undisturbed run has a third 
 round, or no third member where the liar's registrations are refused. With ``--mode`` half of the liars, in async mode
 all, send changes too that may count, tiny ones and growing ones in turn with huge ones; then the weights are nobody's,
 but all that the honest send must count, and nothing of the liar's that is beyond them while they are most.
-``--control`` makes ``max_change`` 1e9. ``--honest`` is in ``diloco_honest.py``. Exit code 1 if a trial fails; its runs are kept.
+``--control`` makes ``max_change`` 1e9. ``--honest`` is in ``diloco_honest.py``. Exit code 1 if a trial fails; its runs
+are kept.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ def thrown_out(server: Path, allowed: Collection[str] = ()) -> list[str]:
 
 
 def _wrongly_counted(liar: Liar, server: Path) -> list[str]:
-    """What the liar has sent and must not count. How large a change may be is its to say, once two others have ended."""
+    """What the liar has sent and must not count. How large a change may be is its to say once it is half of all."""
     lines = read_ledger(server / "rounds.jsonl")
     outvoted = {
         sent.round
