@@ -193,7 +193,8 @@ class GlobalModel:
     def save(self, number: int, hash: str, oldest: int, opened: float, metrics: dict[str, float]) -> None:
         """A checkpoint of what round ``number`` starts from; then the submissions of rounds before ``oldest`` go.
 
-        ``opened``: when the round was opened, in seconds since the epoch. Raises TrainingError.
+        ``oldest``: the first round that a member still trains for; ``opened``: when that was, in seconds since the
+        epoch. Raises TrainingError.
         """
         if self.saved == number:
             return

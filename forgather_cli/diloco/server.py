@@ -199,9 +199,9 @@ class Server:
     async def _save(self) -> None:
         if (line := self._rounds.line) is not None:
             metrics = {} if self._service.norm is None else {"outer_grad_norm": self._service.norm}
-            opened = datetime.fromisoformat(line.time).timestamp()
-            oldest = min([line.round, *(member.round for member in line.members)])
-            await self._in_thread(self._model.save, line.round, line.hash, oldest, opened, metrics)
+            oldest = self._rounds.lines[min([line.round, *(member.round for member in line.members)])]
+            opened = datetime.fromisoformat(oldest.time).timestamp()  # what members send for it came later
+            await self._in_thread(self._model.save, line.round, line.hash, oldest.round, opened, metrics)
 
     async def _save_last(self) -> None:
         """Before the end. Raises TrainingError."""

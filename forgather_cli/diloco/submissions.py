@@ -83,8 +83,9 @@ class Submissions:
             else:
                 named |= set(read_json_object(path)["parts"])
         for path in list((self.root / "parts").iterdir()):  # of uploads that were cut too
-            if path.stem not in named and path.stat().st_mtime < older_than:
-                path.unlink()
+            with contextlib.suppress(FileNotFoundError):  # an upload that comes to its end now
+                if path.stem not in named and path.stat().st_mtime < older_than:
+                    path.unlink()
 
     # ---------------------------------------------------------------------------------------------------- their content
 

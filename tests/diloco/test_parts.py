@@ -56,6 +56,7 @@ def test_parts_of_a_submission_that_is_looked_at_stay(tmp_path: Path) -> None:
     """In async mode rounds end, and saves clean up, while a member's submission is read."""
     submissions, soon = Submissions(tmp_path, {"w": (2,)}, "fp32"), time.time() + 60
     submissions.part("one").write_bytes(b"1")
+    (tmp_path / "parts" / ".tmp-two").symlink_to("gone")  # an upload that has just got its name
     with submissions.holding(["one", "two"]) as lacking:
         assert lacking == ["two"]
         submissions.clean(9, soon, keep=False)
