@@ -39,6 +39,8 @@ class Conversation:
     tools: list[Any] | None
     num_bytes: int
     """Of the source, for progress."""
+    unlearned: frozenset[int] = frozenset()
+    """Indices of messages that are context alone, whatever ``data.train_on`` says."""
 
 
 def read_conversations(

@@ -73,11 +73,11 @@ def _template(option: InstructSettings) -> ChatTemplate:
     try:
         special = special_tokens(directory) if directory else {"bos_token": END, "eos_token": END, "pad_token": END}
         if name == "chatml":
-            return ChatTemplate(CHATML, special)
+            return ChatTemplate(CHATML, special, name)
         if name is not None:
             remedy = "give chatml, or a file with a Jinja template"
             source = read_text(Path(name).expanduser(), lambda why: DataError(f"{why}; {remedy}"))
-            return ChatTemplate(source, special)
+            return ChatTemplate(source, special, name)
         found = ChatTemplate.of(directory) if directory else None
     except DataError as error:
         raise DataError(f"data.{'tokenizer' if name is None else 'chat_template'}: {error}") from error
@@ -113,15 +113,13 @@ def _render(chats: Chats, conversation: Conversation) -> _Rendered:
     if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
         raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
     try:
-        if train_on == "all":
-            text = chats.template.render(messages, tools=tools)
-            spans = [(0, len(text))]
-        else:
-            text, spans = chats.template.render_spans(messages, tools=tools)
+        text, spans = chats.template.render_spans(
+            messages, tools=tools, train_on=train_on, unlearned=conversation.unlearned
+        )
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
     key = json.dumps([messages, tools], sort_keys=True)
-    return _Rendered(key, encodable(text), spans[-1:] if train_on == "last" else spans, conversation.num_bytes)
+    return _Rendered(key, encodable(text), spans, conversation.num_bytes)
 
 
 def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
