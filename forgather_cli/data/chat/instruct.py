@@ -126,10 +126,8 @@ def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
     """All conversations, each with its split."""
 
     def read(files: tuple[SourceFile, ...]) -> Iterator[_Rendered]:
-        option, use = chats.option, partial(_render, chats)
         for source in files:
-            skip_bad = option.on_bad_row == "skip"
-            yield from read_conversations(source.path, option.messages_key, use, damage, skip_bad=skip_bad)
+            yield from read_conversations(source.path, chats.option, partial(_render, chats), damage)
 
     yield from with_splits(read(chats.files), read(chats.eval_files), chats.eval_fraction)
 
