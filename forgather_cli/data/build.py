@@ -254,9 +254,8 @@ def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSpl
     rules += [option.packing, option.too_long]
     evaluation = made.get("eval")
     fingerprint = digest(["seq2seq", data.fingerprint, rules])
-    return DataSplits(
-        made["train"], evaluation if evaluation else None, tokenizer, fingerprint, option.seq_len, description
-    )
+    evaluation = evaluation if evaluation else None
+    return DataSplits(made["train"], evaluation, tokenizer, fingerprint, option.seq_len, description, tokenized=data)
 
 
 def _tables(option: Stored, data: Tokenized, cache: Cache) -> dict[Split, PackingTable]:
@@ -324,7 +323,7 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
         description[f"{name}_documents"] = meta[name]["documents"]
         description[f"{name}_samples"] = len(made[name]) if name in made else 0
     description |= {**more, **meta["origin"], **damage_of(meta), "content": meta["content"]}
-    return DataSplits(made["train"], made.get("eval"), tokenizer, digest(rules), length, description)
+    return DataSplits(made["train"], made.get("eval"), tokenizer, digest(rules), length, description, tokenized=data)
 
 
 def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:

@@ -10,6 +10,7 @@ from typing import Any
 from forgather_cli.config.schema import DataTarget, Target
 from forgather_cli.data.cache import digest
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
 from forgather_cli.targets import import_target, make
 
@@ -32,6 +33,8 @@ class DataSplits:
     """``vocab_size`` as custom data state it."""
     files: dict[str, str] = field(default_factory=dict)
     """Hash of each file that was read, empty where it is not known, by path; none where files are not ours to read."""
+    tokenized: Tokenized | None = None
+    """The tokens in the cache that samples are cut from; None where there are none."""
 
     @property
     def vocab_size(self) -> int | None:

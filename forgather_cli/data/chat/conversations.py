@@ -38,6 +38,8 @@ _PAIRS = (
 class Conversation:
     messages: list[dict[str, Any]]
     tools: list[Any] | None
+    line: int
+    """Or the number of the record, from 1."""
     num_bytes: int
     """Of the source, for progress."""
     unlearned: frozenset[int] = frozenset()
@@ -96,7 +98,7 @@ def _conversation(record: Record, messages_key: str | None) -> Conversation:
     if isinstance(system, str) and system and not begins_with_system:
         turns = [{"role": "system", "content": system}, *turns]
     messages = [_message(number, turn) for number, turn in enumerate(turns, 1)]
-    return Conversation(messages, _tools(record.value), record.num_bytes)
+    return Conversation(messages, _tools(record.value), record.line, record.num_bytes)
 
 
 def _turns(record: Mapping[str, Any], messages_key: str | None) -> list[Any]:

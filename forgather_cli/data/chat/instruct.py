@@ -104,6 +104,10 @@ class _Rendered:
     """Characters that are trained on."""
     num_bytes: int
     """Of the source, for progress."""
+    line: int
+    """Of its file."""
+    file: int = 0
+    """Its number, files of evaluation after those of training."""
     split: Split = "train"
 
 
@@ -119,17 +123,20 @@ def _render(chats: Chats, conversation: Conversation) -> _Rendered:
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
     key = json.dumps([messages, tools], sort_keys=True)
-    return _Rendered(key, encodable(text), spans, conversation.num_bytes)
+    return _Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line)
 
 
 def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
     """All conversations, each with its split."""
 
-    def read(files: tuple[SourceFile, ...]) -> Iterator[_Rendered]:
-        for source in files:
-            yield from read_conversations(source.path, chats.option, partial(_render, chats), damage)
+    def read(files: tuple[SourceFile, ...], first: int) -> Iterator[_Rendered]:
+        for number, source in enumerate(files, first):
+            for each in read_conversations(source.path, chats.option, partial(_render, chats), damage):
+                each.file = number
+                yield each
 
-    yield from with_splits(read(chats.files), read(chats.eval_files), chats.eval_fraction)
+    held_out = read(chats.eval_files, len(chats.files))
+    yield from with_splits(read(chats.files, 0), held_out, chats.eval_fraction)
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
@@ -161,7 +168,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
             unknown |= {mark for mark in marks if any(mark in text for text in texts)}
             encoded = tokenizer.encode_marked(texts, [each.spans for each in chunk])
             for each, (ids, inside) in zip(chunk, encoded, strict=True):
-                writers[each.split].add(ids, inside)
+                writers[each.split].add(ids, inside, (each.file, each.line))
     meter.end()
     if not writers["train"].lengths:
         if writers["eval"].lengths and not chats.eval_files:

@@ -265,7 +265,7 @@ def sound_rows(
         if not isinstance(row, BadRow):
             yield row
         elif skip_bad:
-            before = _rows_before(Path(name), part) if before is None else before
+            before = rows_before(Path(name), part) if before is None else before
             damage.skipped.append(f"{name}:{row.line + before}: {row.why}")
         else:
             found.append(row)
@@ -352,7 +352,7 @@ def _lines(file: Opened, part: Part) -> Iterator[bytes]:
             return
 
 
-def _rows_before(path: Path, part: Part) -> int:
+def rows_before(path: Path, part: Part) -> int:
     """Lines or rows of a file before a part: counted when a message needs them."""
     if kind_of(path) == ".parquet":
         with _parquet_file(path) as file:

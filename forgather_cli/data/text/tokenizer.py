@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +30,7 @@ Marked = tuple[NDArray[Any], NDArray[np.bool_]]
 """Token ids, and of each whether it stands in a span."""
 END = "<|endoftext|>"
 _NUM_BYTES = 256
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _PIECE = 1_000_000  # characters
 _AT_ONCE = 4_000_000  # characters; the library keeps some 100 bytes per token in memory
 # what a Hugging Face tokenizer directory may hold (transformers 5.23, tokenization_utils_base.py)
@@ -84,6 +87,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ids; ids outside the vocabulary are left out, broken UTF-8 becomes U+FFFD."""
+
+    def bytes_of(self, number: int) -> bytes | None:
+        """The bytes that an id stands for; None where its neighbours decide, and outside the vocabulary."""
 
     def save(self, directory: Path) -> None:
         """Write ``tokenizer.json``, ``tokenizer_config.json`` and what belongs to them, for ``AutoTokenizer``."""
@@ -161,6 +167,9 @@ class ByteTokenizer:
         parts = (bytes((i,)) if i < _NUM_BYTES else end for i in known if 0 <= i <= _NUM_BYTES)
         return b"".join(parts).decode("utf-8", "replace")
 
+    def bytes_of(self, number: int) -> bytes | None:
+        return bytes((number,)) if 0 <= number < _NUM_BYTES else END.encode() if number == _NUM_BYTES else None
+
     def bytes_of_tokens(self) -> NDArray[np.int64]:
         """Bytes of text that each id stands for; none for the end token."""
         return np.array([1] * _NUM_BYTES + [0], np.int64)
@@ -169,11 +178,7 @@ class ByteTokenizer:
         import tokenizers
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-        # the printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)
-        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-        others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
-        vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(_NUM_BYTES)}
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=_byte_letters(), merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
@@ -272,15 +277,40 @@ class FileTokenizer:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
+    def bytes_of(self, number: int) -> bytes | None:
+        token = self._tokenizer.id_to_token(number) if number >= 0 else None
+        if token is None:
+            return None
+        if number in self._added:
+            return token.encode()
+        if self._byte_letters is not None:
+            return bytes(self._byte_letters[letter] for letter in token)
+        byte = _BYTE.fullmatch(token)  # SentencePiece's way of writing what its vocabulary lacks
+        return bytes((int(byte[1], 16),)) if byte else None
+
+    @cached_property
+    def all_special_ids(self) -> list[int]:
+        """Of the tokens that are not text, by the name that transformers has for them."""
+        return [number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
+
+    @cached_property
+    def _added(self) -> set[int]:
+        return set(self._tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _byte_letters(self) -> dict[str, int] | None:
+        """None where tokens are no strings of bytes."""
+        from tokenizers import decoders
+
+        return _byte_letters() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else None
+
     def bytes_of_tokens(self) -> NDArray[np.int64] | None:
         """Bytes of text that each id stands for, none for special tokens.
 
         Exact where tokens are strings of bytes (GPT-2's byte-level BPE, as in Llama 3 and Qwen); None for others, whose
         tokens stand for more or less text depending on where they are (SentencePiece, WordPiece).
         """
-        from tokenizers import decoders
-
-        if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+        if self._byte_letters is None:
             return None
         counts = np.zeros(self.vocab_size, np.int64)
         for token, number in self._tokenizer.get_vocab().items():
@@ -302,6 +332,13 @@ class FileTokenizer:
             names = {"eos_token": self.eos_token_id, "bos_token": self.bos_token_id, "pad_token": self.pad_token_id}
             _write_config({k: self._tokenizer.id_to_token(v) for k, v in names.items() if v is not None}, directory)
         _write_chat_template(self._chat_template, directory)
+
+
+def _byte_letters() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(_NUM_BYTES)}
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
