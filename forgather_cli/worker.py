@@ -106,7 +106,7 @@ def build(
     from forgather_cli.data.build import check_own_tokenizer, load_data
     from forgather_cli.distributed import pick_device, world
     from forgather_cli.hub import with_local_model
-    from forgather_cli.models.build import construct, fill, own_vocab_size
+    from forgather_cli.models.build import construct, fill, most_tokens, own_vocab_size
     from forgather_cli.models.pretrained import num_sentinels
     from forgather_cli.trainer.from_python import RunFiles
     from forgather_cli.trainer.trainer import Trainer
@@ -124,6 +124,7 @@ def build(
             progress=progress,
             model_path=model_path,
             num_sentinels=num_sentinels(config.model),
+            model_tokens=most_tokens(config),
         )
     vocab_size = data.vocab_size  # of a model of the user's, which is asked for it
     if isinstance(config.model, Target) and (own := own_vocab_size(config.model)) is not None:
@@ -132,8 +133,12 @@ def build(
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
     with doing(meet("building the model")):
         return Trainer(
-            model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
-            init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
+            model_init=lambda: construct(
+                config, device, vocab_size=data.vocab_size, seq_len=data.seq_len, num_new=data.num_new
+            ),
+            init_weights=None
+            if isinstance(config.model, Target)
+            else partial(fill, config, device, num_known=data.num_known),
             args=replace(config, output_dir=str(run_dir.root)),
             train_dataset=data.train,
             eval_dataset=data.eval,
