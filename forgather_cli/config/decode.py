@@ -161,8 +161,11 @@ def load_tree(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")
     version = tree.pop(_VERSION, None)  # 0.2 and before wrote none
-    if version is None and isinstance(tree.get("data"), dict) and isinstance(tree.get("model"), dict):
-        _complete_0_2(tree["data"], tree["model"])
+    if isinstance(tree.get("data"), dict) and isinstance(tree.get("model"), dict):
+        if version is None:
+            _complete_0_2(tree["data"], tree["model"])
+        if tree["data"].get("type") == "instruct":
+            tree["data"].setdefault("add_tokens", False)  # before there was the setting, markers were text
     directory = RunDir(path.parent).first_directory()
     if directory is None or directory == Path.cwd():
         return tree
