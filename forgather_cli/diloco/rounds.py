@@ -15,7 +15,7 @@ import math
 import secrets
 import struct
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -43,11 +43,14 @@ class Rounds:
         initial: str,
         model: str,
         ledger: Sequence[Line] = (),
+        dropped: Collection[str] = (),
         registry: Registry | None = None,
         now: float = 0.0,
     ) -> None:
-        """``initial``: SHA-256 of the initial weights; ``model``: ``wire.model_hash`` of the trainable parameters."""
-        self.settings, self._initial, self._model = settings, initial, model
+        """``initial``: SHA-256 of the initial weights; ``model``: ``wire.model_hash`` of the trainable parameters;
+        ``dropped``: hashes of rounds that the server itself has gone back from.
+        """
+        self.settings, self._initial, self._model, self._dropped = settings, initial, model, dropped
         self.registry = registry or Registry()
         self.lines: list[Line] = []
         self.slots: dict[str, int] = {}
@@ -125,7 +128,7 @@ class Rounds:
         if parent is not None:
             known = self.lines[round].hash if round is not None and 0 <= round < len(self.lines) else None
             stood = "known" if known == parent else "rewound"
-            if stood == "rewound" and not self.settings.rewind:
+            if stood == "rewound" and parent not in self._dropped and not self.settings.rewind:
                 here = "no round" if self.line is None else f"round {self.line.round} ({self.line.hash[:12]})"
                 self._refuse(
                     f"{name} stands on round {round} ({parent[:12]}), which this server does not know: it has {here}; "

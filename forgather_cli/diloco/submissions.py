@@ -72,6 +72,12 @@ class Submissions:
         path = self.root / f"round-{round:08d}-slot-{slot:04d}.json"
         return Submission.from_document(read_json_object(path)) if path.exists() else None
 
+    def drop(self, after: int) -> None:
+        """Delete manifests of later rounds than ``after``, which are gone."""
+        for path in list(self.root.glob("round-*-slot-*.json")):
+            if int(path.name.split("-")[1]) > after:
+                path.unlink()
+
     def clean(self, before: int, older_than: float, *, keep: bool) -> None:
         """Delete manifests of rounds below ``before`` unless ``keep``, and parts that no manifest names, of those that
         were last asked for before ``older_than`` (seconds since the epoch).
