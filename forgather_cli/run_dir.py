@@ -87,6 +87,8 @@ class RunDir:
     """Who has registered with it."""
     rounds = _In("rounds.jsonl")
     """Its ledger: a line for each published round."""
+    dropped_rounds = _In("rounds.dropped.jsonl")
+    """Lines of it that a start could not go on from."""
     submissions = _In("submissions")
     weights = _In("weights")
     """What its workers fetch."""

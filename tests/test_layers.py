@@ -47,6 +47,7 @@ ALLOWED = {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
+    "inspection": {"data"},
     "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed"},
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments",

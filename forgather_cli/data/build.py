@@ -47,12 +47,14 @@ def load_data(
     progress: Progress | None = None,
     model_path: str | None = None,
     num_sentinels: int = 0,
+    model_tokens: int | None = 0,
 ) -> DataSplits:
     """Datasets and tokenizer of a data option; builds the token cache when it is missing.
 
     ``seed``: of synthetic data. ``model_path``: the directory of a pretrained model, whose tokenizer is used for custom
     data that name none. ``num_sentinels``: tokens that stand for spans, which an encoder-decoder's data add to the
-    tokenizer. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data or a
+    tokenizer. ``model_tokens``: as many as the model knows or can learn, None: any number; ``add_tokens=auto`` of chats
+    adds no more. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data or a
     tokenizer that cannot be used.
     """
     if isinstance(option, Target):
@@ -67,7 +69,7 @@ def load_data(
     elif isinstance(option, HfSettings) and option.streaming:
         made = _stream(option, cache, seed)
     else:
-        made = _pack(option, *_tokenized(option, cache), cache)
+        made = _pack(option, *_tokenized(option, cache, model_tokens), cache)
     return replace(made, files=cache.files)
 
 
@@ -89,8 +91,9 @@ def check_own_tokenizer(data: DataOption, model: ModelOption) -> None:
     )
 
 
-def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
+def cached_token_counts(option: DataOption, *, model_tokens: int | None = 0) -> dict[str, int | None] | None:
     """Counts for a plan: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...).
+    ``model_tokens``: see ``load_data``.
 
     None if the tokens are not cached: nothing is built, no text read, no torch imported. Samples are None where the
     packing has not been computed. Raises DataError when files do not exist.
@@ -107,7 +110,7 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     else:
         cache = Cache(option.cache_dir, build=False)
         try:
-            data, tokenizer = _tokenized(option, cache)
+            data, tokenizer = _tokenized(option, cache, model_tokens)
         except NotCached:
             return None
         vocab_size, tokens = tokenizer.vocab_size, {name: data.meta[name]["tokens"] for name in SPLITS}
@@ -124,12 +127,12 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     return known
 
 
-def _tokenized(option: Stored, cache: Cache) -> tuple[Tokenized, Tokenizer]:
+def _tokenized(option: Stored, cache: Cache, model_tokens: int | None = 0) -> tuple[Tokenized, Tokenizer]:
     """The tokens of an option, from the cache or made now."""
     if isinstance(option, InstructSettings):
         from forgather_cli.data.chat.instruct import find_chats, tokenize_chats
 
-        chats = find_chats(option)
+        chats = find_chats(option, model_tokens)
         return tokenize_chats(chats, cache), chats.tokenizer
     if isinstance(option, TokensSettings):
         tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
@@ -254,9 +257,8 @@ def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSpl
     rules += [option.packing, option.too_long]
     evaluation = made.get("eval")
     fingerprint = digest(["seq2seq", data.fingerprint, rules])
-    return DataSplits(
-        made["train"], evaluation if evaluation else None, tokenizer, fingerprint, option.seq_len, description
-    )
+    evaluation = evaluation if evaluation else None
+    return DataSplits(made["train"], evaluation, tokenizer, fingerprint, option.seq_len, description, tokenized=data)
 
 
 def _tables(option: Stored, data: Tokenized, cache: Cache) -> dict[Split, PackingTable]:
@@ -324,7 +326,7 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
         description[f"{name}_documents"] = meta[name]["documents"]
         description[f"{name}_samples"] = len(made[name]) if name in made else 0
     description |= {**more, **meta["origin"], **damage_of(meta), "content": meta["content"]}
-    return DataSplits(made["train"], made.get("eval"), tokenizer, digest(rules), length, description)
+    return DataSplits(made["train"], made.get("eval"), tokenizer, digest(rules), length, description, tokenized=data)
 
 
 def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:

@@ -15,6 +15,7 @@ from forgather_cli.data.text.tokenizer import Tokenizer, unspelled
 from forgather_cli.errors import DataError, ForgatherError
 from forgather_cli.finalize.options import read_given
 from forgather_cli.labels import IGNORED, label_shift, num_targets, shifted
+from forgather_cli.models.build import most_tokens
 from forgather_cli.models.pretrained import num_sentinels
 
 MAX_TOKENS = 2048
@@ -130,7 +131,8 @@ def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
     option = config.data
     if isinstance(option, Ul2Settings | Seq2SeqSettings):  # one example at a time
         option = replace(option, packing="pad", pack_encoder=None, pack_decoder=None)
-    data = load_data(option, seed=max(config.seed, 0), num_sentinels=num_sentinels(config.model))
+    sentinels, most = num_sentinels(config.model), most_tokens(config)
+    data = load_data(option, seed=max(config.seed, 0), num_sentinels=sentinels, model_tokens=most)
     if data.eval is None:
         raise DataError("it has no evaluation split")
     if data.tokenizer is not None and data.tokenizer.encode(BUILT_IN) != tokenizer.encode(BUILT_IN):

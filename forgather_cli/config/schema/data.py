@@ -180,6 +180,8 @@ class InstructSettings(_Data):
     on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
     messages_key: str | None = None  # null: messages, conversations, or prompt and completion
     chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
+    # markers of the template that are no tokens yet; auto: added where the model can learn them
+    add_tokens: Literal["auto"] | bool = "auto"
     train_on: Literal["assistant", "last", "all"] = "assistant"
     too_long: Literal["cut", "drop"] = "cut"  # conversations longer than seq_len
     packing: Literal["concat", "best_fit", "pad"] = "best_fit"

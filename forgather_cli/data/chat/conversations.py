@@ -10,11 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.text.read import BadRow, Damage, Part, Record, kind_of, read_records, read_rows, sound_rows
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import parse_json
@@ -37,6 +38,8 @@ _PAIRS = (
 class Conversation:
     messages: list[dict[str, Any]]
     tools: list[Any] | None
+    line: int
+    """Or the number of the record, from 1."""
     num_bytes: int
     """Of the source, for progress."""
     unlearned: frozenset[int] = frozenset()
@@ -44,30 +47,46 @@ class Conversation:
 
 
 def read_conversations(
-    path: Path, messages_key: str | None, use: Callable[[Conversation], _T], damage: Damage, *, skip_bad: bool = False
+    path: Path, option: InstructSettings, use: Callable[[Conversation], _T], damage: Damage
 ) -> Iterator[_T]:
-    """What ``use`` makes of the conversations of a file, plain or compressed, in order.
-
-    Records that are none, and those at which ``use`` raises DataError, are left out and noted in ``damage``
-    (``skip_bad``), or raise one DataError that names them all.
-    """
+    """``conversations_in`` a file, plain or compressed. Raises DataError."""
     kind = kind_of(path)
     if kind not in (".jsonl", ".json", ".parquet"):
         raise DataError(f"{path}: not chat data by its name; give jsonl, json or parquet files")
+    is_table = kind == ".parquet"
+    records = read_rows(path) if is_table else read_records(path, damage)
+    return conversations_in(records, str(path), option, use, damage, is_table=is_table)
+
+
+def conversations_in(
+    records: Iterable[Record | BadRow],
+    name: str,
+    option: InstructSettings,
+    use: Callable[[Conversation], _T],
+    damage: Damage,
+    *,
+    is_table: bool,
+) -> Iterator[_T]:
+    """What ``use`` makes of the conversations in ``records``, in order. ``name`` says in messages where they are from.
+
+    Records that are none, and those at which ``use`` raises DataError, are left out and noted in ``damage``
+    (``on_bad_row=skip``), or raise one DataError that names them all. ``is_table``: the rows of a table, whose type
+    puts None where a row has nothing.
+    """
 
     def rows(part: Part) -> Iterator[_T | BadRow]:
-        for record in read_rows(path) if kind == ".parquet" else read_records(path, damage):
+        for record in records:
             if isinstance(record, BadRow):
                 yield record
                 continue
             try:
-                used = use(_conversation(record, messages_key))
+                used = use(_conversation(record, option.messages_key))
             except DataError as error:
                 yield BadRow(record.line, str(error))
             else:
                 yield used
 
-    return sound_rows(path, rows, damage, skip_bad=skip_bad)
+    return sound_rows(name, rows, damage, skip_bad=option.on_bad_row == "skip")
 
 
 def _conversation(record: Record, messages_key: str | None) -> Conversation:
@@ -79,7 +98,7 @@ def _conversation(record: Record, messages_key: str | None) -> Conversation:
     if isinstance(system, str) and system and not begins_with_system:
         turns = [{"role": "system", "content": system}, *turns]
     messages = [_message(number, turn) for number, turn in enumerate(turns, 1)]
-    return Conversation(messages, _tools(record.value), record.num_bytes)
+    return Conversation(messages, _tools(record.value), record.line, record.num_bytes)
 
 
 def _turns(record: Mapping[str, Any], messages_key: str | None) -> list[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,18 +19,18 @@ import numpy as np
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
 from forgather_cli.data.chat.conversations import Conversation, read_conversations
+from forgather_cli.data.chat.markers import markers_of
 from forgather_cli.data.chat.marks import unlearned_turns
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
 from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
-from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, load_tokenizer, special_tokens
+from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, has_token, load_tokenizer, special_tokens
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 
 _VERSION = 2  # of the files and of the rules that make tokens of a record
-_SPECIAL = re.compile(r"<\|[^|<>\s'\"{}]+\|>|<(?:start|end)_of_turn>")  # what templates write that looks like a token
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +43,8 @@ class Chats:
     eval_files: tuple[SourceFile, ...]
     tokenizer: Tokenizer
     template: ChatTemplate
+    added: tuple[str, ...]
+    """Markers of the template that the tokenizer has for it."""
 
     @property
     def all_files(self) -> tuple[SourceFile, ...]:
@@ -54,18 +55,39 @@ class Chats:
         return 0.0 if self.eval_files else self.option.eval_fraction
 
 
-def find_chats(option: InstructSettings) -> Chats:
-    """Raises DataError for files, a tokenizer or a template that cannot be used."""
+def find_chats(option: InstructSettings, model_tokens: int | None = 0) -> Chats:
+    """``model_tokens``: see ``load_data``. Raises DataError for files, tokenizer or template that cannot be used."""
 
     def files(setting: str, patterns: list[str]) -> tuple[SourceFile, ...]:
         return tuple(SourceFile(path, kind_of(path)) for path in find_files(setting, patterns))
 
     train = files("data.files", option.files)
     evaluation = files("data.eval_files", option.eval_files) if option.eval_files else ()
+    tokenizer, template, added = find_tokenizer(option, model_tokens)
+    return Chats(option, train, evaluation, tokenizer, template, added)
+
+
+def find_tokenizer(
+    option: InstructSettings, model_tokens: int | None = 0
+) -> tuple[Tokenizer, ChatTemplate, tuple[str, ...]]:
+    """The tokenizer, the template, and its markers that were added to the tokenizer (``data.add_tokens``).
+
+    Raises DataError.
+    """
     template = _template(option)
-    given = template.source if option.chat_template else None
-    tokenizer = load_tokenizer(option.tokenizer, chat_template=given, add_bos=option.add_bos)
-    return Chats(option, train, evaluation, tokenizer, template)
+
+    def load(added: tuple[str, ...]) -> Tokenizer:
+        given = template.source if option.chat_template else None
+        return load_tokenizer(option.tokenizer, chat_template=given, add_bos=option.add_bos, added=added)
+
+    tokenizer = load(())
+    if option.add_tokens is False or (option.add_tokens == "auto" and model_tokens == 0):
+        return tokenizer, template, ()
+    missing = tuple(marker for marker in markers_of(template) if not has_token(tokenizer, marker))
+    has_room = model_tokens is None or tokenizer.vocab_size + len(missing) <= model_tokens
+    if not missing or (option.add_tokens == "auto" and not has_room):
+        return tokenizer, template, ()
+    return load(missing), template, missing
 
 
 def _template(option: InstructSettings) -> ChatTemplate:
@@ -105,6 +127,10 @@ class _Rendered:
     """Characters that are trained on."""
     num_bytes: int
     """Of the source, for progress."""
+    line: int
+    """Of its file."""
+    file: int = 0
+    """Its number, files of evaluation after those of training."""
     split: Split = "train"
 
 
@@ -120,19 +146,20 @@ def _render(chats: Chats, conversation: Conversation) -> _Rendered:
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
     key = json.dumps([messages, tools], sort_keys=True)
-    return _Rendered(key, encodable(text), spans, conversation.num_bytes)
+    return _Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line)
 
 
 def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
     """All conversations, each with its split."""
 
-    def read(files: tuple[SourceFile, ...]) -> Iterator[_Rendered]:
-        option, use = chats.option, partial(_render, chats)
-        for source in files:
-            skip_bad = option.on_bad_row == "skip"
-            yield from read_conversations(source.path, option.messages_key, use, damage, skip_bad=skip_bad)
+    def read(files: tuple[SourceFile, ...], first: int) -> Iterator[_Rendered]:
+        for number, source in enumerate(files, first):
+            for each in read_conversations(source.path, chats.option, partial(_render, chats), damage):
+                each.file = number
+                yield each
 
-    yield from with_splits(read(chats.files), read(chats.eval_files), chats.eval_fraction)
+    held_out = read(chats.eval_files, len(chats.files))
+    yield from with_splits(read(chats.files, 0), held_out, chats.eval_fraction)
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
@@ -154,7 +181,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
 
 def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     tokenizer, dtype = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size)
-    marks = set(_SPECIAL.findall(chats.template.source))
+    marks = set(markers_of(chats.template))
     damage, unknown = Damage(), set()
     meter = Meter(progress, sum(source.path.stat().st_size for source in chats.all_files))
     with contextlib.ExitStack() as files:
@@ -164,7 +191,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
             unknown |= {mark for mark in marks if any(mark in text for text in texts)}
             encoded = tokenizer.encode_marked(texts, [each.spans for each in chunk])
             for each, (ids, inside) in zip(chunk, encoded, strict=True):
-                writers[each.split].add(ids, inside)
+                writers[each.split].add(ids, inside, (each.file, each.line))
     meter.end()
     if not writers["train"].lengths:
         if writers["eval"].lengths and not chats.eval_files:
@@ -178,7 +205,8 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         **{name: writer.finish() for name, writer in writers.items()},
         "origin": {"files": ", ".join(chats.option.files)},
         **damage.lines(),
-        "unknown": sorted(mark for mark in unknown if len(tokenizer.encode(mark)) != 1),
+        "added": list(chats.added),
+        "unknown": sorted(mark for mark in unknown if not has_token(tokenizer, mark)),
     }
 
 
@@ -208,10 +236,12 @@ def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTabl
 
 def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:
     """What there is to say of the targets and of what was left out, which is warned of too."""
+    if added := meta.get("added"):  # caches of before the setting have none
+        _log.info("data.add_tokens: the model learns %s of the chat template as new tokens", ", ".join(added))
     if meta["unknown"]:
         _log.warning(
-            "data.tokenizer: %s of the chat template %s; encoded as text. Add them with forgather finalize MODEL DEST "
-            "--add-tokens FILE, or choose a template whose tokens it has",
+            "data.tokenizer: %s of the chat template %s; encoded as text. Add them with data.add_tokens=true, or with "
+            "forgather finalize MODEL DEST --add-tokens FILE, or choose a template whose tokens it has",
             ", ".join(meta["unknown"]),
             "is no token of the tokenizer" if len(meta["unknown"]) == 1 else "are no tokens of the tokenizer",
         )

@@ -82,8 +82,8 @@ class Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is type(right) is str and len(left) + len(right) <= _MAX_LENGTH:
-            return left + right  # most of what a template does
+        if type(left) is str and type(right) is str and operator == "+" and len(left) + len(right) <= _MAX_LENGTH:
+            return left + right  # nearly all that templates do: a sixth of the time of a conversation
         if operator == "**":
             too_large = abs(right) > 1000 or abs(left) > 1_000_000
         else:

@@ -19,6 +19,7 @@ from typing import Any
 from forgather_cli.config.schema import HfSettings
 from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.text import read as reading
+from forgather_cli.data.text.compressed import check_archives
 from forgather_cli.data.text.corpus import Piece, find_files, stamp_of
 from forgather_cli.data.text.read import Damage, Document, kind_of
 from forgather_cli.errors import DataError
@@ -45,7 +46,9 @@ def open_datasets(option: HfSettings, cache: Cache) -> tuple[Any, Any | None]:
     directory = Path(path).expanduser()
     is_local = path in _FORMATS or directory.is_dir()
     is_saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    path = str(directory) if directory.is_dir() else path
+    if directory.is_dir():
+        path = str(directory)
+        check_archives(each for each in directory.rglob("*") if each.is_file())
     named = [name for names in files.values() for name in names]
     # the library knows a local file by its modification time alone (datasets 5.2, data_files.py)
     stamp = digest([stamp_of(Path(name)) for name in named if os.path.isfile(name)])
