@@ -342,7 +342,7 @@ class FileTokenizer:
         token = self._tokenizer.id_to_token(number) if number >= 0 else None
         if token is None:
             return None
-        if number in self._added:
+        if number in self._added_ids:
             return token.encode()
         if self._byte_letters is not None:
             return bytes(self._byte_letters[letter] for letter in token)
@@ -355,7 +355,7 @@ class FileTokenizer:
         return [number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
 
     @cached_property
-    def _added(self) -> set[int]:
+    def _added_ids(self) -> set[int]:
         return set(self._tokenizer.get_added_tokens_decoder())
 
     @cached_property
