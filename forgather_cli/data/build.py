@@ -282,14 +282,17 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
             f"data.{setting}: nothing marks the documents of these token files; set data.document_separator{end}"
         )
     tables = _tables(option, data, cache)
-    more: dict[str, str] = {}
+    more: dict[str, Any] = {}
     rules: list[Any] = [data.fingerprint, length, option.packing, isolate]
     if is_chat := isinstance(option, InstructSettings):
         from forgather_cli.data.chat.instruct import describe_chats, nothing_fits
 
         if not len(tables["train"]):
             raise nothing_fits(option, data.train, tables["train"])
-        more, rules = describe_chats(option, data.meta, tables), [*rules, option.too_long]
+        rules = [*rules, option.too_long]
+        more = {**describe_chats(option, data.meta, tables), "rules": data.meta["rules"]}
+        if data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
+            more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
         # in rows of one conversation, padded on the right, no token sees another document: masks would only cost time
         isolate = isolate and option.packing != "pad"
     made: dict[str, Batched] = {}

@@ -169,6 +169,13 @@ class TokensSettings(_Data):
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
 
 
+ChatKey = Literal[
+    "system", "user", "assistant", "messages", "conversations", "prompt", "completion", "instruction", "input",
+    "context", "history", "output", "response", "question", "answer", "reasoning_content", "tools", "text",
+]  # fmt: skip
+"""What a key of a chat record can be read as."""
+
+
 @settings
 class InstructSettings(_Data):
     """Conversations: jsonl, json, parquet; targets are the assistant's turns."""
@@ -179,6 +186,8 @@ class InstructSettings(_Data):
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the conversations
     on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
     messages_key: str | None = None  # null: messages, conversations, or prompt and completion
+    mapping: dict[str, ChatKey] = field(default_factory=dict)  # key of the records: role, or key of a known layout
+    ignore: list[str] = field(default_factory=list)  # keys of the records that are as if they were not there
     chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
     # markers of the template that are no tokens yet; auto: added where the model can learn them
     add_tokens: Literal["auto"] | bool = "auto"
@@ -186,6 +195,10 @@ class InstructSettings(_Data):
     too_long: Literal["cut", "drop"] = "cut"  # conversations longer than seq_len
     packing: Literal["concat", "best_fit", "pad"] = "best_fit"
     isolate_documents: bool = True
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if both := [key for key in self.mapping if key in self.ignore]:
+            yield f"ignore: {both[0]!r} is in data.mapping too, which reads it; leave it out of one of the two"
 
 
 @settings

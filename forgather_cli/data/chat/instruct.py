@@ -7,29 +7,44 @@ conversation where it starts and how many of its tokens come before the first ta
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
-from forgather_cli.data.chat.conversations import Conversation, read_conversations
+from forgather_cli.data.chat.conversations import READ, Conversation, read_conversations
+from forgather_cli.data.chat.keys import Keys, check_keys
 from forgather_cli.data.chat.markers import markers_of
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
 from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
-from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, has_token, load_tokenizer, special_tokens
+from forgather_cli.data.text.tokenizer import (
+    END,
+    Marked,
+    Span,
+    Tokenizer,
+    around_documents,
+    has_token,
+    load_tokenizer,
+    special_tokens,
+)
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 
-_VERSION = 1  # of the files and of the rules that make tokens of a record
+_VERSION = 2  # of the files and of the rules that make tokens of a record
+_BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
+"""Keys that 0.3.0 has read as they are read now, where each message has a role and a content and no more."""
 _log = logging.getLogger(__name__)
 
 
@@ -126,13 +141,25 @@ class _Rendered:
     """Characters that are trained on."""
     num_bytes: int
     """Of the source, for progress."""
+    is_document: bool = False
+    """A text without a template, learned whole, which the tokens around a document go with."""
+    as_before: bool = False
+    """0.3.0 has made the same text of it, of which chatml marks the same."""
     split: Split = "train"
 
 
-def _render(chats: Chats, conversation: Conversation) -> _Rendered:
+def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
     """Raises DataError for a conversation that cannot be trained on."""
+    if conversation.text is not None:
+        text = encodable(conversation.text)
+        if not text:
+            raise DataError("'text' is empty")
+        keys.note(conversation, text)
+        return _Rendered(text, text, [(0, len(text))], conversation.num_bytes, is_document=True)
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
-    if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    learned = [number not in conversation.unlearned for number in turns]
+    if train_on != "all" and not any(learned):
         raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
     try:
         if train_on == "all":
@@ -140,20 +167,25 @@ def _render(chats: Chats, conversation: Conversation) -> _Rendered:
             spans = [(0, len(text))]
         else:
             text, spans = chats.template.render_spans(messages, tools=tools)
+            if not all(learned):
+                if len(spans) != len(turns):
+                    raise DataError("the chat template does not tell which turn of the assistant each block is")
+                spans = [span for span, is_learned in zip(spans, learned, strict=True) if is_learned]
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
-    key = json.dumps([messages, tools], sort_keys=True)
-    return _Rendered(key, encodable(text), spans[-1:] if train_on == "last" else spans, conversation.num_bytes)
+    keys.note(conversation, text)
+    key = json.dumps([messages, tools], sort_keys=True, default=str)
+    spans = spans[-1:] if train_on == "last" else spans
+    as_before = conversation.read <= _BEFORE and not conversation.unlearned and all(len(each) == 2 for each in messages)
+    return _Rendered(key, encodable(text), spans, conversation.num_bytes, as_before=as_before)
 
 
-def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
+def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[_Rendered]:
     """All conversations, each with its split."""
 
     def read(files: tuple[SourceFile, ...]) -> Iterator[_Rendered]:
-        option, use = chats.option, partial(_render, chats)
         for source in files:
-            skip_bad = option.on_bad_row == "skip"
-            yield from read_conversations(source.path, option.messages_key, use, damage, skip_bad=skip_bad)
+            yield from read_conversations(source.path, chats.option, partial(_render, chats, keys), damage)
 
     yield from with_splits(read(chats.files), read(chats.eval_files), chats.eval_fraction)
 
@@ -162,31 +194,58 @@ def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
 
 
 def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
-    """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records."""
+    """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records, and
+    for keys of records that carry meaning and that nothing reads."""
     option, template = chats.option, chats.template
     content = content_hash(cache, chats.all_files)
-    rules = [_VERSION, len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
-    rules += ["skip"] if option.on_bad_row == "skip" else []
-    key = digest([content, rules, chats.tokenizer.fingerprint, [template.source, template.special_tokens]])
+    old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
+    old_rules += ["skip"] if option.on_bad_row == "skip" else []
+    # of those that are ignored only keys that may be read decide what is made; the others are in the meta data
+    ignored = sorted(READ.intersection(option.ignore))
+    rules = [*old_rules, list(option.mapping.items()), ignored]
+    others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
+
+    before = digest([content, [1, *old_rules], *others])  # the key that 0.3.0 has given them
 
     def write(temporary: Path) -> Meta:
-        return _write(temporary, chats, cache.progress) | {"content": content}
+        made = _write(temporary, chats, cache.progress)
+        same = _says_same(cache, before, temporary) or made["as_before"]
+        return made | {"content": content, "formerly": before if same else None}
 
-    return cached_tokens(*cache.build_once("tokens", key, write), has_targets=True)
+    key = digest([content, [_VERSION, *rules], *others])
+    directory, meta = cache.build_once("tokens", key, write)
+    check_keys(option, meta["keys"])
+    return cached_tokens(directory, meta, has_targets=True)
+
+
+def _says_same(cache: Cache, key: str, made: Path) -> bool:
+    """Whether 0.3.0 has cached the same tokens and targets under ``key``, which is said where it has cached any."""
+    if cache.find("tokens", key) is None:
+        return False
+    names = [path.name for path in made.iterdir()]
+    same = len(filecmp.cmpfiles(cache.root / "tokens" / key, made, names, shallow=False)[0]) == len(names)
+    result = "the same as before" if same else "others than before (docs/data.md)"
+    _log.warning(
+        "data.files: the rules by which chats are read have changed; tokens were made anew, and are %s", result
+    )
+    return same
 
 
 def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     tokenizer, dtype = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size)
     marks = set(markers_of(chats.template))
-    damage, unknown = Damage(), set()
+    changed = chats.option.mapping or (_BEFORE | {"tools"}).intersection(chats.option.ignore)
+    as_before, damage, unknown, keys = True, Damage(), set(), Keys(chats.option, shows_tools=chats.template.shows_tools)
     meter = Meter(progress, sum(source.path.stat().st_size for source in chats.all_files))
     with contextlib.ExitStack() as files:
         writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
-        for chunk in chunks(_rendered(chats, damage), meter.add):
+        for chunk in chunks(_rendered(chats, keys, damage), meter.add):
             texts = [each.text for each in chunk]
+            as_before = as_before and all(each.as_before for each in chunk)
             unknown |= {mark for mark in marks if any(mark in text for text in texts)}
             encoded = tokenizer.encode_marked(texts, [each.spans for each in chunk])
             for each, (ids, inside) in zip(chunk, encoded, strict=True):
+                ids, inside = _around(ids, tokenizer) if each.is_document else (ids, inside)
                 writers[each.split].add(ids, inside)
     meter.end()
     if not writers["train"].lengths:
@@ -202,8 +261,21 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         "origin": {"files": ", ".join(chats.option.files)},
         **damage.lines(),
         "added": list(chats.added),
+        "keys": keys.found(),
+        "as_before": as_before and chats.template.source == CHATML and not changed,
+        "rules": _VERSION,
         "unknown": sorted(mark for mark in unknown if not has_token(tokenizer, mark)),
     }
+
+
+def _around(ids: NDArray[Any], tokenizer: Tokenizer) -> Marked:
+    """A document with the tokens around it, those that it spells itself once, and of each token whether it is a
+    target: all but a begin token."""
+    before, behind = around_documents(tokenizer)
+    before = () if tuple(ids[: len(before)].tolist()) == before else before
+    behind = () if tuple(ids[len(ids) - len(behind) :].tolist()) == behind else behind
+    whole = np.concatenate([np.array(before, np.uint32), ids, np.array(behind, np.uint32)])
+    return whole, np.arange(len(whole)) >= len(before)
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
@@ -248,6 +320,8 @@ def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, Pac
             left_out.append(f"of {meta[name]['documents']:,} {name} conversations {', '.join(found)}")
     tokens, targets = meta["train"]["tokens"], meta["train"]["targets"]
     description = {"targets": f"{targets:,} of {tokens:,} training tokens ({option.train_on})"}
+    if unread := [*meta["keys"]["others"], *meta["keys"]["carry"]]:
+        description["not_read"] = ", ".join(unread)
     if left_out:
         description["left_out"] = "; ".join(left_out)
         _log.warning("data.seq_len=%d: %s", option.seq_len, description["left_out"])

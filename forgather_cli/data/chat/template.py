@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import meta
 
 from forgather_cli.data.chat.sandbox import Span, TooSlow, Turns, sandbox
 from forgather_cli.data.text.tokenizer import special_tokens
@@ -85,6 +86,11 @@ class ChatTemplate:
     def marks_turns(self) -> bool:
         """Whether ``{% generation %}`` blocks say which text is the assistant's."""
         return self._turns.found
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether anything in it reads ``tools``."""
+        return "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[Any] | None = None

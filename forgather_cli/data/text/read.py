@@ -249,18 +249,23 @@ _MOST_BAD_ROWS = 1000  # that are looked for: with a wrong text_key every row is
 
 
 def sound_rows(
-    path: Path, rows: Callable[[Part], Iterator[_Row | BadRow]], damage: Damage, part: Part = WHOLE, *, skip_bad: bool
+    name: Path | str,
+    rows: Callable[[Part], Iterator[_Row | BadRow]],
+    damage: Damage,
+    part: Part = WHOLE,
+    *,
+    skip_bad: bool,
 ) -> Iterator[_Row]:
-    """What ``rows(part)`` yields of a file. Bad rows are left out and noted in ``damage``, or raise one DataError, at
-    the end, that names all of the file's."""
+    """What ``rows(part)`` yields of a file, or of another source that is read whole. Bad rows are left out and noted in
+    ``damage``, or raise one DataError, at the end, that names all of the source's."""
     found: list[BadRow] = []
-    before: int | None = None
+    before: int | None = None if part.start else 0
     for row in rows(part):
         if not isinstance(row, BadRow):
             yield row
         elif skip_bad:
-            before = _rows_before(path, part) if before is None else before
-            damage.skipped.append(f"{path}:{row.line + before}: {row.why}")
+            before = _rows_before(Path(name), part) if before is None else before
+            damage.skipped.append(f"{name}:{row.line + before}: {row.why}")
         else:
             found.append(row)
             if len(found) == _MOST_BAD_ROWS:
@@ -268,13 +273,13 @@ def sound_rows(
     if found and part != WHOLE:  # numbers from the beginning of the file, and of all its parts
         found = list(islice((row for row in rows(WHOLE) if isinstance(row, BadRow)), _MOST_BAD_ROWS))
     if found:
-        raise _bad_rows(path, found)
+        raise _bad_rows(name, found)
 
 
-def _bad_rows(path: Path, found: list[BadRow]) -> DataError:
+def _bad_rows(name: Path | str, found: list[BadRow]) -> DataError:
     if len(found) == 1:
         number, why = found[0]
-        return DataError(f"{path}:{number}: {why}; mend or remove it, or leave it out with data.on_bad_row=skip")
+        return DataError(f"{name}:{number}: {why}; mend or remove it, or leave it out with data.on_bad_row=skip")
     numbers: dict[str, list[int]] = {}
     for number, why in found:
         numbers.setdefault(why, []).append(number)
@@ -285,7 +290,7 @@ def _bad_rows(path: Path, found: list[BadRow]) -> DataError:
     lines += [f"\n  and {len(numbers) - 20} other mistakes"] if len(numbers) > 20 else []
     count = f"at least {len(found)}" if len(found) == _MOST_BAD_ROWS else str(len(found))
     remedy = "mend or remove them, or leave them out with data.on_bad_row=skip"
-    return DataError(f"{path}: {count} bad rows; {remedy}. By line or row number:{''.join(lines)}")
+    return DataError(f"{name}: {count} bad rows; {remedy}. By line or row number:{''.join(lines)}")
 
 
 def _kind(value: Any) -> str:
