@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
-from forgather_cli.data.chat.conversations import READ, Conversation, read_conversations
+from forgather_cli.data.chat.conversations import READ, Conversation, conversations_in, read_conversations
 from forgather_cli.data.chat.keys import Keys, check_keys
 from forgather_cli.data.chat.markers import markers_of
 from forgather_cli.data.chat.marks import unlearned_turns
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
+from forgather_cli.data.text.hf import Rows, content_of_rows, origin_of, rows_of
 from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
 from forgather_cli.data.text.tokenizer import (
     END,
@@ -49,20 +50,23 @@ _BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
 _log = logging.getLogger(__name__)
 
 
+Source = SourceFile | Rows
+
+
 @dataclass(frozen=True)
 class Chats:
-    """What an option names: files, tokenizer and template. Text is not read yet."""
+    """What an option names: files or splits of a dataset, tokenizer and template. Text is not read yet."""
 
     option: InstructSettings
-    files: tuple[SourceFile, ...]
-    eval_files: tuple[SourceFile, ...]
+    files: tuple[Source, ...]
+    eval_files: tuple[Source, ...]
     tokenizer: Tokenizer
     template: ChatTemplate
     added: tuple[str, ...]
     """Markers of the template that the tokenizer has for it."""
 
     @property
-    def all_files(self) -> tuple[SourceFile, ...]:
+    def all_files(self) -> tuple[Source, ...]:
         return self.files + self.eval_files
 
     @property
@@ -70,14 +74,22 @@ class Chats:
         return 0.0 if self.eval_files else self.option.eval_fraction
 
 
-def find_chats(option: InstructSettings, model_tokens: int | None = 0) -> Chats:
-    """``model_tokens``: see ``load_data``. Raises DataError for files, tokenizer or template that cannot be used."""
+def find_chats(option: InstructSettings, cache: Cache, model_tokens: int | None = 0) -> Chats:
+    """``cache``: for what the datasets library makes of local files. ``model_tokens``: see ``load_data``.
 
-    def files(setting: str, patterns: list[str]) -> tuple[SourceFile, ...]:
+    Raises DataError for files, tokenizer or template that cannot be used.
+    """
+
+    def files(setting: str, patterns: list[str]) -> tuple[Source, ...]:
         return tuple(SourceFile(path, kind_of(path)) for path in find_files(setting, patterns))
 
-    train = files("data.files", option.files)
-    evaluation = files("data.eval_files", option.eval_files) if option.eval_files else ()
+    evaluation: tuple[Source, ...] = ()
+    if option.files:
+        train = files("data.files", option.files)
+        evaluation = files("data.eval_files", option.eval_files) if option.eval_files else ()
+    else:
+        rows, held_out = rows_of(option, cache)
+        train, evaluation = (rows,), () if held_out is None else (held_out,)
     tokenizer, template, added = find_tokenizer(option, model_tokens)
     return Chats(option, train, evaluation, tokenizer, template, added)
 
@@ -181,9 +193,15 @@ def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
 def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[_Rendered]:
     """All conversations, each with its split."""
 
-    def read(files: tuple[SourceFile, ...], first: int) -> Iterator[_Rendered]:
+    def read(files: tuple[Source, ...], first: int) -> Iterator[_Rendered]:
+        option, use = chats.option, partial(_render, chats, keys)
         for number, source in enumerate(files, first):
-            for each in read_conversations(source.path, chats.option, partial(_render, chats, keys), damage):
+            if isinstance(source, SourceFile):
+                conversations = read_conversations(source.path, option, use, damage)
+            else:
+                # their types have put nulls where a row has nothing, and these are gone
+                conversations = conversations_in(source.records(), source.name, option, use, damage, is_table=False)
+            for each in conversations:
                 each.file = number
                 yield each
 
@@ -198,7 +216,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records, and
     for keys of records that carry meaning and that nothing reads."""
     option, template = chats.option, chats.template
-    content = content_hash(cache, chats.all_files)
+    content = _content(cache, chats)
     old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
     old_rules += ["skip"] if option.on_bad_row == "skip" else []
     # of those that are ignored only keys that may be read decide what is made; the others are in the meta data
@@ -219,6 +237,20 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     return cached_tokens(directory, meta, has_targets=True)
 
 
+def _content(cache: Cache, chats: Chats) -> str:
+    files = [source for source in chats.all_files if isinstance(source, SourceFile)]
+    rows = [source for source in chats.all_files if isinstance(source, Rows)]
+    return content_of_rows(cache, rows) if rows else content_hash(cache, files)
+
+
+def _num_bytes(source: Source) -> int:
+    return source.path.stat().st_size if isinstance(source, SourceFile) else source.num_bytes
+
+
+def _name(source: Source) -> str:
+    return str(source.path) if isinstance(source, SourceFile) else source.name
+
+
 def _says_same(cache: Cache, key: str, made: Path) -> bool:
     """Whether 0.3.0 has cached the same tokens and targets under ``key``, which is said where it has cached any."""
     if cache.find("tokens", key) is None:
@@ -237,7 +269,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     marks = set(markers_of(chats.template))
     changed = chats.option.mapping or (_BEFORE | {"tools"}).intersection(chats.option.ignore)
     as_before, damage, unknown, keys = True, Damage(), set(), Keys(chats.option, shows_tools=chats.template.shows_tools)
-    meter = Meter(progress, sum(source.path.stat().st_size for source in chats.all_files))
+    meter = Meter(progress, sum(map(_num_bytes, chats.all_files)))
     with contextlib.ExitStack() as files:
         writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
         for chunk in chunks(_rendered(chats, keys, damage), meter.add):
@@ -252,14 +284,16 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     if not writers["train"].lengths:
         if writers["eval"].lengths and not chats.eval_files:
             raise DataError(f"data.eval_fraction: {chats.eval_fraction} leaves nothing to train on; lower it")
-        names = ", ".join(str(source.path) for source in chats.files[:3])
+        names = ", ".join(map(_name, chats.files[:3]))
+        if not chats.option.files:
+            raise DataError(f"data.train_split: no conversation in {names}; it is empty")
         raise DataError(f"data.files: no conversation in {len(chats.files)} files ({names}); they are empty")
     for line in damage.lines().values():
         _log.warning("%s", line)
     return {
         "dtype": dtype,
         **{name: writer.finish() for name, writer in writers.items()},
-        "origin": {"files": ", ".join(chats.option.files)},
+        "origin": {"files": ", ".join(chats.option.files)} if chats.option.files else origin_of(chats.option),
         **damage.lines(),
         "added": list(chats.added),
         "keys": keys.found(),
