@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,10 +44,12 @@ from forgather_cli.data.text.tokenizer import (
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
+from forgather_cli.labels import IGNORED
 
 _VERSION = 2  # of the files and of the rules that make tokens of a record
 _BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
 """Keys that 0.3.0 has read as they are read now, where each message has a role and a content and no more."""
+_SHOWN = 100  # characters
 _log = logging.getLogger(__name__)
 
 
@@ -335,6 +338,18 @@ def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTabl
         f"data.seq_len: no conversation has a target within its first {option.seq_len} tokens, the earliest comes "
         f"after {int(split.first_targets.array.min())}; raise data.seq_len"
     )
+
+
+def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of a sample's targets, shortened, between ``[`` and ``]`` what stands together."""
+    found = ""
+    for is_target, group in itertools.groupby(labels, lambda label: label != IGNORED):
+        if is_target:
+            text = " ".join(tokenizer.decode(group).split())
+            found += f"{' ' if found else ''}[{text}]"
+        if len(found) > _SHOWN:
+            return f"{found[:_SHOWN]}..."
+    return found
 
 
 def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:

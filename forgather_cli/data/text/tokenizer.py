@@ -356,6 +356,12 @@ class FileTokenizer:
         byte = _BYTE.fullmatch(token)  # SentencePiece's way of writing what its vocabulary lacks
         return bytes((int(byte[1], 16),)) if byte else None
 
+    @property
+    def unk_token_id(self) -> int | None:
+        """What stands for text that the vocabulary lacks; None where it lacks none."""
+        token = getattr(self._tokenizer.model, "unk_token", None)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
     @cached_property
     def all_special_ids(self) -> list[int]:
         """Of the tokens that are not text, by the name that transformers has for them."""
