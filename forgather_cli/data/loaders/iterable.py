@@ -342,7 +342,7 @@ class Stream:
 
 
 def is_empty(dataset: Any) -> bool:
-    """There is no dataset, or it has no sample, as far as that can be told without changing what a pass over it reads."""
+    """There is no dataset, or no sample in it, as far as can be told without changing what a pass over it reads."""
     if dataset is None:
         return True
     with suppress(TypeError):
