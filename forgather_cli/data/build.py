@@ -305,6 +305,8 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache, s
     made: dict[str, Batched] = {}
     prefix = tokenizer.prefix_tokens if isinstance(option, PythonStdlibSettings | TextSettings | HfSettings) else ()
     for name, split in data.splits().items():
+        if name == "eval" and len(split.tokens) + len(prefix) < 2:
+            continue  # nothing predicts a single token
         if not tables:
             made[name] = ConcatDataset(
                 split.tokens,
