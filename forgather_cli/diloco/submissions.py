@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,6 +40,8 @@ class Submissions:
         self.most_bytes = sum(num_bytes(shape, "fp32") for shape in shapes.values()) + MAX_PART_HEADER
         """Of one part."""
         (root / "parts").mkdir(parents=True, exist_ok=True)
+        self._kept: Counter[str] = Counter()
+        self._lock = threading.Lock()  # ``clean`` has a thread of its own
 
     def part(self, sha256: str) -> Path:
         """Where a part is, or will be."""
@@ -49,6 +54,19 @@ class Submissions:
         except FileNotFoundError:
             return False
         return True
+
+    @contextmanager
+    def keeping(self, parts: Sequence[str]) -> Iterator[None]:
+        """Inside, ``clean`` leaves these parts alone, which no manifest names yet."""
+        with self._lock:
+            self._kept.update(parts)
+        try:
+            yield
+        finally:
+            for part in parts:
+                self.has(part)  # for one that has read the manifests before
+            with self._lock:
+                self._kept -= Counter(parts)
 
     def write(self, submission: Submission) -> None:
         """Write and sync the manifest of a submission, whose parts are there. Raises OSError."""
@@ -77,8 +95,9 @@ class Submissions:
             else:
                 named |= set(read_json_object(path)["parts"])
         for path in list((self.root / "parts").iterdir()):  # of uploads that were cut too
-            if path.stem not in named and path.stat().st_mtime < older_than:
-                path.unlink()
+            with self._lock:
+                if path.stem not in named and not self._kept[path.stem] and path.stat().st_mtime < older_than:
+                    path.unlink()
 
     # ---------------------------------------------------------------------------------------------------- their content
 
