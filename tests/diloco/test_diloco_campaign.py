@@ -48,5 +48,5 @@ def test_whoever_plays_with_what_may_count_throws_nobody_out_in_async_mode(tmp_p
 
 def test_nobody_who_is_honest_is_rejected(tmp_path: Path) -> None:
     seed = int(time.time())
-    trial = HonestCampaign(tmp_path, launch=forked).trial(seed, sync_every=12)
+    trial = HonestCampaign(tmp_path, launch=forked).trial(seed, sync_every=4)
     assert not trial.problems, f"{trial}\nto repeat: scripts/diloco_campaign 1 --honest --seed {seed}"
