@@ -209,7 +209,7 @@ class Config(RunSettings):
         for name, path in {"output_dir": self.output_dir, "logging_dir": self.logging_dir}.items():
             if path == "":
                 yield f"{name}: is empty; name a directory"
-        if self.resume_from_checkpoint == "":
+        if isinstance(self.resume_from_checkpoint, str) and not self.resume_from_checkpoint.strip():
             yield "resume_from_checkpoint: is empty; name a checkpoint, or set true (the newest) or false"
         if self.job_id is not None and not is_name(self.job_id):
             yield (
