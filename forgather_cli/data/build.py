@@ -98,9 +98,10 @@ def cached_token_counts(option: DataOption, *, model_tokens: int | None = 0) -> 
     None if the tokens are not cached: nothing is built, no text read, no torch imported. Samples are None where the
     packing has not been computed. Raises DataError when files do not exist.
     """
-    if isinstance(
-        option, Target | HfSettings | Ul2Settings | Seq2SeqSettings
-    ):  # only the datasets library, or the user's code, knows which data it is
+    # only the datasets library, or the user's code, knows which data it is
+    if isinstance(option, Target | HfSettings | Ul2Settings | Seq2SeqSettings):
+        return None
+    if isinstance(option, InstructSettings) and not option.files:
         return None
     samples: Mapping[str, int | None]
     if isinstance(option, SyntheticSettings):
@@ -132,7 +133,7 @@ def _tokenized(option: Stored, cache: Cache, model_tokens: int | None = 0) -> tu
     if isinstance(option, InstructSettings):
         from forgather_cli.data.chat.instruct import find_chats, tokenize_chats
 
-        chats = find_chats(option, model_tokens)
+        chats = find_chats(option, cache, model_tokens)
         return tokenize_chats(chats, cache), chats.tokenizer
     if isinstance(option, TokensSettings):
         tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
@@ -281,14 +282,17 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
             f"data.{setting}: nothing marks the documents of these token files; set data.document_separator{end}"
         )
     tables = _tables(option, data, cache)
-    more: dict[str, str] = {}
+    more: dict[str, Any] = {}
     rules: list[Any] = [data.fingerprint, length, option.packing, isolate]
     if is_chat := isinstance(option, InstructSettings):
         from forgather_cli.data.chat.instruct import describe_chats, nothing_fits
 
         if not len(tables["train"]):
             raise nothing_fits(option, data.train, tables["train"])
-        more, rules = describe_chats(option, data.meta, tables), [*rules, option.too_long]
+        rules = [*rules, option.too_long]
+        more = {**describe_chats(option, data.meta, tables), "rules": data.meta["rules"]}
+        if data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
+            more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
         # in rows of one conversation, padded on the right, no token sees another document: masks would only cost time
         isolate = isolate and option.packing != "pad"
     made: dict[str, Batched] = {}

@@ -169,8 +169,8 @@ def fresh(place: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         "model=nano", "hidden_size=32", "data=instruct", f"data.files=[{place}/chats.jsonl]",
         "data.chat_template=chatml", "data.eval_fraction=0.2", f"data.cache_dir={place}/cache", "seq_len=128",
-        "device=cpu", "precision=fp32", "callbacks=minimal", "max_steps=2", "save_steps=1", "global_batch_size=4", "eval_strategy=no",
-        "async_save=false",
+        "device=cpu", "precision=fp32", "callbacks=minimal", "max_steps=2", "save_steps=1", "global_batch_size=4",
+        "eval_strategy=no", "async_save=false",
     ]  # fmt: skip
 
 

@@ -391,6 +391,8 @@ def test_keys_that_may_be_marks_are_refused_unless_the_template_reads_them(tmp_p
         assert "⟦b<e>⟧" in made(tmp_path, talk, chat_template=str(tmp_path / "own.jinja"))
     for key, value in (("index", 1), ("turn_id", 0), ("name", "Ann"), ("logprob", 0.5), ("draft", "no")):
         assert "⟦b<e>⟧" in made(tmp_path, [user("a"), assistant("b", **{key: value})])
+    assert "⟦b<e>⟧" in made(tmp_path, talk, ignore=["draft"])
+    assert "⟦b<e>⟧" in made(tmp_path, [user("a"), assistant("b", weight=0)], ignore=["weight"])
     with pytest.raises(DataError, match="message 2 has 'train_detail'"):
         made(tmp_path, [user("a"), assistant("b", train_detail=[{"begin_offset": 0, "end_offset": 0, "train": False}])])
 

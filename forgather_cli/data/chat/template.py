@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from forgather_cli.data.chat.sandbox import Span, TooSlow, Trace, Turns, sandbox
 from forgather_cli.data.text.tokenizer import special_tokens
@@ -105,6 +105,11 @@ class ChatTemplate:
         tree = self._environment.parse(self.source)
         attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
         return attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether anything in it reads ``tools``."""
+        return "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[Any] | None = None

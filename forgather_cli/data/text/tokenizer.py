@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import json
@@ -163,7 +164,7 @@ class ByteTokenizer:
         self._special = [token.encode() for token in (END, *added)]
         self._ids = {token: id_ for id_, token in enumerate(self._special, _NUM_BYTES)}
         longest_first = sorted(self._special, key=len, reverse=True)  # as the library finds them
-        self._find = re.compile(b"|".join(map(re.escape, longest_first))).finditer
+        self._split = re.compile(b"(" + b"|".join(map(re.escape, longest_first)) + b")").split
         self.vocab_size = _NUM_BYTES + len(self._special)
         rules = b"forgather bytes 1" + (json.dumps(self._added).encode() if added else b"")
         self.fingerprint = hashlib.sha256(rules).hexdigest()[:32]
@@ -182,23 +183,29 @@ class ByteTokenizer:
 
     def _encode(self, text: str, spans: Sequence[Span]) -> Marked:
         data = text.encode("utf-8", "replace")
-        inside = bytearray(len(data))
         borders = [border for span in spans for border in span]
         if len(data) != len(text):  # characters to bytes
             pieces = (text[start:stop] for start, stop in itertools.pairwise([0, *borders]))
             borders = list(itertools.accumulate(len(piece.encode("utf-8", "replace")) for piece in pieces))
+        parts = self._split(data)  # text and special tokens by turns
+        specials, stops = parts[1::2], list(itertools.accumulate(map(len, parts)))
+        ids: NDArray[Any] = np.frombuffer(b"\0".join(parts[::2]), np.uint8)
+        # where special tokens begin in the text, and their places among the ids
+        begins, places = stops[:-1:2], [n + stop for n, stop in enumerate(itertools.accumulate(map(len, parts[:-1:2])))]
+        if specials:
+            ids = ids.astype(np.uint16)
+            ids[places] = [self._ids[token] for token in specials]
+
+        def place(byte: int) -> int:
+            """Of the token that a byte of the text is in."""
+            last = bisect.bisect_right(begins, byte) - 1
+            return byte if last < 0 else places[last] + max(0, byte - stops[2 * last + 1] + 1)
+
+        inside = np.zeros(len(ids), np.bool_)
         for start, stop in zip(borders[::2], borders[1::2], strict=True):
-            inside[start:stop] = b"\1" * (stop - start)
-        ids: NDArray[Any] = np.frombuffer(data, np.uint8)
-        found = list(self._find(data))
-        if not found:
-            return ids, np.frombuffer(inside, np.bool_)
-        ids, kept = ids.astype(np.uint16), np.ones(len(data), np.bool_)
-        for each in found:  # the first byte stands for the whole token
-            start, stop = each.span()
-            ids[start], inside[start] = self._ids[each[0]], 1 in inside[start:stop]
-            kept[start + 1 : stop] = False
-        return ids[kept], np.frombuffer(inside, np.bool_)[kept]
+            if start < stop:
+                inside[place(start) : place(stop - 1) + 1] = True
+        return ids, inside
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         special = [b""] * len(self._special) if skip_special_tokens else self._special
