@@ -38,7 +38,7 @@ from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer.build import eval_loader, model_spec
 from forgather_cli.trainer.checkpoints import load_model
-from forgather_cli.trainer.evaluate import Tasks, evaluate
+from forgather_cli.trainer.evaluate import Tasks, evaluate, nothing_to_read
 
 
 def evaluate_source(
@@ -85,6 +85,8 @@ def evaluate_source(
             model_tokens=most,
         )
     if data.eval is None:
+        if config.data.nothing_held_out is None:
+            raise DataError("; ".join(nothing_to_read(config.data)))
         raise DataError(
             "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
         )

@@ -137,6 +137,11 @@ class RunDir:
         told = self._origin().get("option_files")
         return {str(key): str(file) for key, file in told.items()} if isinstance(told, dict) else {}
 
+    def given(self) -> frozenset[str]:
+        """Paths of the settings that recipe and command line gave at the first start. Reads ``origin.yaml``."""
+        told = self._origin().get("given")
+        return frozenset(map(str, told)) if isinstance(told, list) else frozenset()
+
     def typed(self) -> dict[str, str]:
         """By setting: what was typed at the first start, ``ABOUT_THE_RUN`` left out. Reads ``origin.yaml``."""
         told = self._origin().get("overrides")

@@ -47,10 +47,7 @@ def compare_configs(
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
     if "data" in wanted and content:
-        others = (
-            "other files, another tokenizer, another Python's standard library, another seed of synthetic data, or a "
-            "version of forgather that reads them otherwise"
-        )
+        others = "other files, another tokenizer, another Python's standard library, or another seed of synthetic data"
         remedy = "bring them back"
         if data.get("rules") != data_now.get("rules") and not changed_files:
             others = "chats are read by other rules than when it was saved (docs/data.md)"

@@ -22,6 +22,7 @@ from forgather_cli.config.schema import (
     Ul2Settings,
 )
 from forgather_cli.data.cache import Cache, NotCached, Progress, digest
+from forgather_cli.data.order import Order
 from forgather_cli.data.packing import PackingTable, packed_tables
 from forgather_cli.data.splits import DataSplits, custom_data
 from forgather_cli.data.text.corpus import Documents, find_corpus
@@ -69,7 +70,7 @@ def load_data(
     elif isinstance(option, HfSettings) and option.streaming:
         made = _stream(option, cache, seed)
     else:
-        made = _pack(option, *_tokenized(option, cache, model_tokens), cache)
+        made = _pack(option, *_tokenized(option, cache, model_tokens), cache, seed)
     return replace(made, files=cache.files)
 
 
@@ -178,6 +179,7 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     inner, prefixes = option.text(), [each.prefix for each in option.mixture_of()]
     description: dict[str, Any] = {"type": "ul2", "source": option.source, "tokenizer": option.tokenizer}
     windows: dict[str, Windows] = {}
+    data: Tokenized | None = None
     if isinstance(inner, HfSettings) and inner.streaming:
         from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
 
@@ -212,7 +214,9 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     rules: list[Any] = [option.max_seq_length, option.max_encoder_length, option.max_decoder_length, encoder, decoder]
     rules += [option.packing, option.block_windows, option.shuffle_buffer, denoising.rules]
     fingerprint = digest(["ul2", identity, tokenizer.fingerprint, rules])
-    return DataSplits(made["train"], made.get("eval"), tokenizer, fingerprint, option.seq_len, description)
+    return DataSplits(
+        made["train"], made.get("eval"), tokenizer, fingerprint, option.seq_len, description, tokenized=data
+    )
 
 
 def _of_rows(shape: Shape) -> dict[str, Any]:
@@ -269,8 +273,11 @@ def _tables(option: Stored, data: Tokenized, cache: Cache) -> dict[Split, Packin
     return {} if option.packing == "concat" else packed_tables(cache, data, option.seq_len, option.packing)
 
 
-def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -> DataSplits:
-    """The splits of a tokenized corpus, packed into samples. Raises DataError where there is none to train on."""
+def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache, seed: int) -> DataSplits:
+    """The splits of a tokenized corpus, packed into samples. ``seed``: of their order, for what is said of the first.
+
+    Raises DataError where there is none to train on.
+    """
     from forgather_cli.data.samples import ConcatDataset, PackedDataset
 
     isolate, length, pad = option.isolate_documents, option.seq_len, tokenizer.pad_token_id
@@ -285,7 +292,7 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
     more: dict[str, Any] = {}
     rules: list[Any] = [data.fingerprint, length, option.packing, isolate]
     if is_chat := isinstance(option, InstructSettings):
-        from forgather_cli.data.chat.instruct import describe_chats, nothing_fits
+        from forgather_cli.data.chat.instruct import describe_chats, nothing_fits, targets_in_words
 
         if not len(tables["train"]):
             raise nothing_fits(option, data.train, tables["train"])
@@ -298,6 +305,8 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
     made: dict[str, Batched] = {}
     prefix = tokenizer.prefix_tokens if isinstance(option, PythonStdlibSettings | TextSettings | HfSettings) else ()
     for name, split in data.splits().items():
+        if name == "eval" and len(split.tokens) + len(prefix) < 2:
+            continue  # nothing predicts a single token
         if not tables:
             made[name] = ConcatDataset(
                 split.tokens,
@@ -323,6 +332,9 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
         tokens = len(data.train.tokens)
         remedy = f"set data.seq_len={tokens} or less" if tokens >= 2 else "give more data"
         raise DataError(f"data.seq_len: {length} is longer than the training split of {tokens} tokens; {remedy}")
+    if is_chat:
+        [first] = Order(len(made["train"]), seed, 0)[0:1]
+        more["first_targets"] = targets_in_words(made["train"][first]["labels"].tolist(), tokenizer)
     meta = data.meta
     description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
     for name in SPLITS:

@@ -79,8 +79,9 @@ class Service:
         """A submission with the norms of its change, or why it is none that could count: reads all of its parts."""
         if sent.rejected:
             return sent
-        if sent.targets > (most := self.model.most_targets(sent.ranges)):
-            why = f"targets: the samples that it names have at most {most}, row length x samples, got {sent.targets}"
+        if sent.targets > (most := self.model.most_targets(sent.ranges, sent.targets)):
+            why = f"targets: the samples that it names have at most {most}, got {sent.targets}; where rows differ in "
+            why += "length, let data of your own state the longest as data.seq_len"
             return replace(sent, rejected=why[:_MOST_REASON])
         fragments = self.rounds.fragments_of(sent.round, leaves=sent.leaves)
         try:

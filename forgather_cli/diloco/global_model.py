@@ -23,7 +23,16 @@ from forgather_cli.checkpoint.manifest import DamagedError
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.config.decode import written_tree
-from forgather_cli.config.schema import CallbackSettings, Config, DilocoServerSettings, FP32Settings, SingleSettings
+from forgather_cli.config.schema import (
+    CallbackSettings,
+    Config,
+    DilocoServerSettings,
+    FP32Settings,
+    SingleSettings,
+    Target,
+)
+from forgather_cli.data.loaders.map_style import is_map_style
+from forgather_cli.data.order import Order
 from forgather_cli.diloco.ledger import Closed, Line, versions
 from forgather_cli.diloco.outer_step import OuterStep, Published, square_of_all
 from forgather_cli.diloco.samples import Range, total
@@ -61,6 +70,7 @@ class GlobalModel:
         self.seed = trainer.run.seed
         facts = trainer.run.data_description
         self._row = int(facts.get("row_tokens") or facts["seq_len"])  # tokens of a sample
+        self._own_rows: Any = trainer.train_dataset if isinstance(config.data, Target) else None
         self._tensors = named_tensors(trainer.run.strategy.parts)
         trained = dict(trainable_parameters(trainer.run.strategy.parts))
         self.master: dict[str, Tensor] = {name: trained[name].detach() for name in sorted(trained)}
@@ -92,9 +102,19 @@ class GlobalModel:
             for names in fragments
         ]
 
-    def most_targets(self, ranges: Sequence[Range]) -> int:
-        """That these samples can have."""
-        return total(ranges) * self._row
+    def most_targets(self, ranges: Sequence[Range], stated: int) -> int:
+        """That these samples can have. Data of the user's own may have longer rows than they say, or than their first
+        one: where more targets are ``stated``, the rows themselves are looked at.
+        """
+        most = total(ranges) * self._row
+        rows, found = self._own_rows, 0
+        for start, stop in ranges if stated > most and is_map_style(rows) else ():
+            while start < stop:
+                epoch, begin = divmod(start, len(rows))
+                numbers = Order(len(rows), self.seed, epoch)[begin : begin + stop - start]
+                found += sum(_length(rows[number]) for number in numbers)
+                start += len(numbers)
+        return max(most, found)
 
     # ------------------------------------------------------------------------------------------------------- beginnings
 
@@ -313,11 +333,22 @@ class GlobalModel:
         return [Component(key, _State(state), Sharing.GLOBAL) for key, state in states.items()]
 
 
-def _bounded(line: Line, most: Callable[[Sequence[Range]], int]) -> Line:
+def _length(row: Any) -> int:
+    """Tokens of a sample, or labels; 0 where nobody can tell."""
+    try:
+        return max(len(row[key]) for key in ("input_ids", "labels") if key in row)
+    except (TypeError, ValueError):
+        return 0
+
+
+def _bounded(line: Line, most: Callable[[Sequence[Range], int], int]) -> Line:
     """The line with at most as many targets for a submission as its samples can have."""
     if line.closed is None:
         return line
-    sent = [(replace(sent, targets=min(sent.targets, most(sent.ranges))), w) for sent, w in line.closed.submissions]
+    sent = [
+        (replace(sent, targets=min(sent.targets, most(sent.ranges, sent.targets))), w)
+        for sent, w in line.closed.submissions
+    ]
     return replace(line, closed=replace(line.closed, submissions=tuple(sent)))
 
 

@@ -67,8 +67,26 @@ class Origins:
         ends = np.cumsum(counts[split])
         piece = int(ends.searchsorted(document, "right"))
         if piece == len(self._pieces):  # the last document, whose end is held out
-            return next(found for n in reversed(range(piece)) if (found := self._places("train", n)))[-1]
+            return self._last()
         return self._places(split, piece)[document - int(ends[piece] - counts[split][piece])]
+
+    def files(self, split: Split) -> list[str]:
+        """The file of each document of a split; empty where nobody knows. Of text in several files all is read."""
+        if self._data is None:
+            return []
+        records = self._data.splits()[split].records
+        if records is not None:
+            return [self._files[number] for number in records.array[::2].tolist()]
+        counts = self._data.meta.get("pieces")
+        if counts is None or self._corpus is None:
+            return []
+        files: Any = getattr(self._corpus, "all_files", None)
+        if files is not None and len(files) == 1:
+            return [str(files[0].path)] * sum(counts[split])
+        names = [place[0] for number in range(len(self._pieces)) for place in self._places(split, number)]
+        if len(names) < sum(counts[split]):  # the end of the last document
+            names.append(self._last()[0])
+        return names
 
     def documents(self, path: Path, line: int | None) -> dict[Split, list[int]]:
         """Numbers of the documents that a record, or a whole file, has become, by split."""
@@ -98,6 +116,11 @@ class Origins:
     def _pieces(self) -> list[Piece]:
         assert self._corpus is not None
         return self._corpus.pieces()
+
+    def _last(self) -> Place:
+        """Of the corpus's last document, whose end is held out."""
+        numbers = reversed(range(len(self._pieces)))
+        return next(found for number in numbers if (found := self._places("train", number)))[-1]
 
     def _name(self, part: Any) -> str:
         """The file that a part of a piece is of."""

@@ -188,3 +188,62 @@ def test_a_pipe_that_is_closed_and_an_encoding_that_lacks_letters_are_no_traceba
     with Process("data", "show", *CHATS, env={"PYTHONIOENCODING": "ascii"}) as shown:
         assert shown.finish() == 0, shown.output
     assert "Traceback" not in shown.output
+
+
+# ------------------------------------------------------------------------------------------------- counts, and caches
+
+
+def test_stats_are_told_in_80_columns_and_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "data", "stats", *CHATS, "--json", "--plot", "lengths.svg")
+    assert code == 0
+    found = json.loads(out)
+    train = found["splits"]["train"]
+    assert train["documents"] + found["splits"]["eval"]["documents"] == 30
+    assert train["sources"][f"{tmp_path}/chats.jsonl"]["documents"] == train["documents"]
+    assert "<svg" in (tmp_path / "lengths.svg").read_text()
+    terminal = Terminal("data", "stats", *CHATS)
+    terminal.read_until(None)
+    assert terminal.close() == 0
+    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.output).replace("\r", "").splitlines()
+    shown = "\n".join(line for line in lines if not line.startswith("data.tokenizer"))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert f"{train['targets']:,}" in shown
+    assert re.search(r"65 - 128 +\d+ +█", shown)
+
+
+def test_a_name_that_no_picture_has_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "data", "stats", "data=text", "data.files=[none.txt]", "--plot", "lengths.txt")
+    assert code == 2
+    assert "--plot" in err
+
+
+def test_build_makes_what_training_needs_and_a_second_one_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, _ = run(capsys, "data", "build", *CHATS)
+    assert code == 0
+    assert "tokens" in out
+    assert "packings" in out
+    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
+    assert {path.name.partition(".")[0] for path in cached} == {"train", "eval"}
+    code, again, _ = run(capsys, "data", "build", *CHATS)
+    assert (code, again) == (0, f"everything is there already, in {Path('cache')}\n")
+    run(capsys, "data", "show", *CHATS, "--split", "eval", "--json")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == cached
+    assert "nothing to make" in run(capsys, "data", "build", "data=synthetic")[1]
+
+
+def test_a_run_on_chats_begins_with_its_first_targets_and_how_to_see_more(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["max_steps=1", "global_batch_size=2", "callbacks=minimal", "+callbacks.info={}", "device=cpu",
+             "precision=fp32", "save_strategy=no"]  # fmt: skip
+    code, out, _ = run(capsys, "train", *CHATS, *small, "output_dir=my run")
+    assert code == 0
+    _, shown, _ = run(capsys, "data", "show", "my run", "--json", "--count", "1")
+    [sample] = json.loads(shown)["samples"]
+    first = bytes(number for number, is_target in zip(sample["ids"], sample["targets"], strict=True) if is_target)
+    [line] = [line for line in out.splitlines() if line.startswith("first_targets")]
+    words = re.sub(r"[\[\] ]|^first_targets|\.\.\.$", "", line)
+    assert first.decode().replace(" ", "").startswith(words)
+    assert len(words) > 10
+    assert len(line) < 130
+    assert "forgather data show 'my run'" in out

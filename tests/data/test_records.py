@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 from chats import write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.build import load_data
+from forgather_cli.data.cache import digest
+from forgather_cli.data.chat import keys
 from forgather_cli.data.splits import DataSplits
+from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import DataError
 
 # a letter of the role, and behind each turn a semicolon
@@ -402,6 +407,12 @@ def test_what_carries_meaning_under_any_name(tmp_path: Path, value: Any, is_refu
         assert learned(tmp_path, [{**ALPACA, "extra": value}])
 
 
+def test_the_page_lists_the_names() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    told = {word for line in re.findall(r"[\w, \n]+", page) for word in re.split(r"[,\s]+", line)}
+    assert {*keys._CARRY, *keys._ABOUT} <= told
+
+
 def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) -> None:
     rows = [{**ALPACA, "extra": LONG}, *[ALPACA] * 99]
     assert "'extra' (in 1 of 100 rows)" in refused(tmp_path, rows)[1]
@@ -410,7 +421,7 @@ def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("record", "keys"),
+    ("record", "unread"),
     [
         ({"messages": [HI, {**YO, "content": PASSAGE}], "full": f"Hi {PASSAGE}"}, []),
         ({"messages": [HI, {**YO, "content": PASSAGE}], "full": PASSAGE}, []),
@@ -435,9 +446,9 @@ def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) 
         ({"prompt": "Hi", "completion": "Yo", "reasoning": "hm"}, ["reasoning"]),
     ],
 )
-def test_what_lies_in_the_conversation_is_read(tmp_path: Path, record: dict[str, Any], keys: list[str]) -> None:
-    if keys:
-        assert refused(tmp_path, [record], PLAIN)[0] == keys
+def test_what_lies_in_the_conversation_is_read(tmp_path: Path, record: dict[str, Any], unread: list[str]) -> None:
+    if unread:
+        assert refused(tmp_path, [record], PLAIN)[0] == unread
     else:
         assert learned(tmp_path, [record], PLAIN)
 
@@ -452,3 +463,52 @@ def test_a_mapping_says_what_a_key_is_or_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, [hidden], mapping={"ctx": "context"})[0] == ["context"], "another one has its name"
     both = {"context": "context", "ctx": "context"}
     assert learned(tmp_path, [hidden], mapping=both) == [f"u:{WHEN}\n\n{PASSAGE}\n\n{LONG};a:[Yo;]"]
+
+
+# ---------------------------------------------------------------------------------------------- what 0.3.0 has left
+
+
+def test_a_cache_of_before_is_built_anew_and_says_whether_a_run_of_before_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_lines(tmp_path / "records.jsonl", [LAYOUTS["openai, calls"][0]])
+    assert "formerly" not in load(path).description, "of this template nothing is known without the old tokens"
+    (made,) = (tmp_path / "cache" / "tokens").iterdir()
+    source = json.loads((made / "meta.json").read_text())["content"]
+    special = {"bos_token": END, "eos_token": END, "pad_token": END}
+    key = digest([source, [1, 1, 0.0, None, "assistant"], ByteTokenizer.fingerprint, [TEMPLATE, special]])
+    before = made.with_name(key)
+    for changed in (False, True):
+        if changed:
+            targets = bytearray((before / "train.targets.bin").read_bytes())
+            targets[5] ^= 1
+            (before / "train.targets.bin").write_bytes(targets)
+            shutil.rmtree(made)
+        else:
+            made.rename(before)
+        caplog.clear()
+        data = load(path)
+        assert len([line for line in caplog.messages if "rules" in line and "made anew" in line]) == 1
+        found = {data.description.get("formerly"), data.fingerprint}
+        assert found == {None if changed else digest([key, 400, "pad", True, "cut"]), data.fingerprint}
+        assert ("are others" in caplog.text) is changed
+    caplog.clear()
+    load(path)
+    assert "made anew" not in caplog.text
+
+
+def test_what_a_checkpoint_of_before_is_compared_with() -> None:
+    """Fingerprints of data before and now, and which rules have made them."""
+
+    def refusal(saved: dict[str, Any], now: dict[str, Any], changed_files: str = "") -> str:
+        refused, _ = compare_configs({"data": saved}, {"data": now}, {"data"}, changed_files)
+        return "".join(refused)
+
+    old, new = {"fingerprint": "1" * 32}, {"fingerprint": "2" * 32, "rules": 2}
+    assert not refusal(old, {**new, "formerly": "1" * 32})
+    assert not refusal(new, {**new, "formerly": "1" * 32})
+    for now in (new, {**new, "formerly": "3" * 32}):
+        assert "read by other rules" in refusal(old, now)
+        assert "a.jsonl (changed); bring them back" in refusal(old, now, "a.jsonl (changed)")
+    assert "other files" in refusal({**new, "fingerprint": "1" * 32}, new)
+    assert "other files" in refusal(old, {"fingerprint": "2" * 32})

@@ -58,7 +58,7 @@ class Conversation:
     read: frozenset[str] | set[str]
     """The keys of ``record`` that it was read from."""
     unlearned: frozenset[int] = frozenset()
-    """Indices of messages that are context alone, whatever ``data.train_on`` says: the prompt of TRL's lists."""
+    """Numbers of messages that are context alone, whatever ``data.train_on`` says: the prompt of TRL's lists."""
     text: str | None = None
     """Learned whole, in the place of messages."""
 
@@ -135,8 +135,8 @@ def _conversation(record: Record, option: InstructSettings, is_table: bool) -> C
     if tools is not None:
         tools = _tools(tools, is_table)
         read.add("tools")
-    read_keys, unlearned = _keys(read, sources), frozenset(range(num_prompt))
-    return Conversation(messages, tools, record.line, record.num_bytes, record.value, read_keys, unlearned)
+    unlearned = frozenset(range(num_prompt))
+    return Conversation(messages, tools, record.line, record.num_bytes, record.value, _keys(read, sources), unlearned)
 
 
 def _named(row: Row, option: InstructSettings) -> tuple[Row, dict[str, list[str]]]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,10 +45,12 @@ from forgather_cli.data.text.tokenizer import (
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
+from forgather_cli.labels import IGNORED
 
 _VERSION = 2  # of the files and of the rules that make tokens of a record
 _BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
 """Keys that 0.3.0 has read as they are read now, where each message has a role and a content and no more."""
+_SHOWN = 100  # characters
 _log = logging.getLogger(__name__)
 
 
@@ -198,11 +201,11 @@ def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[_Rendered]:
         option, use = chats.option, partial(_render, chats, keys)
         for number, source in enumerate(files, first):
             if isinstance(source, SourceFile):
-                rendered = read_conversations(source.path, option, use, damage)
+                conversations = read_conversations(source.path, option, use, damage)
             else:
                 # their types have put nulls where a row has nothing, and these are gone
-                rendered = conversations_in(source.records(), source.name, option, use, damage, is_table=False)
-            for each in rendered:
+                conversations = conversations_in(source.records(), source.name, option, use, damage, is_table=False)
+            for each in conversations:
                 each.file = number
                 yield each
 
@@ -256,7 +259,7 @@ def _says_same(cache: Cache, key: str, made: Path) -> bool:
     """Whether 0.3.0 has cached the same tokens and targets under ``key``, which is said where it has cached any."""
     if cache.find("tokens", key) is None:
         return False
-    names = [path.name for path in made.iterdir()]
+    names = [path.name for path in made.iterdir() if not path.name.endswith(".records.bin")]  # 0.3.0 had none
     same = len(filecmp.cmpfiles(cache.root / "tokens" / key, made, names, shallow=False)[0]) == len(names)
     result = "the same as before" if same else "others than before (docs/data.md)"
     _log.warning(
@@ -298,7 +301,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         **damage.lines(),
         "added": list(chats.added),
         "keys": keys.found(),
-        "as_before": as_before and chats.template.source == CHATML and not changed,
+        "as_before": as_before and chats.template.source == CHATML and not changed and not chats.added,
         "rules": _VERSION,
         "unknown": sorted(mark for mark in unknown if not has_token(tokenizer, mark)),
     }
@@ -335,6 +338,18 @@ def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTabl
         f"data.seq_len: no conversation has a target within its first {option.seq_len} tokens, the earliest comes "
         f"after {int(split.first_targets.array.min())}; raise data.seq_len"
     )
+
+
+def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of a sample's targets, shortened, between ``[`` and ``]`` what stands together."""
+    found = ""
+    for is_target, group in itertools.groupby(labels, lambda label: label != IGNORED):
+        if is_target:
+            text = " ".join(tokenizer.decode(group).split())
+            found += f"{' ' if found else ''}[{text}]"
+        if len(found) > _SHOWN:
+            return f"{found[:_SHOWN]}..."
+    return found
 
 
 def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:

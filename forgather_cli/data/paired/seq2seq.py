@@ -148,6 +148,8 @@ class PairRows:
         is_long = (np.stack([sources, targets]) > most).any(0)
         keep = np.flatnonzero(~is_long) if option.too_long == "drop" else np.arange(len(sources))
         self.num_long = int(is_long.sum())
+        self.num_dropped = len(sources) - len(keep)
+        self.num_cut = self.num_long - self.num_dropped
         self._tokens, self._borders, self._firsts, self._sizes = split.tokens, borders, sources, sizes
         self._cut = np.stack([sources, targets]) - sizes
         self.shape = shape

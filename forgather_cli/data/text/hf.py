@@ -166,6 +166,10 @@ def _explained(option: DatasetSettings, library: Any) -> Iterator[None]:
             f"'hf auth login', or name local files: {_LOCAL}"
         ) from error
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
+        if 'Instruction "eval"' in str(error):  # a split without a row (datasets 5.2, ``arrow_reader.py``)
+            raise DataError(
+                "data.eval_files: leaves no sample to evaluate on; give files with some, or leave it out"
+            ) from error
         cause = error.__cause__ if isinstance(error, library.exceptions.DatasetGenerationError) else None
         raise DataError(f"{name} cannot be loaded ({_first_line(cause or error)})") from error
 

@@ -349,12 +349,18 @@ class FileTokenizer:
         token = self._tokenizer.id_to_token(number) if number >= 0 else None
         if token is None:
             return None
-        if number in self._added:
+        if number in self._added_ids:
             return token.encode()
         if self._byte_letters is not None:
             return bytes(self._byte_letters[letter] for letter in token)
         byte = _BYTE.fullmatch(token)  # SentencePiece's way of writing what its vocabulary lacks
         return bytes((int(byte[1], 16),)) if byte else None
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """What stands for text that the vocabulary lacks; None where it lacks none."""
+        token = getattr(self._tokenizer.model, "unk_token", None)
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     @cached_property
     def all_special_ids(self) -> list[int]:
@@ -362,7 +368,7 @@ class FileTokenizer:
         return [number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
 
     @cached_property
-    def _added(self) -> set[int]:
+    def _added_ids(self) -> set[int]:
         return set(self._tokenizer.get_added_tokens_decoder())
 
     @cached_property
