@@ -240,9 +240,7 @@ class _Made:
 
     def without(self, spans: list[Span], unlearned: Iterable[int]) -> list[Span]:
         """What is left of spans, in order, without these messages."""
-        elsewhere: list[
-            tuple[int, str]
-        ] = []  # contents that are a part of another message, and must not be learned there
+        elsewhere: list[tuple[int, str]] = []  # contents that are a part of another message
         for i in sorted(unlearned):
             begin, end = self.extent(i)
             content = self._messages[i].get("content")
@@ -250,7 +248,7 @@ class _Made:
                 elsewhere.append((i, content.strip()))
             cut = [part for a, b in spans for part in ((a, min(b, begin)), (max(a, end), b))]
             spans = [(a, b) for a, b in cut if a < b]
-        for i, content in elsewhere:
+        for i, content in elsewhere:  # and must not be learned there
             if any(content in self.text[a:b] for a, b in spans):
                 raise self._untold(i, "begins")
         return spans
