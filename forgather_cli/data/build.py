@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Stored = PythonStdlibSettings | TextSettings | HfSettings | TokensSettings | InstructSettings
 """Options whose tokens are in the cache."""
+_PREFIX_RULES = 2  # of the tokens before a text: 0.3.0 has written them again where the text spells them
 
 
 def load_data(
@@ -160,6 +161,7 @@ def _stream(option: HfSettings | InstructSettings, cache: Cache, seed: int, mode
     from forgather_cli.data.text.token_stream import Texts, TokenStream
 
     source, held_out = open_datasets(option, cache)
+    description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
     parts: list[Any] = [option.seq_len, option.packing, option.isolate_documents, option.shuffle_buffer]
     documents: Texts | ChatDocuments
     if isinstance(option, InstructSettings):
@@ -171,6 +173,9 @@ def _stream(option: HfSettings | InstructSettings, cache: Cache, seed: int, mode
     else:
         tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
         documents = Texts(option, tokenizer)
+        if tokenizer.prefix_tokens:
+            description["rules"] = _PREFIX_RULES
+            parts.append(_PREFIX_RULES)
     train = TokenStream(source, option, tokenizer, documents, seed=seed, is_eval=False)
     if not isinstance(documents, Texts):  # now that the stream knows where the source begins
         documents.check(iter(source))
@@ -178,7 +183,6 @@ def _stream(option: HfSettings | InstructSettings, cache: Cache, seed: int, mode
     if held_out is not None:
         evaluation = TokenStream(held_out, option, tokenizer, documents, seed=seed, is_eval=True)
     fingerprint = digest(["stream", stream_identity(option), tokenizer.fingerprint, *parts])
-    description = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
     return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description | origin_of(option))
 
 
@@ -313,12 +317,14 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache, s
             raise nothing_fits(option, data.train, tables["train"])
         rules = [*rules, option.too_long]
         more = {**describe_chats(option, data.meta, tables), "rules": data.meta["rules"]}
-        if data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
-            more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
         # in rows of one conversation, padded on the right, no token sees another document: masks would only cost time
         isolate = isolate and option.packing != "pad"
     made: dict[str, Batched] = {}
     prefix = tokenizer.prefix_tokens if isinstance(option, PythonStdlibSettings | TextSettings | HfSettings) else ()
+    if prefix:
+        more["rules"] = _PREFIX_RULES
+    if (is_chat or prefix) and data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
+        more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
     for name, split in data.splits().items():
         if name == "eval" and len(split.tokens) + len(prefix) < 2:
             continue  # nothing predicts a single token

@@ -25,7 +25,7 @@ from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
 from forgather_cli.data.chat.conversations import READ, Conversation, conversations_in, read_conversations
 from forgather_cli.data.chat.keys import Keys, check_keys
 from forgather_cli.data.chat.markers import markers_of
-from forgather_cli.data.chat.marks import unlearned_turns
+from forgather_cli.data.chat.marks import MARKS, unlearned_turns
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
@@ -40,6 +40,7 @@ from forgather_cli.data.text.tokenizer import (
     has_token,
     load_tokenizer,
     special_tokens,
+    unspelled,
 )
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
@@ -177,12 +178,12 @@ def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
         keys.note(conversation, text)
         return _Rendered(text, text, [(0, len(text))], conversation.num_bytes, conversation.line, is_document=True)
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    learned = [number not in conversation.unlearned for number in turns]
-    if train_on != "all" and not any(learned):
+    unlearned = conversation.unlearned
+    if train_on != "all" and not any(
+        each["role"] == "assistant" and i not in unlearned for i, each in enumerate(messages)
+    ):
         raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
-    marked = unlearned_turns(messages, lambda key: chats.template.reads(key, messages, tools))
-    unlearned = conversation.unlearned | marked
+    unlearned |= unlearned_turns(messages, chats.option.ignore, lambda key: chats.template.reads(key, messages, tools))
     try:
         text, spans = chats.template.render_spans(messages, tools=tools, train_on=train_on, unlearned=unlearned)
     except DataError as error:
@@ -223,7 +224,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
     old_rules += ["skip"] if option.on_bad_row == "skip" else []
     # of those that are ignored only keys that may be read decide what is made; the others are in the meta data
-    ignored = sorted(READ.intersection(option.ignore))
+    ignored = sorted((READ | MARKS.keys()).intersection(option.ignore))
     rules = [*old_rules, list(option.mapping.items()), ignored]
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
 
@@ -308,11 +309,10 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
 def _around(ids: NDArray[Any], tokenizer: Tokenizer) -> Marked:
     """A document with the tokens around it, those that it spells itself once, and of each token whether it is a
     target: all but a begin token."""
-    before, behind = around_documents(tokenizer)
-    before = () if tuple(ids[: len(before)].tolist()) == before else before
+    prefix, behind = around_documents(tokenizer)
     behind = () if tuple(ids[len(ids) - len(behind) :].tolist()) == behind else behind
-    whole = np.concatenate([np.array(before, np.uint32), ids, np.array(behind, np.uint32)])
-    return whole, np.arange(len(whole)) >= len(before)
+    whole = np.concatenate([np.array(unspelled(prefix, ids), np.uint32), ids, np.array(behind, np.uint32)])
+    return whole, np.arange(len(whole)) >= len(prefix)
 
 
 # ------------------------------------------------------------------------------------------------------------- samples

@@ -161,7 +161,8 @@ class TokenStream(IterableDataset[Sample]):
         return {"source": at.source, "block": at.block, "documents": at.documents, "emitted": at.emitted, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        arrays = {name: np.frombuffer(state[name], np.int64) for name in ("left", "starts", "targets") if name in state}
+        names = [name for name in ("left", "starts", "targets") if name in state]
+        arrays: dict[str, Any] = {name: np.frombuffer(state[name], np.int64) for name in names}
         self._next = self._position = _Position(**{**state, **arrays})
 
     # --------------------------------------------------------------------------------------------------------- reading
