@@ -38,6 +38,8 @@ class Origins:
         """Files of records by their numbers."""
         option = self._option
         assert isinstance(option, InstructSettings | Seq2SeqSettings)
+        if isinstance(option, InstructSettings) and not option.files:
+            return ["train split", "eval split"]
         evaluation = find_files("data.eval_files", option.eval_files) if option.eval_files else []
         return list(map(str, [*find_files("data.files", option.files), *evaluation]))
 

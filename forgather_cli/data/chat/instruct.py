@@ -11,7 +11,7 @@ import filecmp
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -270,7 +270,6 @@ def _says_same(cache: Cache, key: str, made: Path) -> bool:
 
 def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     tokenizer, dtype = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size)
-    marks = set(markers_of(chats.template))
     changed = chats.option.mapping or (_BEFORE | {"tools"}).intersection(chats.option.ignore)
     as_before, damage, unknown, keys = True, Damage(), set(), Keys(chats.option, shows_tools=chats.template.shows_tools)
     meter = Meter(progress, sum(map(_num_bytes, chats.all_files)))
@@ -279,7 +278,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         for chunk in chunks(_rendered(chats, keys, damage), meter.add):
             texts = [each.text for each in chunk]
             as_before = as_before and all(each.as_before for each in chunk)
-            unknown |= {mark for mark in marks if any(mark in text for text in texts)}
+            unknown.update(unknown_markers(chats, texts))
             encoded = tokenizer.encode_marked(texts, [each.spans for each in chunk])
             for each, (ids, inside) in zip(chunk, encoded, strict=True):
                 ids, inside = _around(ids, tokenizer) if each.is_document else (ids, inside)
@@ -303,7 +302,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         "keys": keys.found(),
         "as_before": as_before and chats.template.source == CHATML and not changed and not chats.added,
         "rules": _VERSION,
-        "unknown": sorted(mark for mark in unknown if not has_token(tokenizer, mark)),
+        "unknown": sorted(unknown),
     }
 
 
@@ -352,17 +351,28 @@ def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
     return found
 
 
-def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:
-    """What there is to say of the targets and of what was left out, which is warned of too."""
-    if added := meta.get("added"):  # caches of before the setting have none
+def unknown_markers(chats: Chats, texts: Iterable[str]) -> list[str]:
+    """Markers of the template that stand in texts and are no tokens."""
+    unknown = [marker for marker in markers_of(chats.template) if not has_token(chats.tokenizer, marker)]
+    return sorted({marker for text in texts for marker in unknown if marker in text})
+
+
+def tell_markers(added: Sequence[str], unknown: Sequence[str]) -> None:
+    """Say which markers of the template became tokens, and which are none."""
+    if added:
         _log.info("data.add_tokens: the model learns %s of the chat template as new tokens", ", ".join(added))
-    if meta["unknown"]:
+    if unknown:
         _log.warning(
             "data.tokenizer: %s of the chat template %s; encoded as text. Add them with data.add_tokens=true, or with "
             "forgather finalize MODEL DEST --add-tokens FILE, or choose a template whose tokens it has",
-            ", ".join(meta["unknown"]),
-            "is no token of the tokenizer" if len(meta["unknown"]) == 1 else "are no tokens of the tokenizer",
+            ", ".join(unknown),
+            "is no token of the tokenizer" if len(unknown) == 1 else "are no tokens of the tokenizer",
         )
+
+
+def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:
+    """What there is to say of the targets and of what was left out, which is warned of too."""
+    tell_markers(meta.get("added", []), meta["unknown"])  # caches of before the setting have none added
     left_out: list[str] = []  # as "of 100 train conversations 3 longer, cut (data.too_long=cut)"
     what = {
         "cut": "longer, cut (data.too_long=cut)",
