@@ -213,6 +213,7 @@ def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -
         ({"text": ""}, {}, "'text' is empty"),
         ({"text": 5}, {}, "data.mapping"),
         ({"prompt": [HI, YO], "completion": [MORE]}, {}, "no turn of the assistant"),
+        ({"prompt": [], "completion": []}, {}, "no turn of the assistant"),
         ({"messages": [HI, {**YO, "tool_calls": "move"}]}, {}, "'tool_calls' of message 2"),
         ({"messages": [HI, YO], "tools": ["move"]}, {}, "'tools'"),
         ({"q": [HI], "p": "Hi", "a": "Yo"}, {"mapping": {"q": "user", "p": "user", "a": "assistant"}}, "'q' and 'p'"),

@@ -121,7 +121,7 @@ def _conversation(record: Record, option: InstructSettings, is_table: bool) -> C
         num_prompt += num_prompt > 0
         read.add("system")
     messages = [_message(number, turn, is_table) for number, turn in enumerate(turns, 1)]
-    for role in sources.keys() & {"system", "user"} - read:  # texts that go with a list of messages
+    for role in sources and sources.keys() & {"system", "user"} - read:  # texts that go with a list of messages
         below = row[role]
         message = next((each for each in messages if each["role"] == role and isinstance(below, str)), None)
         if message is not None:

@@ -134,9 +134,8 @@ def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
         keys.note(conversation, text)
         return _Rendered(text, text, [(0, len(text))], conversation.num_bytes, is_document=True)
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    learned = [number not in conversation.unlearned for number in turns]
-    if train_on != "all" and not any(learned):
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if train_on != "all" and conversation.unlearned.issuperset(answers):
         raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
     try:
         if train_on == "all":
@@ -144,16 +143,18 @@ def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
             spans = [(0, len(text))]
         else:
             text, spans = chats.template.render_spans(messages, tools=tools)
-            if not all(learned):
-                if len(spans) != len(turns):
+            if conversation.unlearned:
+                if len(spans) != len(answers):
                     raise DataError("the chat template does not tell which turn of the assistant each block is")
-                spans = [span for span, is_learned in zip(spans, learned, strict=True) if is_learned]
+                spans = [
+                    span for number, span in zip(answers, spans, strict=True) if number not in conversation.unlearned
+                ]
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
     keys.note(conversation, text)
     key = json.dumps([messages, tools], sort_keys=True, default=str)
     spans = spans[-1:] if train_on == "last" else spans
-    as_before = conversation.read <= _BEFORE and not conversation.unlearned and all(len(each) == 2 for each in messages)
+    as_before = conversation.read <= _BEFORE and not conversation.unlearned and max(map(len, messages), default=0) == 2
     return _Rendered(key, encodable(text), spans, conversation.num_bytes, as_before=as_before)
 
 
