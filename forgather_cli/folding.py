@@ -10,7 +10,7 @@ from typing import TextIO
 _PIECE = re.compile(
     # a command: variables, the program, a group's name, the command's, and arguments, which are no plain English words
     r"\(?(?:[A-Z_]+=(?:\$\([^)]*\)|\S*) )*(?:forgather|pip install)"
-    r"(?: (?:config|recipe|control|checkpoint|runs|logs|diloco|cache)(?= [a-z]))?(?: [a-z_]+)?"
+    r"(?: (?:config|recipe|control|checkpoint|runs|logs|diloco|cache|data)(?= [a-z]))?(?: [a-z_]+)?"
     r"(?:(?<![,;:]) (?!\()(?:'[^']*'\S*|\S*[^a-z\s,;:.)]\S*))*[,;:.)]*"
     r"|\S+"
 )

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.bars import doing
+from forgather_cli.bars import Bar, doing
 from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.launch.context import RankContext
@@ -30,6 +30,7 @@ from forgather_cli.launch.stacks import standings_of_all
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from forgather_cli.data.splits import DataSplits
     from forgather_cli.trainer.trainer import Trainer
 
 
@@ -101,30 +102,17 @@ def build(
     ``origin``: what ``origin.yaml`` is to hold; given, ``train()`` takes and leaves the run directory itself, and None
     where a command does. ``stacks``, ``meet``, ``should_stop`` and ``on_stop``: see ``run``.
     """
-    from forgather_cli.bars import Bar
     from forgather_cli.callbacks.build import build_callbacks
-    from forgather_cli.data.build import check_own_tokenizer, load_data
     from forgather_cli.distributed import pick_device, world
     from forgather_cli.hub import with_local_model
     from forgather_cli.models.build import construct, fill, own_vocab_size
-    from forgather_cli.models.pretrained import num_sentinels
     from forgather_cli.trainer.from_python import RunFiles
     from forgather_cli.trainer.trainer import Trainer
 
     device, config = pick_device(config.device), with_local_model(config)
     if config.logging_dir is not None:
         run_dir = replace(run_dir, logging_dir=Path(config.logging_dir))
-    check_own_tokenizer(config.data, config.model)
-    with doing("reading the data"), Bar("tokenizing", "bytes") as bar:
-        progress = bar.update if world().rank == 0 else None
-        model_path = getattr(config.model, "path", None)
-        data = load_data(
-            config.data,
-            seed=max(config.seed, 0),
-            progress=progress,
-            model_path=model_path,
-            num_sentinels=num_sentinels(config.model),
-        )
+    data = read_data(config, shown=world().rank == 0)
     vocab_size = data.vocab_size  # of a model of the user's, which is asked for it
     if isinstance(config.model, Target) and (own := own_vocab_size(config.model)) is not None:
         vocab_size = own or None  # it takes none, and has what it has
@@ -132,8 +120,12 @@ def build(
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
     with doing(meet("building the model")):
         return Trainer(
-            model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
-            init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
+            model_init=lambda: construct(
+                config, device, vocab_size=data.vocab_size, seq_len=data.seq_len, num_new=data.num_new
+            ),
+            init_weights=None
+            if isinstance(config.model, Target)
+            else partial(fill, config, device, num_known=data.num_known),
             args=replace(config, output_dir=str(run_dir.root)),
             train_dataset=data.train,
             eval_dataset=data.eval,
@@ -150,6 +142,25 @@ def build(
             },
             data_files=data.files,
             run_files=run_files,
+        )
+
+
+def read_data(config: Config, *, shown: bool = True) -> DataSplits:
+    """The data that ``config``, whose models and tokenizers are on this machine, trains on; makes what is not cached,
+    which is ``shown`` as a bar. Raises DataError."""
+    from forgather_cli.data.build import check_own_tokenizer, load_data
+    from forgather_cli.models.build import most_tokens
+    from forgather_cli.models.pretrained import num_sentinels
+
+    check_own_tokenizer(config.data, config.model)
+    with doing("reading the data"), Bar("tokenizing", "bytes") as bar:
+        return load_data(
+            config.data,
+            seed=max(config.seed, 0),
+            progress=bar.update if shown else None,
+            model_path=getattr(config.model, "path", None),
+            num_sentinels=num_sentinels(config.model),
+            model_tokens=most_tokens(config),
         )
 
 

@@ -47,6 +47,7 @@ ALLOWED = {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
+    "inspection": {"data"},
     "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed"},
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments",
@@ -79,7 +80,7 @@ ALLOWED = {
     "control": {"callbacks.base", "launch.exit_status"},
     "diloco": {
         "callbacks.json_logger", "checkpoint", "config.decode", "config.diloco", "data.loaders.collate",
-        "data.loaders.map_style", "http_server",
+        "data.loaders.map_style", "data.order", "http_server",
         "distributed", "launch.context", "launch.exit_status", "models.parts", "optim.eager",
         "trainer.checkpoints", "trainer.run", "trainer.step_sync", "worker",
     },

@@ -13,6 +13,7 @@ from forgather_cli.cli import (
     checkpoint,
     config,
     control,
+    data,
     diloco,
     doctor,
     evaluate,
@@ -67,6 +68,7 @@ app.command("train", cls=Command)(train.train)
 app.command("resume", cls=Command)(resume.resume)
 app.add_typer(config.app, name="config")
 app.add_typer(config.recipe_app, name="recipe")
+app.add_typer(data.app, name="data")
 app.command("plan", cls=Command)(plan.plan)
 app.command("eval", cls=Command)(evaluate.evaluate)
 app.command("generate", cls=Command)(generate.generate)

@@ -225,8 +225,13 @@ def writable(path: Path, option: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write one JSON document, whole or not at all. Raises SetupError."""
+    write_file(path, json_text(value) + "\n")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file, whole or not at all. Raises SetupError."""
     try:
-        write_whole(path, json_text(value) + "\n")
+        write_whole(path, text)
     except OSError as error:
         raise SetupError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
 

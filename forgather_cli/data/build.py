@@ -22,6 +22,7 @@ from forgather_cli.config.schema import (
     Ul2Settings,
 )
 from forgather_cli.data.cache import Cache, NotCached, Progress, digest
+from forgather_cli.data.order import Order
 from forgather_cli.data.packing import PackingTable, packed_tables
 from forgather_cli.data.splits import DataSplits, custom_data
 from forgather_cli.data.text.corpus import Documents, find_corpus
@@ -47,12 +48,14 @@ def load_data(
     progress: Progress | None = None,
     model_path: str | None = None,
     num_sentinels: int = 0,
+    model_tokens: int | None = 0,
 ) -> DataSplits:
     """Datasets and tokenizer of a data option; builds the token cache when it is missing.
 
     ``seed``: of synthetic data. ``model_path``: the directory of a pretrained model, whose tokenizer is used for custom
     data that name none. ``num_sentinels``: tokens that stand for spans, which an encoder-decoder's data add to the
-    tokenizer. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data or a
+    tokenizer. ``model_tokens``: as many as the model knows or can learn, None: any number; ``add_tokens=auto`` of chats
+    adds no more. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data or a
     tokenizer that cannot be used.
     """
     if isinstance(option, Target):
@@ -67,7 +70,7 @@ def load_data(
     elif isinstance(option, HfSettings) and option.streaming:
         made = _stream(option, cache, seed)
     else:
-        made = _pack(option, *_tokenized(option, cache), cache)
+        made = _pack(option, *_tokenized(option, cache, model_tokens), cache, seed)
     return replace(made, files=cache.files)
 
 
@@ -89,15 +92,17 @@ def check_own_tokenizer(data: DataOption, model: ModelOption) -> None:
     )
 
 
-def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
+def cached_token_counts(option: DataOption, *, model_tokens: int | None = 0) -> dict[str, int | None] | None:
     """Counts for a plan: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...).
+    ``model_tokens``: see ``load_data``.
 
     None if the tokens are not cached: nothing is built, no text read, no torch imported. Samples are None where the
     packing has not been computed. Raises DataError when files do not exist.
     """
-    if isinstance(
-        option, Target | HfSettings | Ul2Settings | Seq2SeqSettings
-    ):  # only the datasets library, or the user's code, knows which data it is
+    # only the datasets library, or the user's code, knows which data it is
+    if isinstance(option, Target | HfSettings | Ul2Settings | Seq2SeqSettings):
+        return None
+    if isinstance(option, InstructSettings) and not option.files:
         return None
     samples: Mapping[str, int | None]
     if isinstance(option, SyntheticSettings):
@@ -107,7 +112,7 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     else:
         cache = Cache(option.cache_dir, build=False)
         try:
-            data, tokenizer = _tokenized(option, cache)
+            data, tokenizer = _tokenized(option, cache, model_tokens)
         except NotCached:
             return None
         vocab_size, tokens = tokenizer.vocab_size, {name: data.meta[name]["tokens"] for name in SPLITS}
@@ -124,12 +129,12 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     return known
 
 
-def _tokenized(option: Stored, cache: Cache) -> tuple[Tokenized, Tokenizer]:
+def _tokenized(option: Stored, cache: Cache, model_tokens: int | None = 0) -> tuple[Tokenized, Tokenizer]:
     """The tokens of an option, from the cache or made now."""
     if isinstance(option, InstructSettings):
         from forgather_cli.data.chat.instruct import find_chats, tokenize_chats
 
-        chats = find_chats(option)
+        chats = find_chats(option, cache, model_tokens)
         return tokenize_chats(chats, cache), chats.tokenizer
     if isinstance(option, TokensSettings):
         tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
@@ -174,6 +179,7 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     inner, prefixes = option.text(), [each.prefix for each in option.mixture_of()]
     description: dict[str, Any] = {"type": "ul2", "source": option.source, "tokenizer": option.tokenizer}
     windows: dict[str, Windows] = {}
+    data: Tokenized | None = None
     if isinstance(inner, HfSettings) and inner.streaming:
         from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
 
@@ -208,7 +214,9 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     rules: list[Any] = [option.max_seq_length, option.max_encoder_length, option.max_decoder_length, encoder, decoder]
     rules += [option.packing, option.block_windows, option.shuffle_buffer, denoising.rules]
     fingerprint = digest(["ul2", identity, tokenizer.fingerprint, rules])
-    return DataSplits(made["train"], made.get("eval"), tokenizer, fingerprint, option.seq_len, description)
+    return DataSplits(
+        made["train"], made.get("eval"), tokenizer, fingerprint, option.seq_len, description, tokenized=data
+    )
 
 
 def _of_rows(shape: Shape) -> dict[str, Any]:
@@ -254,9 +262,8 @@ def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSpl
     rules += [option.packing, option.too_long]
     evaluation = made.get("eval")
     fingerprint = digest(["seq2seq", data.fingerprint, rules])
-    return DataSplits(
-        made["train"], evaluation if evaluation else None, tokenizer, fingerprint, option.seq_len, description
-    )
+    evaluation = evaluation if evaluation else None
+    return DataSplits(made["train"], evaluation, tokenizer, fingerprint, option.seq_len, description, tokenized=data)
 
 
 def _tables(option: Stored, data: Tokenized, cache: Cache) -> dict[Split, PackingTable]:
@@ -266,8 +273,11 @@ def _tables(option: Stored, data: Tokenized, cache: Cache) -> dict[Split, Packin
     return {} if option.packing == "concat" else packed_tables(cache, data, option.seq_len, option.packing)
 
 
-def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -> DataSplits:
-    """The splits of a tokenized corpus, packed into samples. Raises DataError where there is none to train on."""
+def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache, seed: int) -> DataSplits:
+    """The splits of a tokenized corpus, packed into samples. ``seed``: of their order, for what is said of the first.
+
+    Raises DataError where there is none to train on.
+    """
     from forgather_cli.data.samples import ConcatDataset, PackedDataset
 
     isolate, length, pad = option.isolate_documents, option.seq_len, tokenizer.pad_token_id
@@ -282,7 +292,7 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
     more: dict[str, Any] = {}
     rules: list[Any] = [data.fingerprint, length, option.packing, isolate]
     if is_chat := isinstance(option, InstructSettings):
-        from forgather_cli.data.chat.instruct import describe_chats, nothing_fits
+        from forgather_cli.data.chat.instruct import describe_chats, nothing_fits, targets_in_words
 
         if not len(tables["train"]):
             raise nothing_fits(option, data.train, tables["train"])
@@ -295,6 +305,8 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
     made: dict[str, Batched] = {}
     prefix = tokenizer.prefix_tokens if isinstance(option, PythonStdlibSettings | TextSettings | HfSettings) else ()
     for name, split in data.splits().items():
+        if name == "eval" and len(split.tokens) + len(prefix) < 2:
+            continue  # nothing predicts a single token
         if not tables:
             made[name] = ConcatDataset(
                 split.tokens,
@@ -320,6 +332,9 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
         tokens = len(data.train.tokens)
         remedy = f"set data.seq_len={tokens} or less" if tokens >= 2 else "give more data"
         raise DataError(f"data.seq_len: {length} is longer than the training split of {tokens} tokens; {remedy}")
+    if is_chat:
+        [first] = Order(len(made["train"]), seed, 0)[0:1]
+        more["first_targets"] = targets_in_words(made["train"][first]["labels"].tolist(), tokenizer)
     meta = data.meta
     description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
     for name in SPLITS:
@@ -327,7 +342,7 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache) -
         description[f"{name}_documents"] = meta[name]["documents"]
         description[f"{name}_samples"] = len(made[name]) if name in made else 0
     description |= {**more, **meta["origin"], **damage_of(meta), "content": meta["content"]}
-    return DataSplits(made["train"], made.get("eval"), tokenizer, digest(rules), length, description)
+    return DataSplits(made["train"], made.get("eval"), tokenizer, digest(rules), length, description, tokenized=data)
 
 
 def _synthetic(option: SyntheticSettings, seed: int) -> DataSplits:

@@ -30,6 +30,12 @@ class PackingTable:
         first, last = self._rows.array[row : row + 2].tolist()
         return list(zip(self._starts.array[first:last].tolist(), self._lengths.array[first:last].tolist(), strict=True))
 
+    def rows_with(self, start: int, stop: int) -> list[int]:
+        """Rows with any of the tokens [start, stop)."""
+        begins = self._starts.array
+        found = np.flatnonzero((begins < stop) & (begins + self._lengths.array > start))
+        return sorted({int(row) for row in self._rows.array.searchsorted(found, "right") - 1})
+
 
 def pieces_of(borders: Ints, seq_len: int) -> tuple[Ints, Ints]:
     """Documents cut into pieces of at most ``seq_len`` tokens, in order: (starts, lengths).

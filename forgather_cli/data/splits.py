@@ -10,6 +10,7 @@ from typing import Any
 from forgather_cli.config.schema import DataTarget, Target
 from forgather_cli.data.cache import digest
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
 from forgather_cli.targets import import_target, make
 
@@ -32,11 +33,24 @@ class DataSplits:
     """``vocab_size`` as custom data state it."""
     files: dict[str, str] = field(default_factory=dict)
     """Hash of each file that was read, empty where it is not known, by path; none where files are not ours to read."""
+    tokenized: Tokenized | None = None
+    """The tokens in the cache that samples are cut from; None where there are none."""
 
     @property
     def vocab_size(self) -> int | None:
         """Ids are below it; None where neither a tokenizer nor custom data says."""
         return self.tokenizer.vocab_size if self.tokenizer is not None else self.stated_vocab_size
+
+    @property
+    def num_new(self) -> int:
+        """Ids at the end of the vocabulary that no model knows yet: tokens that the data added."""
+        num_new: int = getattr(self.tokenizer, "num_new", 0)  # a user's tokenizer has what it has
+        return num_new
+
+    @property
+    def num_known(self) -> int | None:
+        """Ids before them; None where there are none."""
+        return self.vocab_size - self.num_new if self.vocab_size is not None and self.num_new else None
 
 
 def custom_data(option: Target, model_path: str | None = None) -> DataSplits:

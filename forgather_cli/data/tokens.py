@@ -85,6 +85,9 @@ class TokenSplit:
     """uint8, of each token: 1 = a target, 0 = context. None: every token is a target."""
     first_targets: ArrayFile | None = None
     """int64, of each document: its tokens before the first target that one of them predicts, all if there is none."""
+    records: ArrayFile | None = None
+    """int64, of each document two: the number of its file, and of its record there, from 1. None where nobody noted it,
+    and of text, of which ``Tokenized.meta`` says how many documents each piece has."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ def cached_tokens(directory: Path, meta: dict[str, Any], *, has_targets: bool = 
             return TokenSplit(tokens, documents)
         targets = Tokens([ArrayFile(directory / f"{split}.targets.bin", "uint8", counts["tokens"])])
         first_targets = ArrayFile(directory / f"{split}.first_targets.bin", "int64", counts["documents"])
-        return TokenSplit(tokens, documents, targets, first_targets)
+        records = ArrayFile(directory / f"{split}.records.bin", "int64", 2 * counts["documents"])
+        is_noted = records.path.name in meta["files"]  # 0.3 has noted none
+        return TokenSplit(tokens, documents, targets, first_targets, records if is_noted else None)
 
     return Tokenized(opened("train"), opened("eval") if meta["eval"]["tokens"] else None, directory.name, meta)
 
@@ -130,19 +135,23 @@ class TargetsWriter:
         self._targets: BinaryIO = files.enter_context(stem.with_suffix(".targets.bin").open("wb"))
         self.lengths: list[int] = []  # tokens of each conversation
         self._firsts: list[int] = []
+        self._records: list[tuple[int, int]] = []
         self._num_targets = 0
 
-    def add(self, ids: NDArray[Any], inside: NDArray[np.bool_]) -> None:
+    def add(self, ids: NDArray[Any], inside: NDArray[np.bool_], record: tuple[int, int]) -> None:
+        """``record``: the numbers of its file and of its record there."""
         inside[:1] = False  # nothing predicts the first token
         self._tokens.write(ids.astype(self._dtype).data)
         self._targets.write(inside.astype(np.uint8).data)
         num_targets = int(inside.sum())
         self.lengths.append(len(ids))
         self._firsts.append(int(inside.argmax()) if num_targets else len(ids))
+        self._records.append(record)
         self._num_targets += num_targets
 
     def finish(self) -> dict[str, Any]:
         borders = np.cumsum(np.array([0, *self.lengths], np.int64))
         borders.tofile(self._stem.with_suffix(".documents.bin"))
         np.array(self._firsts, np.int64).tofile(self._stem.with_suffix(".first_targets.bin"))
+        np.array(self._records, np.int64).tofile(self._stem.with_suffix(".records.bin"))
         return {"tokens": int(borders[-1]), "documents": len(self.lengths), "targets": self._num_targets}

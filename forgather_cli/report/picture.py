@@ -39,16 +39,26 @@ def draw(runs: Sequence[RunDir], look: Look, heatmap: str | None, out: Path | No
         path = Path(f"{heatmap or 'plot'}.png")
     elif path is None:
         path = runs[0].plots / f"{heatmap or 'metrics'}.png"
+    check_name(path, "-o")
+    with style.drawing():
+        figure = draw_curves(runs, look) if heatmap is None else draw_heatmap(runs, cast("Kind", heatmap))
+        save(figure, path, "-o")
+    return path
+
+
+def check_name(path: Path, option: str) -> None:
+    """Raise ConfigError for a name that no picture has; ``option`` gave it."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"-o: the picture's name must end in {' or '.join(SUFFIXES)}, got {path.name!r}")
+        raise ConfigError(f"{option}: the picture's name must end in {' or '.join(SUFFIXES)}, got {path.name!r}")
+
+
+def save(figure: Any, path: Path, option: str) -> None:
+    """Write a picture, whose directory is made. Raises SetupError."""
     options: dict[str, Any] = {"pil_kwargs": {"optimize": True}}
     if path.suffix.lower() == ".svg":
         options = {"metadata": {"Date": None}}  # the same picture is the same file
-    with style.drawing():
-        figure = draw_curves(runs, look) if heatmap is None else draw_heatmap(runs, cast("Kind", heatmap))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=_DPI, **options)
-        except OSError as error:
-            raise SetupError(f"-o: {path} cannot be written: {error.strerror}; choose another place") from error
-    return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=_DPI, **options)
+    except OSError as error:
+        raise SetupError(f"{option}: {path} cannot be written: {error.strerror}; choose another place") from error

@@ -46,12 +46,12 @@ _STYLE = {
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
-    """Our style inside. Raises SetupError where matplotlib is missing."""
+def drawing(what: str = "logs plot") -> Iterator[None]:
+    """Our style inside. Raises SetupError where matplotlib is missing; ``what`` needs it."""
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise SetupError("logs plot: needs matplotlib; pip install 'forgather[plot]'") from error
+        raise SetupError(f"{what}: needs matplotlib; pip install 'forgather[plot]'") from error
     with mpl.rc_context(cast("Any", _STYLE)):
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,7 @@ def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
     total, trainable = num_parameters
     frozen = "" if trainable == total else f", {trainable:,} of them trained"
 
+    name = shlex.quote(shown(run.run_dir.root))
     row = _row_tokens(run.data_description)
     tokens = f", {plan.global_batch * row:,} tokens" if row else ""
     # ``16 sequences = 8 x 2 micro-steps, 4,096 tokens``: the parts where there are several
@@ -128,6 +130,8 @@ def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
     rows = {
         "model": f"{architecture(run.model)}, {total:,} parameters{frozen}",
         **_data(run.data_description),
+        # of conversations, whose masks are where training goes wrong in silence
+        "see more": f"forgather data show {name}" if "first_targets" in run.data_description else None,
         "batch": f"{plan.global_batch} sequences{parts}{tokens}",
         "steps": steps,
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,

@@ -95,7 +95,7 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
                 "config recipes", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint average",
                 "checkpoint edit", "logs summary", "logs plot", "control list", "control status", "control cleanup",
                 "control save", "control abort", "runs list", "runs remove", "logs follow", "cache list", "cache prune",
-                "doctor"]  # fmt: skip
+                "data show", "doctor"]  # fmt: skip
     helps = [["--help"], *([*command.split(), "--help"] for command in commands)]
     mistakes = [["train", "max_stepz=1", "trainer=dpp"], ["train", "nope"], ["resume", "nope"], ["eval", "nope"],
                 ["finalize", "nope", "x"], ["logs", "plot", str(trained), "--x", "steps"],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from chats import write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from program import forgather
 
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.schema import InstructSettings
@@ -142,6 +143,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "trl, list and text": ({"prompt": [HI, YO, MORE], "completion": "So"}, {}, "u:Hi;a:Yo;u:More;a:[So;]"),
     "trl, last": ({"prompt": [HI, YO, MORE], "completion": [SO, HI, YO]}, {"train_on": "last"},
                   "u:Hi;a:Yo;u:More;a:So;u:Hi;a:[Yo;]"),
+    "trl, all": (
+        {"prompt": [BE, HI, YO, MORE], "completion": [SO, HI]},
+        {"train_on": "all"},
+        "s:Be;u:Hi;a:Yo;u:More;[a:So;u:Hi;]",
+    ),
     "question and answer": ({"question": "Hi", "answer": "Yo"}, {}, "u:Hi;a:[Yo;]"),
     "a pair and its reasoning": ({"question": "Hi", "answer": "Yo", "thinking": "hm"}, {}, "u:Hi;a:[(hm)Yo;]"),
     "text": ({"text": "Any text: u:Hi;"}, {}, f"A[ny text: u:Hi;{END}]"),
@@ -454,6 +460,16 @@ def test_what_lies_in_the_conversation_is_read(tmp_path: Path, record: dict[str,
         assert learned(tmp_path, [record], PLAIN)
 
 
+@pytest.mark.usefixtures("own_directory")
+def test_a_refused_run_has_trained_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_lines(Path("records.jsonl"), [{**DOLLY, "note": LONG}] * 3)
+    words = ["data=instruct", "data.files=[records.jsonl]", "data.chat_template=chatml", "data.cache_dir=cache"]
+    model = ["model=decoder", "hidden_size=8", "num_hidden_layers=1", "num_attention_heads=1", "device=cpu"]
+    assert forgather("train", *words, *model, "output_dir=run", "max_steps=1") == 2
+    assert capfd.readouterr().err.rstrip().endswith("'data.ignore=[note]'")
+    assert not list(Path("run").glob("checkpoints/*"))
+
+
 def test_a_mapping_says_what_a_key_is_or_is_refused(tmp_path: Path) -> None:
     record = {"messages": [HI, YO], "word": "why"}
     assert refused(tmp_path, [record], mapping={"word": "context"})[0] == ["word"], "no instruction to go with"
@@ -477,7 +493,7 @@ def test_a_cache_of_before_is_built_anew_and_says_whether_a_run_of_before_goes_o
     (made,) = (tmp_path / "cache" / "tokens").iterdir()
     source = json.loads((made / "meta.json").read_text())["content"]
     special = {"bos_token": END, "eos_token": END, "pad_token": END}
-    key = digest([source, [1, 1, 0.0, None, "assistant"], ByteTokenizer.fingerprint, [TEMPLATE, special]])
+    key = digest([source, [1, 1, 0.0, None, "assistant"], ByteTokenizer().fingerprint, [TEMPLATE, special]])
     before = made.with_name(key)
     for changed in (False, True):
         if changed:

@@ -49,6 +49,8 @@ class Conversation:
     messages: list[dict[str, Any]]
     """None of a text that stands alone."""
     tools: list[Any] | None
+    line: int
+    """Or the number of the record, from 1."""
     num_bytes: int
     """Of the source, for progress."""
     record: Row
@@ -56,7 +58,7 @@ class Conversation:
     read: frozenset[str] | set[str]
     """The keys of ``record`` that it was read from."""
     unlearned: frozenset[int] = frozenset()
-    """Numbers of messages that are context only, whatever ``train_on``: the prompt of TRL's lists."""
+    """Numbers of messages that are context alone, whatever ``data.train_on`` says: the prompt of TRL's lists."""
     text: str | None = None
     """Learned whole, in the place of messages."""
 
@@ -113,7 +115,9 @@ def _conversation(record: Record, option: InstructSettings, is_table: bool) -> C
     read: set[str] = set()
     turns, num_prompt = _turns(row, option, read, record.value)
     if turns is None:
-        return Conversation([], None, record.num_bytes, record.value, _keys(read, sources), text=row["text"])
+        return Conversation(
+            [], None, record.line, record.num_bytes, record.value, _keys(read, sources), text=row["text"]
+        )
     system, first = row.get("system"), turns[0] if turns else None
     begins_with_system = isinstance(first, Mapping) and first.get("role", first.get("from")) == "system"
     if isinstance(system, str) and system and not begins_with_system:
@@ -132,7 +136,7 @@ def _conversation(record: Record, option: InstructSettings, is_table: bool) -> C
         tools = _tools(tools, is_table)
         read.add("tools")
     unlearned = frozenset(range(num_prompt))
-    return Conversation(messages, tools, record.num_bytes, record.value, _keys(read, sources), unlearned)
+    return Conversation(messages, tools, record.line, record.num_bytes, record.value, _keys(read, sources), unlearned)
 
 
 def _named(row: Row, option: InstructSettings) -> tuple[Row, dict[str, list[str]]]:

@@ -55,6 +55,10 @@ class _Pair:
     target: str
     num_bytes: int
     """Of the file, for progress."""
+    line: int
+    """Of its file."""
+    file: int = 0
+    """Its number, files of evaluation after those of training."""
     split: Split = "train"
 
 
@@ -74,7 +78,8 @@ def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) 
     def write(directory: Path) -> Meta:
         damage, dtype = Damage(), dtype_of(tokenizer.vocab_size)
         meter = Meter(cache.progress, sum(source.path.stat().st_size for source in (*train, *held_out)))
-        pairs = with_splits(_read(option, train, damage), _read(option, held_out, damage), eval_fraction)
+        of_eval = _read(option, held_out, damage, len(train))
+        pairs = with_splits(_read(option, train, damage, 0), of_eval, eval_fraction)
         with contextlib.ExitStack() as files:
             writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
             for chunk in chunks(pairs, meter.add):
@@ -82,7 +87,7 @@ def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) 
                 targets = tokenizer.encode_arrays([pair.target for pair in chunk])
                 for pair, source, target in zip(chunk, sources, targets, strict=True):
                     ids = np.concatenate([source, target, [end]])
-                    writers[pair.split].add(ids, np.arange(len(ids)) >= len(source))
+                    writers[pair.split].add(ids, np.arange(len(ids)) >= len(source), (pair.file, pair.line))
             counts: dict[str, Any] = {name: writer.finish() for name, writer in writers.items()}
         meter.end()
         if not counts["train"]["documents"]:
@@ -97,8 +102,9 @@ def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) 
     return cached_tokens(*cache.build_once("tokens", key, write), has_targets=True)
 
 
-def _read(option: Seq2SeqSettings, files: Sequence[SourceFile], damage: Damage) -> Iterator[_Pair]:
-    for source in files:
+def _read(option: Seq2SeqSettings, files: Sequence[SourceFile], damage: Damage, first: int) -> Iterator[_Pair]:
+    """``first``: the number of the first file."""
+    for number, source in enumerate(files, first):
         path, kind = source.path, source.label
         if kind not in (".jsonl", ".json", ".parquet"):
             raise DataError(f"{path}: holds no pairs by its name; give jsonl, json or parquet files")
@@ -107,7 +113,9 @@ def _read(option: Seq2SeqSettings, files: Sequence[SourceFile], damage: Damage) 
             for record in read_rows(path) if kind == ".parquet" else read_records(path, damage):
                 yield record if isinstance(record, BadRow) else _pair(option, record)
 
-        yield from sound_rows(path, rows, damage, skip_bad=option.on_bad_row == "skip")
+        for pair in sound_rows(path, rows, damage, skip_bad=option.on_bad_row == "skip"):
+            pair.file = number
+            yield pair
 
 
 def _pair(option: Seq2SeqSettings, record: Any) -> _Pair | BadRow:
@@ -124,7 +132,7 @@ def _pair(option: Seq2SeqSettings, record: Any) -> _Pair | BadRow:
             return BadRow(record.line, f"{key!r} is empty, so there is nothing to {'read' if not texts else 'learn'}")
         texts.append(encodable(text))
     source, target = texts
-    return _Pair(json.dumps(texts), source + target, source, target, record.num_bytes)
+    return _Pair(json.dumps(texts), source + target, source, target, record.num_bytes, record.line)
 
 
 class PairRows:
@@ -140,7 +148,10 @@ class PairRows:
         is_long = (np.stack([sources, targets]) > most).any(0)
         keep = np.flatnonzero(~is_long) if option.too_long == "drop" else np.arange(len(sources))
         self.num_long = int(is_long.sum())
+        self.num_dropped = len(sources) - len(keep)
+        self.num_cut = self.num_long - self.num_dropped
         self._tokens, self._borders, self._firsts, self._sizes = split.tokens, borders, sources, sizes
+        self._cut = np.stack([sources, targets]) - sizes
         self.shape = shape
         self.rows: list[list[int]] = [[int(pair)] for pair in keep]
         if shape.packing == "best_fit":
@@ -158,6 +169,10 @@ class PairRows:
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         return batch_of_rows([[self._example(pair) for pair in self.rows[index]] for index in indices], self.shape)
+
+    def pairs(self, index: int) -> list[tuple[int, int, int]]:
+        """Of each pair in a row: its number, the tokens of its target, and those of both sides that were cut off."""
+        return [(pair, int(self._sizes[1, pair]), int(self._cut[:, pair].sum())) for pair in self.rows[index]]
 
     def _example(self, pair: int) -> Example:
         sides, begin = [], int(self._borders[pair])

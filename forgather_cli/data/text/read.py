@@ -21,6 +21,7 @@ from forgather_cli.input_files import check_text, not_utf8, open_file, parse_jso
 
 _CHUNK = 1 << 20  # characters that are encoded at once
 PIECE = 16 << 20  # bytes; a longer plain text becomes several documents, cut at line borders: memory is bounded
+_BOM = b"\xef\xbb\xbf"  # a text may begin with, on a line of its own too
 _MARK = b"\xef\xbf\xbd"  # U+FFFD, what an undecodable byte sequence becomes
 
 
@@ -264,7 +265,7 @@ def sound_rows(
         if not isinstance(row, BadRow):
             yield row
         elif skip_bad:
-            before = _rows_before(Path(name), part) if before is None else before
+            before = rows_before(Path(name), part) if before is None else before
             damage.skipped.append(f"{name}:{row.line + before}: {row.why}")
         else:
             found.append(row)
@@ -305,15 +306,15 @@ def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Rec
     is_list = False
     if kind_of(path) == ".json":  # one list of records, as Alpaca's and ShareGPT's are, or a record a line
         with opened(path) as file:
-            first = next((line for line in file.handle if line.strip()), b"")
-        is_list = first.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
+            first = next((line for line in file.handle if not _is_blank(line)), b"")
+        is_list = first.lstrip(_BOM + b" \t").startswith(b"[")
     with opened(path) as file:
         if is_list:
             try:
                 content = file.handle.read()
                 if problem := not_utf8(content):
                     raise DataError(f"{path}: {problem}")
-                values: Iterable[Any] = parse_json(content.decode("utf-8-sig"), any_text=True)
+                values: Iterable[Any] = parse_json(content.decode().lstrip("\ufeff \t\r\n"), any_text=True)
             except ValueError as error:
                 raise DataError(f"{path}: not JSON ({error}); mend it") from error
         else:
@@ -322,7 +323,7 @@ def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Rec
             try:
                 if is_list:
                     check_text(value)
-                elif not value.strip():
+                elif _is_blank(value):
                     continue
                 else:
                     if number == 1 and part.start == 0 and (problem := not_utf8(value)):
@@ -337,6 +338,10 @@ def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Rec
                 yield BadRow(number, f"expected a JSON object, got {_kind(value)}")
 
 
+def _is_blank(line: bytes) -> bool:
+    return not line.removeprefix(_BOM).strip()
+
+
 def _lines(file: Opened, part: Part) -> Iterator[bytes]:
     file.seek(part.start)
     position = part.start
@@ -347,7 +352,7 @@ def _lines(file: Opened, part: Part) -> Iterator[bytes]:
             return
 
 
-def _rows_before(path: Path, part: Part) -> int:
+def rows_before(path: Path, part: Part) -> int:
     """Lines or rows of a file before a part: counted when a message needs them."""
     if kind_of(path) == ".parquet":
         with _parquet_file(path) as file:

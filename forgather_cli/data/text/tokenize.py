@@ -78,7 +78,7 @@ def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cach
     dtype = dtype_of(tokenizer.vocab_size)
     encoder = Encoder(corpus, tokenizer, around_documents(tokenizer), dtype)
     pieces = corpus.pieces()
-    files = TokenFiles(directory, digest([_VERSION, pieces]), dtype)
+    files = TokenFiles(directory, digest([_VERSION, "documents of pieces", pieces]), dtype)
     journal = files.journal
     try:
         meter = Meter(cache.progress, _num_bytes(pieces), _num_bytes(pieces[: journal.done]))
@@ -104,7 +104,7 @@ def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cach
     for line in damage.values():
         _log.warning("%s", line)
     counts: Meta = {name: {"tokens": journal.tokens[name], "documents": journal.documents[name]} for name in SPLITS}
-    return {"dtype": dtype, **counts, "origin": corpus.origin, **damage}
+    return {"dtype": dtype, **counts, "pieces": journal.of_pieces, "origin": corpus.origin, **damage}
 
 
 def _encode(
@@ -159,13 +159,16 @@ class Journal:
     """Number of the last piece with documents."""
     tokens: dict[Split, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
     documents: dict[Split, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
+    of_pieces: dict[Split, list[int]] = field(default_factory=lambda: {"train": [], "eval": []})
+    """The documents of each piece. An end of the last document that is held out counts as a piece of its own."""
     chars: int = 0
     damage: Damage = field(default_factory=Damage)
 
     def add(self, made: Encoded) -> None:
         for split in SPLITS:
             self.tokens[split] += sum(int(each.sum()) for each in made.lengths[split])
-            self.documents[split] += sum(map(len, made.lengths[split]))
+            self.documents[split] += (found := sum(map(len, made.lengths[split])))
+            self.of_pieces[split].append(found)
             if any(map(len, made.lengths[split])):
                 self.last = self.done
         self.done += 1
@@ -236,6 +239,7 @@ class TokenFiles:
         lengths.seek(-8, os.SEEK_END)
         self.journal.tokens[split] -= int.from_bytes(lengths.read(8), "little")
         self.journal.documents[split] -= 1
+        self.journal.of_pieces[split][self.journal.last] -= 1
         for handle, kind in ((lengths, ".lengths"), (self.outputs[split], ".bin")):
             handle.truncate(self._sizes(self.journal, split)[kind])
             handle.seek(0, os.SEEK_END)

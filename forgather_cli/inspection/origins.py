@@ -1,0 +1,159 @@
+"""The file and line that a document of the cache comes from, and the documents of a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgather_cli.config.schema import (
+    DataOption,
+    HfSettings,
+    InstructSettings,
+    PythonStdlibSettings,
+    Seq2SeqSettings,
+    TextSettings,
+)
+from forgather_cli.data.cache import Cache
+from forgather_cli.data.text.corpus import Documents, Piece, find_corpus, find_files, is_held_out
+from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
+from forgather_cli.data.tokens import Split, Tokenized
+
+Place = tuple[str, int | None]
+"""A file, or the name of a split, and a line or row, from 1; None for a file that is one document."""
+
+
+class Origins:
+    """Where the documents of an option's tokens come from. Of some options nobody knows."""
+
+    def __init__(self, option: DataOption, data: Tokenized | None) -> None:
+        self._option, self._data = option, data
+        self._read: dict[tuple[Split, int], list[Place]] = {}
+
+    @cached_property
+    def _files(self) -> list[str]:
+        """Files of records by their numbers."""
+        option = self._option
+        assert isinstance(option, InstructSettings | Seq2SeqSettings)
+        evaluation = find_files("data.eval_files", option.eval_files) if option.eval_files else []
+        return list(map(str, [*find_files("data.files", option.files), *evaluation]))
+
+    @cached_property
+    def _corpus(self) -> Documents | None:
+        """Whose documents are found by reading a piece of it again."""
+        option = self._option
+        if isinstance(option, TextSettings | PythonStdlibSettings):
+            return find_corpus(option)
+        if isinstance(option, HfSettings) and not option.streaming:
+            from forgather_cli.data.text.hf import hf_corpus
+
+            return hf_corpus(option, Cache(option.cache_dir))
+        return None
+
+    def place(self, split: Split, document: int) -> Place | None:
+        """Of a document by its number in a split."""
+        if self._data is None:
+            return None
+        records = self._data.splits()[split].records
+        if records is not None:
+            file, line = records.array[2 * document : 2 * document + 2].tolist()
+            return self._files[file], line
+        counts = self._data.meta.get("pieces")
+        if counts is None or self._corpus is None:
+            return None
+        ends = np.cumsum(counts[split])
+        piece = int(ends.searchsorted(document, "right"))
+        if piece == len(self._pieces):  # the last document, whose end is held out
+            return self._last()
+        return self._places(split, piece)[document - int(ends[piece] - counts[split][piece])]
+
+    def files(self, split: Split) -> list[str]:
+        """The file of each document of a split; empty where nobody knows. Of text in several files all is read."""
+        if self._data is None:
+            return []
+        records = self._data.splits()[split].records
+        if records is not None:
+            return [self._files[number] for number in records.array[::2].tolist()]
+        counts = self._data.meta.get("pieces")
+        if counts is None or self._corpus is None:
+            return []
+        files: Any = getattr(self._corpus, "all_files", None)
+        if files is not None and len(files) == 1:
+            return [str(files[0].path)] * sum(counts[split])
+        names = [place[0] for number in range(len(self._pieces)) for place in self._places(split, number)]
+        if len(names) < sum(counts[split]):  # the end of the last document
+            names.append(self._last()[0])
+        return names
+
+    def documents(self, path: Path, line: int | None) -> dict[Split, list[int]]:
+        """Numbers of the documents that a record, or a whole file, has become, by split."""
+        found: dict[Split, list[int]] = {}
+        if self._data is None:
+            return found
+        for split, tokens in self._data.splits().items():
+            if tokens.records is not None:
+                records = tokens.records.array.reshape(-1, 2)
+                numbers = [n for n, each in enumerate(self._files) if Path(each) == path]
+                wanted = np.isin(records[:, 0], numbers)
+                if line is not None:
+                    wanted &= records[:, 1] == line
+                found[split] = np.flatnonzero(wanted).tolist()
+            elif (counts := self._data.meta.get("pieces")) is not None and self._corpus is not None:
+                before = np.cumsum(counts[split]) - counts[split]
+                found[split] = [
+                    int(before[number]) + at
+                    for number, piece in enumerate(self._pieces)
+                    if any(str(path) == self._name(part) for part in piece.parts)
+                    for at, place in enumerate(self._places(split, number))
+                    if place[0] == str(path) and (line is None or place[1] in (None, line))
+                ]
+        return found
+
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        assert self._corpus is not None
+        return self._corpus.pieces()
+
+    def _last(self) -> Place:
+        """Of the corpus's last document, whose end is held out."""
+        numbers = reversed(range(len(self._pieces)))
+        return next(found for number in numbers if (found := self._places("train", number)))[-1]
+
+    def _name(self, part: Any) -> str:
+        """The file that a part of a piece is of."""
+        files: Any = getattr(self._corpus, "all_files", None)  # of the datasets library none is known
+        return "" if files is None else str(files[part[0]].path)
+
+    def _places(self, split: Split, number: int) -> list[Place]:
+        """Of the documents of one piece that are in a split."""
+        if (split, number) not in self._read:
+            assert self._data is not None
+            counts = self._data.meta["pieces"]
+            is_first = not any(counts[name][n] for name in ("train", "eval") for n in range(number))
+            places: dict[Split, list[Place]] = {"train": [], "eval": []}
+            for place, document in self._of_piece(self._pieces[number]):
+                assert self._corpus is not None
+                out = self._pieces[number].is_eval or is_held_out(self._corpus, document, is_first=is_first)
+                places["eval" if out else "train"].append(place)
+                is_first = False
+            self._read |= {(name, number): each for name, each in places.items()}
+        return self._read[split, number]
+
+    def _of_piece(self, piece: Piece) -> Iterator[tuple[Place, Document]]:
+        """Every document of a piece with its place."""
+        assert self._corpus is not None
+        if isinstance(self._option, HfSettings):
+            for document in self._corpus.read(piece, Damage()):
+                held_out, row = document.name.split(":")
+                yield (("eval split" if int(held_out) else "train split"), int(row) + 1), document
+            return
+        for part in piece.parts:
+            path = Path(self._name(part))
+            has_records = kind_of(path) in (".jsonl", ".json", ".parquet")
+            before = rows_before(path, part[1]) if has_records and part[1].start else 0
+            for document in self._corpus.read(piece._replace(parts=[part]), Damage()):
+                line = before + int(document.name.rpartition(":")[2]) if has_records else None
+                yield (str(path), line), document

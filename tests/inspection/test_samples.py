@@ -1,0 +1,293 @@
+"""Samples that are shown are those that a step trains on, for every kind of data; their documents, and where these
+come from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chats import write_chats, write_lines, write_tokenizer
+from paired import SHAPE
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from forgather_cli.config.load import load_config
+from forgather_cli.data.splits import DataSplits
+from forgather_cli.data.text import read as reading
+from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.inspection.samples import Sample, Samples
+from forgather_cli.loss.base import ModelWithLoss
+from forgather_cli.run_dir import RunDir
+from forgather_cli.worker import build, read_data
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+CHATS = ["data=instruct", "data.files=[chats.jsonl]", "data.chat_template=chatml"]
+PAIRS = ["data=seq2seq", "data.files=[pairs.jsonl]", *SHAPE]
+OWN = '''
+import torch
+
+def padded(count):
+    """Samples whose last two tokens are padding, as their masks say; the first two are no targets."""
+    ids = torch.arange(count * 8).reshape(count, 8) % 250
+    labels = ids.clone()
+    labels[:, :3], labels[:, 6:] = -100, -100
+    mask = (torch.arange(8) < 6).long()
+    rows = [{"input_ids": i, "labels": t, "attention_mask": mask} for i, t in zip(ids, labels)]
+    return {"train": rows, "tokenizer": "bytes", "seq_len": 8}
+
+def batches(count):
+    """Ready batches of two."""
+    loader = torch.utils.data.DataLoader(padded(count)["train"], batch_size=2)
+    return {"train": loader, "vocab_size": 250, "seq_len": 8}
+'''
+OPTIONS: dict[str, list[str]] = {
+    "python_stdlib": ["data=python_stdlib", "seq_len=32"],
+    "bpe, packed": ["data=text", "data.files=[pages.jsonl]", "tokenizer=bpe", "bpe_vocab_size=270", "seq_len=32",
+                    "packing=best_fit", "isolate_documents=true"],
+    "text": ["data=text", "data.files=[pages.jsonl]", "seq_len=32", "isolate_documents=true"],
+    "tokens": ["data=tokens", "data.files=[tokens.npy]", "seq_len=16", "document_separator=9"],
+    "hf": ["data=hf", "data.data_files=[pages.jsonl]", "seq_len=32"],
+    "hf, streaming": ["data=hf", "data.data_files=[pages.jsonl]", "seq_len=32", "streaming=true", "shuffle_buffer=8",
+                      "eval_strategy=no"],
+    "instruct": [*CHATS, "seq_len=256"],
+    "instruct, one each": [*CHATS, "seq_len=128", "packing=pad", "data.tokenizer=tokenizer"],
+    "instruct, concat": [*CHATS, "seq_len=160", "packing=concat", "data.train_on=last"],
+    "synthetic": ["data=synthetic", "seq_len=16", "ragged=true"],
+    "ul2": ["data=ul2", "source=text", "data.files=[pages.jsonl]", "max_seq_length=96", "max_encoder_length=96",
+            "max_decoder_length=64", *SHAPE],
+    "seq2seq": [*PAIRS, "max_encoder_length=64", "max_decoder_length=48"],
+    "seq2seq, one each": [*PAIRS, "packing=pad", "max_encoder_length=12", "max_decoder_length=8"],
+    "own": ["+data._target_=own.padded", "+data.count=32", "eval_strategy=no"],
+    "own batches": ["+data._target_=own.batches", "+data.count=32", "eval_strategy=no",
+                    "per_device_train_batch_size=2"],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_chats(tmp_path / "chats.jsonl", 40)
+    write_lines(tmp_path / "pages.jsonl", [{"text": f"A page, number {n}. " * (1 + n % 4)} for n in range(60)])
+    write_lines(tmp_path / "pairs.jsonl", [{"input": f"question {n}", "target": f"answer {n}"} for n in range(40)])
+    np.save(tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16) % 11)
+    (tmp_path / "own.py").write_text(OWN)
+    write_tokenizer(tmp_path / "tokenizer", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+
+
+def settings(*words: str) -> Any:
+    small = ["hidden_size=32"] if any("qwen3" in word for word in words) else ["model=nano"]
+    common = ["global_batch_size=4", "device=cpu", "precision=fp32", "callbacks=minimal", "save_strategy=no",
+              "warmup_steps=1", "max_steps=1", "seed=3"]  # fmt: skip
+    cached = (
+        []
+        if any(word in ("data=synthetic", "streaming=true") or "own." in word for word in words)
+        else ["data.cache_dir=cache"]
+    )
+    return load_config("default", [*small, *common, *cached, *words]).config
+
+
+def samples_of(*words: str, split: Any = "train") -> tuple[Samples, DataSplits]:
+    config = settings(*words)
+    data = read_data(config)
+    return Samples(config, data, split), data
+
+
+def trained_batches(config: Any, tmp_path: Path) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches of the first step."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, ModelWithLoss) and torch.is_grad_enabled():
+            seen.append({name: value.clone() for name, value in args[0].items()})
+
+    (tmp_path / "run").mkdir()
+    hook = register_module_forward_pre_hook(note)
+    try:
+        build(config, RunDir(tmp_path / "run"), {}).train()
+    finally:
+        hook.remove()
+    return seen
+
+
+def tokens_and_targets(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int], int]]:
+    """Of each row of a batch: the ids that are read, those that the loss counts, and by how many they are counted."""
+    rows = []
+    for row in range(len(batch["input_ids"])):
+        labels = batch["labels"][row] if "decoder_input_ids" in batch else batch["labels"][row][1:]
+        rows.append((batch["input_ids"][row].tolist(), labels[labels != -100].tolist(), int((labels != -100).sum())))
+    return rows
+
+
+@pytest.mark.parametrize("words", OPTIONS.values(), ids=OPTIONS)
+def test_what_is_shown_is_what_a_step_trains_on(words: Sequence[str], tmp_path: Path) -> None:
+    config = settings(*words)
+    samples = Samples(config, read_data(config), "train")
+    shown = list(islice(samples.read(), 4))
+    trained = [row for batch in trained_batches(config, tmp_path) for row in tokens_and_targets(batch)]
+    assert [each.index for each in shown] == [0, 1, 2, 3]
+    assert len(trained) == 4
+    for sample, (ids, targets, count) in zip(shown, trained, strict=True):
+        assert len(sample.targets) == len(sample.pieces) == len(sample.documents) == len(sample.ids)
+        assert [number for number, is_target in zip(sample.ids, sample.targets, strict=True) if is_target] == targets
+        assert sum(sample.targets) == count > 0
+        if sample.encoder is None:
+            assert sample.ids == ids
+            assert sample.targets[0] is False
+        else:
+            assert ids[: len(sample.encoder.ids)] == sample.encoder.ids
+            assert set(ids[len(sample.encoder.ids) :]) <= {256}  # padding
+    later = next(samples.read(2))
+    assert later == shown[2]
+
+
+# ------------------------------------------------------------------------------------------------- targets, by hand
+
+
+def test_targets_of_a_chat_are_the_answer_and_its_end(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "Yé"}]}
+    write_lines(
+        tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "0?"}, chat["messages"][1]]}, chat]
+    )
+    samples, _ = samples_of(*CHATS, "seq_len=100", "packing=pad", "data.eval_fraction=0")
+    found = {sample.source: sample for sample in islice(samples.read(), 2)}
+    sample = found[f"{tmp_path}/chats.jsonl:2"]
+    text = "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
+    assert "".join(sample.letters[: len(text)]) == text
+    assert not any(sample.targets[: len(text)])
+    learned = [piece for piece, is_target in zip(sample.pieces, sample.targets, strict=True) if is_target]
+    assert learned == ["Y", "\\xc3", "\\xa9", *"<|im_end|>"]
+    assert sample.num_padding == 100 - len(text) - 3 - len("<|im_end|>\n")
+    assert sample.documents[: 100 - sample.num_padding] == [0] * (100 - sample.num_padding)
+
+
+def test_the_first_token_of_a_document_is_a_target_where_the_one_before_may_predict_it(tmp_path: Path) -> None:
+    write_lines(tmp_path / "pages.jsonl", [{"text": "abc"}, {"text": "def"}, {"text": "ghi"}])
+    common = ["data=text", "data.files=[pages.jsonl]", "seq_len=12", "data.eval_fraction=0"]
+    sample = next(samples_of(*common)[0].read())
+    assert sample.targets == [False, *[True] * 11]
+    isolated = next(samples_of(*common, "isolate_documents=true")[0].read())
+    assert isolated.targets == [False, True, True, True] * 3
+    assert sample.documents == isolated.documents == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_a_decoder_is_shown_what_it_is_to_write_with_its_end(tmp_path: Path) -> None:
+    write_lines(tmp_path / "pairs.jsonl", [{"input": "one", "target": "eins"}])
+    samples, _ = samples_of(*PAIRS, "packing=pad", "max_encoder_length=16", "max_decoder_length=3")
+    sample = next(samples.read())
+    assert sample.encoder is not None
+    assert (sample.encoder.pieces, sample.pieces) == (list("one"), list("ein"))
+    assert sample.targets == [True] * 3
+    assert sample.parts[0].behind == 2  # of it
+    assert sample.parts[0].is_cut
+    sample = next(samples_of(*PAIRS, "packing=pad", "max_encoder_length=16", "max_decoder_length=16")[0].read())
+    assert sample.pieces == [*"eins", "<|endoftext|>"]
+    assert sample.document()["encoder"] == {"ids": list(b"one"), "pieces": list("one")}
+    assert sample.source == f"{tmp_path}/pairs.jsonl:1"
+
+
+# -------------------------------------------------------------------------------------- where documents come from
+
+
+def lines(sample: Sample) -> list[int]:
+    return [part.place[1] or 0 for part in sample.parts if part.place is not None]
+
+
+def text_of(sample: Sample, number: int) -> str:
+    return "".join(t for t, d in zip(sample.letters, sample.documents, strict=True) if d == number)
+
+
+@pytest.mark.parametrize("kind", ["text", "bpe, packed", "instruct", "hf"])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_each_document_comes_from_the_line_that_holds_it(
+    kind: str, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "PIECE", 600)  # so that a file has several pieces
+    config = settings(*OPTIONS[kind], "data.eval_fraction=0.2")
+    samples = Samples(config, read_data(config), split)  # type: ignore[arg-type]
+    file = tmp_path / f"{'chats' if kind == 'instruct' else 'pages'}.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    count = 0
+    for sample in samples.read():
+        for number, line in enumerate(lines(sample)):
+            record = records[line - 1]
+            wanted = record["text"] if "text" in record else record["messages"][-1]["content"]
+            shown = text_of(sample, number).removesuffix("<|endoftext|>")
+            part = sample.parts[number]
+            if part.before == 0 and part.behind == 0:
+                assert wanted in shown
+                count += 1
+            elif "text" in record and part.before == 0:
+                assert wanted.startswith(shown)
+    assert count > 1
+
+
+def test_a_document_whose_end_is_held_out_comes_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first line\n" * 20)
+    for split in ("train", "eval"):
+        samples, _ = samples_of("data=text", "data.files=[a.txt]", "seq_len=16", split=split)
+        assert {sample.source for sample in samples.read()} == {str(tmp_path / "a.txt")}
+
+
+@pytest.mark.parametrize("kind", ["text", "bpe, packed", "instruct", "seq2seq"])
+def test_a_record_is_found_in_every_sample_that_has_any_of_it(kind: str, tmp_path: Path) -> None:
+    name = {"instruct": "chats", "seq2seq": "pairs"}.get(kind, "pages")
+    samples, _ = samples_of(*OPTIONS[kind], "data.eval_fraction=0.1")
+    by_line: dict[int, list[int]] = {}
+    for sample in samples.read():
+        for line in dict.fromkeys(lines(sample)):
+            by_line.setdefault(line, []).append(sample.index)
+    for line, indices in list(by_line.items())[:10]:
+        assert samples.holding(tmp_path / f"{name}.jsonl", line) == indices
+    assert samples.holding(tmp_path / f"{name}.jsonl", None) == sorted({i for each in by_line.values() for i in each})
+    [line, *_] = {*range(1, 41)} - by_line.keys()
+    with pytest.raises(ConfigError, match="--split eval"):
+        samples.holding(tmp_path / f"{name}.jsonl", line)
+    with pytest.raises(ConfigError, match=f"{name}.jsonl:99"):
+        samples.holding(tmp_path / f"{name}.jsonl", 99)
+
+
+def test_what_is_cut_is_told_from_what_goes_on_elsewhere(tmp_path: Path) -> None:
+    samples, _ = samples_of(*CHATS, "seq_len=70", "packing=pad")
+    assert any(sample.parts[0].is_cut and sample.parts[0].behind for sample in samples.read())
+    samples, _ = samples_of("data=text", "data.files=[pages.jsonl]", "seq_len=32", "packing=pad")
+    parts = [sample.parts[0] for sample in samples.read()]
+    assert any(part.behind and not part.is_cut for part in parts)
+    assert any(part.before for part in parts)
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(("kind", "count"), [("synthetic", 12), ("hf, streaming", 0)])
+def test_a_number_that_no_sample_has_is_an_error_that_says_how_many_there_are(kind: str, count: int) -> None:
+    more = ["num_samples=12"] if kind == "synthetic" else []
+    samples, _ = samples_of(*OPTIONS[kind], *more)
+    count = count or len(list(samples.read()))
+    assert len(list(samples.read(count - 1))) == 1
+    with pytest.raises(DataError, match=rf"--sample.* {count} samples"):
+        next(samples.read(count))
+
+
+def test_without_an_evaluation_split_there_is_none_to_show() -> None:
+    with pytest.raises(DataError, match="--split eval"):
+        samples_of("data=text", "data.files=[pages.jsonl]", "seq_len=32", "data.eval_fraction=0", split="eval")
+
+
+def test_a_line_of_data_that_nobody_has_noted_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--from"):
+        samples_of(*OPTIONS["tokens"])[0].holding(tmp_path / "tokens.npy", 1)
+
+
+def test_a_tokenizer_directory_marks_its_special_tokens() -> None:
+    samples, _ = samples_of(*OPTIONS["instruct, one each"])
+    sample = next(samples.read())
+    special = {p for p, is_special in zip(sample.pieces, sample.special, strict=True) if is_special}
+    assert special == {"<|im_start|>", "<|im_end|>", "<|endoftext|>"}
