@@ -336,7 +336,7 @@ LONG = "These are at least four words"
 ALPACA = {"instruction": "Greet her kindly", "input": "Ann", "output": "Good morning to you, Ann"}
 TEXT = "Below is a task.\n### Instruction:\nGreet her kindly\n### Input:\nAnn\n### Response:\nGood morning to you, Ann"
 ABOUT = {
-    "id": 7, "conversation_id": LONG, "Idx": LONG, "hash": "a b c d", "source": LONG, "category": LONG, "topic": LONG,
+    "id": 7, "conversation_id": LONG, "userID": LONG, "Idx": LONG, "hash": "a b c d", "source": LONG, "category": LONG, "topic": LONG,
     "url": "https://a.org/b", "tags": [LONG], "metadata": {"note": LONG}, "split": "train", "score": 0.5,
 }  # fmt: skip
 
@@ -432,6 +432,14 @@ def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) 
     [
         ({"messages": [HI, {**YO, "content": PASSAGE}], "full": f"Hi {PASSAGE}"}, []),
         ({"messages": [HI, {**YO, "content": PASSAGE}], "full": PASSAGE}, []),
+        (
+            {"instruction": "To German", "input": "cat", "output": "Katze", "text": "Do: To German In: cat Out: Katze"},
+            [],
+        ),
+        (
+            {"instruction": "To German", "input": "cat", "output": "Katze", "text": "Do it: To German Out: Katze"},
+            ["text"],
+        ),
         ({"messages": [HI, {**YO, "content": PASSAGE}], "prompt": "Hi"}, []),
         ({"messages": [HI, {**YO, "content": PASSAGE}], "conversations": [{"from": "gpt", "value": PASSAGE}]}, []),
         ({"messages": [{**BE, "content": LONG}, HI, YO], "system": LONG}, []),

@@ -107,8 +107,9 @@ def check_keys(option: InstructSettings, found: Mapping[str, Any]) -> None:
             if {"tools", *_mapped_to("tools", option.mapping)} & {*carry}
             else ""
         )
+        setting = "files" if option.files else "dataset"
         raise DataError(
-            f"data.files: records have keys that say something and that nothing reads: {told}; say what they are with "
+            f"data.{setting}: records have keys that say something and that nothing reads: {told}; say what they are with "
             f"data.mapping (docs/data.md){tools}, or train without them: {ignore}"
         )
 
@@ -117,7 +118,7 @@ def check_keys(option: InstructSettings, found: Mapping[str, Any]) -> None:
 def _says(key: str) -> bool | None:
     """Whether a name says that what it holds carries meaning; None if it says that it does not."""
     name = re.sub("[_-]", "", key.lower())
-    if name in _ABOUT or key.lower().endswith(("_id", "-id")) or key.endswith("Id"):
+    if name in _ABOUT or key.lower().endswith(("_id", "-id")) or key.endswith(("Id", "ID")):
         return None
     return name in _CARRY
 
@@ -166,7 +167,8 @@ class _Seen:
         if not isinstance(leaf, str):
             return False
         if self._messages and self._answer in leaf:
-            if self._question in leaf and (self._question or self._answer):
+            parts = self._question.split("\n\n")  # an instruction and its input may stand apart
+            if (self._question or self._answer) and all(part in leaf for part in parts):
                 return True
             if not by_name and _is_text(self._answer):
                 return True
