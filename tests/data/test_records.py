@@ -114,6 +114,21 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "s:Be;u:Hi;a:[Yo;]",
     ),
+    "sharegpt, calls": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "function_call", "value": '{"name": "move", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "ok"},
+                {"from": "gpt", "value": "Yo"},
+                {"from": "function_call", "value": '[{"name": "say", "arguments": "{}"}, {"name": "go"}]'},
+            ],
+            "tools": '[{"name": "move"}]',
+        },
+        {},
+        '[{"name": "move"}];u:Hi;a:[{"name": "move", "arguments": {"x": 1}};]t:ok;a:[Yo;]'
+        'a:[{"name": "say", "arguments": {}}{"name": "go"};]',
+    ),
     "alpaca": ({"instruction": "Greet", "input": "Ann", "output": "Yo"}, {}, "u:Greet\n\nAnn;a:[Yo;]"),
     "alpaca, history": (
         {"instruction": "Greet", "input": "", "output": "Yo", "history": [["Hi", "So"], ["More", ""]]},
@@ -222,6 +237,7 @@ def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -
         ({"prompt": [], "completion": []}, {}, "no turn of the assistant"),
         ({"messages": [HI, {**YO, "tool_calls": "move"}]}, {}, "'tool_calls' of message 2"),
         ({"messages": [HI, YO], "tools": ["move"]}, {}, "'tools'"),
+        ({"conversations": [{"from": "function_call", "value": "move"}]}, {}, "the call in message 1 is not JSON"),
         ({"q": [HI], "p": "Hi", "a": "Yo"}, {"mapping": {"q": "user", "p": "user", "a": "assistant"}}, "'q' and 'p'"),
         ({"q": "Hi", "text": "Yo"}, {"mapping": {"q": "user", "a": "assistant"}}, "its keys: q, text"),
     ],
@@ -336,8 +352,8 @@ LONG = "These are at least four words"
 ALPACA = {"instruction": "Greet her kindly", "input": "Ann", "output": "Good morning to you, Ann"}
 TEXT = "Below is a task.\n### Instruction:\nGreet her kindly\n### Input:\nAnn\n### Response:\nGood morning to you, Ann"
 ABOUT = {
-    "id": 7, "conversation_id": LONG, "userID": LONG, "Idx": LONG, "hash": "a b c d", "source": LONG, "category": LONG, "topic": LONG,
-    "url": "https://a.org/b", "tags": [LONG], "metadata": {"note": LONG}, "split": "train", "score": 0.5,
+    "id": 7, "conversation_id": LONG, "userID": LONG, "Idx": LONG, "hash": "a b c d", "source": LONG, "category": LONG,
+    "topic": LONG, "url": "https://a.org/b", "tags": [LONG], "metadata": {"note": LONG}, "split": "train", "score": 0.5,
 }  # fmt: skip
 
 

@@ -234,6 +234,10 @@ def _message(number: int, turn: Any, is_table: bool) -> dict[str, Any]:
     if not isinstance(role, str):
         raise DataError(f"{what} has no role (its keys: {', '.join(map(str, turn))})")
     role = _CALLED.get(role, role)
+    if role == "function_call" and isinstance(content, str):  # ShareGPT's turn that is a call, or a list of them
+        called = _opened_all(content if content.lstrip().startswith("[") else f"[{content}]", f"the call in {what}")
+        calls = [{"type": "function", "function": call} for call in called]
+        return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
     if role not in ROLES:
         raise DataError(f"{what} has the unknown role {role!r}; roles are {', '.join(ROLES)}; rename it")
     if "tool_calls" in rest:

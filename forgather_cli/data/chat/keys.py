@@ -109,8 +109,8 @@ def check_keys(option: InstructSettings, found: Mapping[str, Any]) -> None:
         )
         setting = "files" if option.files else "dataset"
         raise DataError(
-            f"data.{setting}: records have keys that say something and that nothing reads: {told}; say what they are with "
-            f"data.mapping (docs/data.md){tools}, or train without them: {ignore}"
+            f"data.{setting}: records have keys that say something and that nothing reads: {told}; say what they are "
+            f"with data.mapping (docs/data.md){tools}, or train without them: {ignore}"
         )
 
 
