@@ -228,7 +228,7 @@ class InstructSettings(DatasetSettings):
             )
         yield from super().problems(config)
         if both := [key for key in self.mapping if key in self.ignore]:
-            yield f"ignore: {both[0]!r} is in data.mapping too, which reads it; leave it out of one of the two"
+            yield f"data.ignore: {both[0]!r} is in data.mapping too, which reads it; leave it out of one of the two"
 
 
 @settings
