@@ -120,6 +120,7 @@ def test_a_page_holds_every_token_for_light_and_dark_and_nothing_of_another_addr
     assert not re.search(r"url\(|@import|//\w", text)
     assert "prefers-color-scheme: dark" in text
     assert "\x1b" not in text
+    assert not re.search(r">[<&]</span", text)  # of a token, as it stands
     real = sample["documents"].count(0)
     assert len(page.tokens) == real
     for at, (attributes, shown) in enumerate(page.tokens):

@@ -193,6 +193,16 @@ def test_a_decoder_is_shown_what_it_is_to_write_with_its_end(tmp_path: Path) -> 
     assert sample.source == f"{tmp_path}/pairs.jsonl:1"
 
 
+def test_of_a_decoder_tokens_that_are_no_targets_are_those_that_it_reads_next() -> None:
+    read = {"input_ids": [7, 8], "decoder_input_ids": [0, 1, 2, 3], "labels": [-100, 2, 3, 4]}
+    rows = [{name: torch.tensor(values) for name, values in read.items()}]
+    sample = next(Samples(settings("data=synthetic"), DataSplits(rows, None, None, "", 4), "train").read())
+    assert (sample.ids, sample.targets) == ([1, 2, 3, 4], [False, True, True, True])
+    assert sample.pieces == ["<1>", "<2>", "<3>", "<4>"]
+    assert sample.encoder is not None
+    assert sample.encoder.ids == [7, 8]
+
+
 # -------------------------------------------------------------------------------------- where documents come from
 
 
