@@ -19,7 +19,7 @@ from torch import nn
 from forgather_cli.bars import Bar, doing
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
-from forgather_cli.config.schema import BF16TrueSettings, Config, SingleSettings, Target
+from forgather_cli.config.schema import BF16TrueSettings, Config, InstructSettings, SingleSettings, Target
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.splits import DataSplits
@@ -29,16 +29,16 @@ from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.loss import EvalMetrics, build_loss
-from forgather_cli.models.build import construct, directory_option, fill
+from forgather_cli.models.build import construct, directory_option, fill, most_tokens
 from forgather_cli.models.parts import named_tensors
-from forgather_cli.models.pretrained import num_sentinels
+from forgather_cli.models.pretrained import num_sentinels, read_config
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import Located, load_located, locate
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer.build import eval_loader, model_spec
 from forgather_cli.trainer.checkpoints import load_model
-from forgather_cli.trainer.evaluate import Tasks, evaluate
+from forgather_cli.trainer.evaluate import Tasks, evaluate, nothing_to_read
 
 
 def evaluate_source(
@@ -67,14 +67,26 @@ def evaluate_source(
     changes: dict[str, Any] = {}
     if own_tokenizer and not isinstance(config.data, Target):
         changes["tokenizer"] = str(found.directory)
+        if isinstance(config.data, InstructSettings):  # it has those that the run added
+            changes["add_tokens"] = False
     if getattr(config.data, "add_bos", True) is None:  # of other data than the run's, or of a model directory
         changes["add_bos"] = found.add_bos
     config = replace(config, data=replace(config.data, **changes))
     with doing("reading the data"), Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         sentinels = num_sentinels(config.model) or num_sentinels(found.directory)
-        data = load_data(config.data, seed=max(config.seed, 0), progress=progress, num_sentinels=sentinels)
+        is_directory = (found.directory / "config.json").is_file()
+        most = (read_config(found.directory, "model").get("vocab_size") or 0) if is_directory else most_tokens(config)
+        data = load_data(
+            config.data,
+            seed=max(config.seed, 0),
+            progress=progress,
+            num_sentinels=sentinels,
+            model_tokens=most,
+        )
     if data.eval is None:
+        if config.data.nothing_held_out is None:
+            raise DataError("; ".join(nothing_to_read(config.data)))
         raise DataError(
             "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
         )

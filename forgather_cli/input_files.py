@@ -130,7 +130,7 @@ def read_text(path: Path, fail: Failure = SetupError, limit: int | None = MAX_BY
         content = read_bytes(path, limit)
         if problem := not_utf8(content):
             raise fail(f"{path}: {problem}")
-        return content.decode()
+        return content.decode("utf-8-sig")  # Windows writes a mark first
     except OSError as error:
         raise fail(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

@@ -87,6 +87,8 @@ class RunDir:
     """Who has registered with it."""
     rounds = _In("rounds.jsonl")
     """Its ledger: a line for each published round."""
+    dropped_rounds = _In("rounds.dropped.jsonl")
+    """Lines of it that a start could not go on from."""
     submissions = _In("submissions")
     weights = _In("weights")
     """What its workers fetch."""
@@ -134,6 +136,11 @@ class RunDir:
         """By setting: the file that named a part of the user's own at the first start. Reads ``origin.yaml``."""
         told = self._origin().get("option_files")
         return {str(key): str(file) for key, file in told.items()} if isinstance(told, dict) else {}
+
+    def given(self) -> frozenset[str]:
+        """Paths of the settings that recipe and command line gave at the first start. Reads ``origin.yaml``."""
+        told = self._origin().get("given")
+        return frozenset(map(str, told)) if isinstance(told, list) else frozenset()
 
     def typed(self) -> dict[str, str]:
         """By setting: what was typed at the first start, ``ABOUT_THE_RUN`` left out. Reads ``origin.yaml``."""

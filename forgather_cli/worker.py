@@ -120,8 +120,12 @@ def build(
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
     with doing(meet("building the model")):
         return Trainer(
-            model_init=lambda: construct(config, device, vocab_size=data.vocab_size, seq_len=data.seq_len),
-            init_weights=None if isinstance(config.model, Target) else partial(fill, config, device),
+            model_init=lambda: construct(
+                config, device, vocab_size=data.vocab_size, seq_len=data.seq_len, num_new=data.num_new
+            ),
+            init_weights=None
+            if isinstance(config.model, Target)
+            else partial(fill, config, device, num_known=data.num_known),
             args=replace(config, output_dir=str(run_dir.root)),
             train_dataset=data.train,
             eval_dataset=data.eval,
@@ -145,6 +149,7 @@ def read_data(config: Config, *, shown: bool = True) -> DataSplits:
     """The data that ``config``, whose models and tokenizers are on this machine, trains on; makes what is not cached,
     which is ``shown`` as a bar. Raises DataError."""
     from forgather_cli.data.build import check_own_tokenizer, load_data
+    from forgather_cli.models.build import most_tokens
     from forgather_cli.models.pretrained import num_sentinels
 
     check_own_tokenizer(config.data, config.model)
@@ -155,6 +160,7 @@ def read_data(config: Config, *, shown: bool = True) -> DataSplits:
             progress=bar.update if shown else None,
             model_path=getattr(config.model, "path", None),
             num_sentinels=num_sentinels(config.model),
+            model_tokens=most_tokens(config),
         )
 
 

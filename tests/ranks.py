@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from forks import fork
@@ -48,13 +51,25 @@ class RankError(AssertionError):
 class _Pool:
     def __init__(self) -> None:
         self.ranks: list[tuple[Any, Connection]] = []
+        self._directory = tempfile.TemporaryDirectory()
+        self.folder = self._directory.name
 
     def grow(self, count: int) -> None:
         while len(self.ranks) < count:
             ours, theirs = Pipe()
-            process = fork(_serve, theirs)
+            process = fork(_serve, theirs, f"{self.folder}/{len(self.ranks)}")
             theirs.close()
             self.ranks.append((process, ours))
+
+    def stacks(self, rank: int) -> str:
+        """Where a rank is that gives no answer: the stacks of its threads."""
+        file, end = Path(self.folder, str(rank)), time.monotonic() + _SETTLE
+        before = file.stat().st_size if file.exists() else 0
+        os.kill(self.ranks[rank][0].pid, signal.SIGUSR2)
+        while time.monotonic() < end and not (file.exists() and file.stat().st_size > before):
+            time.sleep(0.05)
+        time.sleep(0.05)  # it is written line by line
+        return f"rank {rank} is at\n{file.read_text()[before:] if file.exists() else 'its start'}"
 
     def close(self) -> None:
         for process, connection in self.ranks:
@@ -80,9 +95,11 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: flo
                 _pool.ranks[rank][1].send_bytes(b"all have answered")
     if len(results) < count:
         silent = sorted(set(range(count)) - results.keys() - causes.keys())
+        where = [_pool.stacks(rank) for rank in silent]
         if silent or any(isinstance(cause, ProcessLookupError) for cause in causes.values()):
             _pool.close()
         texts += [f"ranks {silent} gave no answer within {timeout:g} s, or after another had failed"] if silent else []
+        texts += where
         raise RankError("\n".join(texts), causes)
     if max(_num_threads(process.pid) for process, _ in _pool.ranks) > _THREADS:
         _pool.close()
@@ -116,11 +133,13 @@ def _collect(count: int, deadline: float) -> tuple[dict[int, Any], dict[int, Bas
     return results, {rank: value for _, rank, value, _ in failures}, [text for *_, text in failures]
 
 
-def _serve(connection: Connection) -> None:
-    """A rank process: run what comes until the connection closes."""
+def _serve(connection: Connection, stacks: str) -> None:
+    """A rank process: run what comes until the connection closes. ``stacks``: a file for those of its threads, which
+    SIGUSR2 asks for."""
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR2, file=open(stacks, "w"))  # noqa: SIM115 - as long as the process
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:

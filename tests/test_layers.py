@@ -80,7 +80,7 @@ ALLOWED = {
     "control": {"callbacks.base", "launch.exit_status"},
     "diloco": {
         "callbacks.json_logger", "checkpoint", "config.decode", "config.diloco", "data.loaders.collate",
-        "data.loaders.map_style", "http_server",
+        "data.loaders.map_style", "data.order", "http_server",
         "distributed", "launch.context", "launch.exit_status", "models.parts", "optim.eager",
         "trainer.checkpoints", "trainer.run", "trainer.step_sync", "worker",
     },

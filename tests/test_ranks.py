@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -44,6 +45,17 @@ def test_a_failing_rank_is_told_first_and_the_pool_goes_on() -> None:
     assert isinstance(caught.value.first, ValueError)
     assert run_ranks(2, summed, 0) == [(0, 1), (1, 1)]
     assert run_ranks(2, who) == before
+
+
+def asleep() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+@pytest.mark.full
+def test_a_silent_rank_says_where_it_is() -> None:
+    with pytest.raises(RankError, match=r"(?s)ranks \[1\] gave no answer within 1 s.*rank 1 is at.* in asleep"):
+        run_ranks(2, asleep, timeout=1)
 
 
 @pytest.mark.full

@@ -74,6 +74,18 @@ def rows(fault: str = "") -> dict[str, Any]:
     return {"train": Rows(fault), "eval": Rows(fault.removeprefix("eval ")), "vocab_size": 50, "seq_len": 16}
 
 
+class Ragged(Rows):
+    """As many of 4 to 16 tokens, the first of 4."""
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {key: values[: 4 + 5 * number % 13] for key, values in super().__getitem__(number).items()}
+
+
+def ragged() -> dict[str, Any]:
+    """Data whose rows differ in length, and that do not say which is the longest."""
+    return {"train": Ragged(""), "vocab_size": 50}
+
+
 def loss(logits: Tensor, labels: Tensor, fault: str = "") -> Any:
     oops(fault, "call")
     value = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)

@@ -39,15 +39,22 @@ def compare_configs(
     ``changed_files``: what has become of the data's files, where that is known.
     """
     changed = differences(saved.get("config") or {}, now.get("config") or {})
-    content = differences(saved.get("data") or {}, now.get("data") or {}).get("fingerprint")
+    data, data_now = saved.get("data") or {}, now.get("data") or {}
+    content = differences(data, data_now).get("fingerprint")
+    if content and content[0] == data_now.get("formerly"):  # the same samples by rules that have changed since
+        content = None
     refused: list[str] = []
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
     if "data" in wanted and content:
         others = "other files, another tokenizer, another Python's standard library, or another seed of synthetic data"
+        remedy = "bring them back"
+        if data.get("rules") != data_now.get("rules") and not changed_files:
+            others = "chats are read by other rules than when it was saved (docs/data.md)"
+            remedy = "resume with the version of Forgather that saved it"
         refused += _refusals(changed, "data", "leave data out of resume_components") or [
             f"data: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, {content[1][:8]} "
-            f"here): {changed_files or others}; bring them back, or leave data out of resume_components"
+            f"here): {changed_files or others}; {remedy}, or leave data out of resume_components"
         ]
     logged = [
         f"{_typed(path)}: {before!r} in the checkpoint, {after!r} from here on"

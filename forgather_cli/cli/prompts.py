@@ -54,7 +54,6 @@ def read_prompts(path: Path) -> list[Prompt]:
     if kind not in (".txt", ".jsonl", ".yaml", ".yml"):
         raise ConfigError(f"--prompts: must be a {_KINDS} file, got {path}")
     content = read_text(path, lambda why: ConfigError(f"--prompts: {why}; give a {_KINDS} file in UTF-8"))
-    content = content.removeprefix("\ufeff")
     problems: list[str] = []
     if kind == ".txt":
         lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]

@@ -78,7 +78,9 @@ class ConfigBuilder:
             for each in dict.fromkeys([path, *leaves(change.value, path)]):
                 self.given.pop(each, None)
                 if change.action != "delete":
-                    self.given[each] = change if each == path else Change(each, None, source=change.source)
+                    self.given[each] = (
+                        change if each == path else Change(each, None, source=change.source, text=change.text)
+                    )
 
     def _drop_replaced_option(self, group: str, changes: list[Change]) -> list[Change]:
         """Remove the settings of an option that a ``group._target_`` replaces; returns the changes still to apply."""
@@ -160,7 +162,8 @@ class ConfigBuilder:
                 sources |= {path: file for path in leaves(raw.get(group), group) if path not in self.given}
         targets = {group: str(tree[group]["_target_"]) for group in GROUPS if "_target_" in _mapping(tree.get(group))}
         keys = {path: change.key for path, change in self.given.items()}
-        naming = Naming(self.options, keys, sources, self.search, targets=targets)
+        texts = {path: change.text for path, change in self.given.items()}
+        naming = Naming(self.options, keys, sources, self.search, targets=targets, texts=texts)
         # the layer that set each path: recipes count from 0 for the innermost, the command line comes last
         numbers: dict[Path | None, int] = {file: number for number, file in enumerate(self.files)}
         layers = {path: numbers.get(change.source, len(self.files)) for path, change in self.given.items()}
@@ -199,7 +202,7 @@ class ConfigBuilder:
         They stand for it from there on: ``config.yaml`` and a resume have them alone.
         """
         wanted, callbacks = tree.get("report_to"), tree["callbacks"]
-        if wanted is None or not isinstance(callbacks, dict):
+        if not isinstance(wanted, str | list) or not isinstance(callbacks, dict):
             return
         tree["report_to"] = None
         try:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from forgather_cli.config import mistakes
 from forgather_cli.config.compose import references, resolved, written
 from forgather_cli.config.mistakes import Naming
 from forgather_cli.config.options import GROUPS
-from forgather_cli.config.paths import walk
+from forgather_cli.config.paths import is_text, walk
 from forgather_cli.config.schema import CallbackSettings, Config, Sampling, Target
 from forgather_cli.errors import ConfigError
 from forgather_cli.input_files import read_yaml
@@ -69,7 +70,11 @@ def _validated(cls: type[_T], tree: dict[str, Any], naming: Naming, problems: li
     from pydantic import ValidationError
 
     # comparisons with bounds would let infinities and NaNs pass
-    infinite = {path: value for path, value in walk(tree) if isinstance(value, float) and not math.isfinite(value)}
+    infinite = {
+        path: value
+        for path, value in walk(tree)
+        if isinstance(value, float) and not math.isfinite(value) and not is_text(path)
+    }
     problems += [f"{naming.name(path)}: must be a finite number, got {value}" for path, value in infinite.items()]
     try:
         decoded: _T = _adapter(cls).validate_json(json.dumps(tree, default=str))  # type: ignore[arg-type]
@@ -134,7 +139,12 @@ def dump_tree(tree: dict[str, Any]) -> str:
     """YAML text of a plain tree, in the order of its keys."""
     import yaml
 
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    class Dumper(yaml.SafeDumper):
+        """Quotes 1e5, a text to PyYAML and a number in a recipe (OmegaConf 2.3, ``get_yaml_loader``)."""
+
+    Dumper.add_implicit_resolver("float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789"))
+    text: str = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
 
 
 def dump_saved(tree: dict[str, Any]) -> str:
@@ -151,8 +161,11 @@ def load_tree(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")
     version = tree.pop(_VERSION, None)  # 0.2 and before wrote none
-    if version is None and isinstance(tree.get("data"), dict) and isinstance(tree.get("model"), dict):
-        _complete_0_2(tree["data"], tree["model"])
+    if isinstance(tree.get("data"), dict) and isinstance(tree.get("model"), dict):
+        if version is None:
+            _complete_0_2(tree["data"], tree["model"])
+        if tree["data"].get("type") == "instruct":
+            tree["data"].setdefault("add_tokens", False)  # before there was the setting, markers were text
     directory = RunDir(path.parent).first_directory()
     if directory is None or directory == Path.cwd():
         return tree

@@ -28,7 +28,7 @@ def split_server_overrides(overrides: Sequence[str]) -> tuple[list[str], list[st
 def load_server_settings(overrides: Sequence[str], saved: Path | None = None) -> DilocoServerSettings:
     """The shipped settings, or a run's ``saved`` ones, with overrides. Raises ConfigError with all mistakes."""
     tree: Any = {"diloco": read_yaml(saved or shipped("conf") / "diloco" / "server.yaml", ConfigError)}
-    parsed, problems = parse_lines(overrides)
+    (parsed, problems), texts = parse_lines(overrides), {}
     for item in parsed:
         line, key = item.input_line or item.key_or_group, item.key_or_group
         if item.is_delete() or item.is_add() or item.is_force_add() or item.is_sweep_override() or "." not in key:
@@ -40,9 +40,10 @@ def load_server_settings(overrides: Sequence[str], saved: Path | None = None) ->
             place = place.setdefault(part, {}) if isinstance(place, dict) else {}
         if isinstance(place, dict):
             place[last] = item.value()
+            texts[key] = line.partition("=")[2].strip()
     typed = {path: path for path, _ in walk(tree)} if saved is None else {}
     try:
-        settings = decode_part("diloco", DilocoServerSettings, tree, Naming(typed=typed))
+        settings = decode_part("diloco", DilocoServerSettings, tree, Naming(typed=typed, texts=texts))
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     if problems := [*problems, *settings.problems()]:

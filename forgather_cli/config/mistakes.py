@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from forgather_cli.config import schema
+from forgather_cli.config.as_typed import as_typed, text_in
 from forgather_cli.config.options import GROUPS, SERVER, SearchPath
 from forgather_cli.config.paths import is_list, lookup, members, root_keys, settings
 from forgather_cli.config.schema import typed
@@ -93,6 +94,17 @@ class Naming:
     fields: tuple[str, ...] = ()
     """The names to suggest, where one settings class is decoded and no whole config."""
     targets: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Path -> what the command line has typed for it."""
+
+    def as_typed(self, path: str, value: object) -> str:
+        """A value of a setting as it was typed."""
+        of_list = re.sub(r"(\.\d+)+$", "", path)
+        file = self.sources.get(of_list)
+        text = (
+            text_in(file, of_list, self.name(of_list), of_list.partition(".")[2]) if file else self.texts.get(of_list)
+        )
+        return as_typed(value, text or "")
 
     def name(self, path: str) -> str:
         """The path as it was typed: the key typed for it, or for a path above or below it."""
@@ -107,6 +119,7 @@ class Naming:
         """`` in FILE`` if a file of the user's sets the path, empty if the command line does."""
         if path in self.typed and path not in self.sources:
             return ""
+        path = re.sub(r"(\.\d+)+$", "", path)  # of a list's
         file = self.sources.get(path) or next((f for p, f in self.sources.items() if p.startswith(f"{path}.")), None)
         return f" in {file}" if file else ""
 
@@ -186,8 +199,15 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
         remedy = f" remove it with ~{name}"
     elif "tuple_type" in kinds:  # betas alone are of this type
         remedy = f" write {name}=[0.9,0.95]"
-    elif kinds == {"string_type"} and isinstance(value, int | float):
-        remedy = f""" write {name}="'{value}'\""""
+    elif {"string_type", "list_type"} & kinds and isinstance(value, int | float):  # booleans are int
+        text = naming.as_typed(path, value)
+        got = f"got {text}{naming.where(path)}"
+        if "string_type" not in kinds:
+            remedy = f""" write "{name}=['{text}']\""""
+        elif naming.where(path) or path.rpartition(".")[2].isdigit():  # of a list
+            remedy = f" write '{text}' with the quotes"
+        else:
+            remedy = f""" write {name}="'{text}'\""""
     return f"{name}: must be {' or '.join(dict.fromkeys(wanted))}, {got}{remedy and f';{remedy}'}"
 
 

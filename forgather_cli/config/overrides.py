@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from forgather_cli.config.as_typed import as_typed
 from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, search_path
-from forgather_cli.config.paths import ending_with, lookup, root_keys, takes_target
+from forgather_cli.config.paths import ending_with, is_text, lookup, root_keys, takes_target
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.input_files import read_yaml
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """One value override: ``key`` as typed, ``source`` the recipe file that has it, None for the command line."""
+    """One value override: ``key`` as typed, ``source`` the recipe file that has it, None for the command line, where
+    ``text`` is the value as typed."""
 
     key: str
     value: Any
     action: Literal["set", "add", "force", "delete"] = "set"
     source: Path | None = None
+    text: str = ""
 
 
 @dataclass
@@ -66,6 +69,7 @@ def parse(overrides: Sequence[str], path: SearchPath) -> Parsed:
     result = Parsed([], set(), [], problems)
     for item in parsed:
         key, line = item.key_or_group, item.input_line or item.key_or_group
+        text = line.partition("=")[2].strip()
         if item.is_hydra_override() or key == "hydra":
             remedy = "leave it out (output_dir=DIR sets the run directory)"
             problems.append(f"{key}: Hydra's own settings have no effect here; {remedy}")
@@ -74,24 +78,26 @@ def parse(overrides: Sequence[str], path: SearchPath) -> Parsed:
             problems.append(f"{line}: several values; add -m to run one job for each, {remedy}")
         elif path.is_group(key) and not isinstance(value := item.value(), dict):
             names = [] if item.is_delete() else value if isinstance(value, list) else [value]
-            wrong = [problem for name in names if (problem := wrong_option(key, name, path))]
+            wrong = [problem for name in names if (problem := wrong_option(key, name, path, text))]
             problems += wrong
             result.chosen.add(key)
             result.groups += [] if wrong else [line]
         else:
             kinds = {"delete": item.is_delete(), "add": item.is_add(), "force": item.is_force_add(), "set": True}
             action: Any = next(kind for kind, holds in kinds.items() if holds)
-            result.changes.append(Change(key, item.value(), action))
+            result.changes.append(Change(key, item.value(), action, text=text))
     return result
 
 
-def wrong_option(group: str, name: object, path: SearchPath) -> str | None:
-    """The problem with choosing ``name`` in ``group``, or None if it exists."""
+def wrong_option(group: str, name: object, path: SearchPath, text: str = "") -> str | None:
+    """The problem with choosing ``name``, typed as ``text``, in ``group``; None if it exists."""
     names = path.option_names(group)
     if isinstance(name, str) and (file := path.option(group, name)):
         read_yaml(file, ConfigError)  # Hydra expands aliases without end
         return None
-    typed = "null" if name is None else str(name)
+    typed = "null" if name is None else as_typed(name, text)
+    if path.option(group, typed):
+        return f"""{group}={typed}: is read as {name}; write {group}="'{typed}'\""""
     nothing = group == "callbacks" and (not name or name in ("none", "no", "off"))
     remedy = " remove it with ~callbacks;" if nothing else did_you_mean(typed, names)
     return f"{group}={typed}: no such option;{remedy} Options: {', '.join(names)}"
@@ -190,6 +196,10 @@ def expand(overrides: Sequence[str], *, config_dir: Path | None = None, cwd: Pat
                 problems.append(f"{line}: matches no option; Options: {known}")
         elif not (values := list(item.sweep_string_iterator())):
             problems.append(f"{line}: has no values; give some")
+        elif item.value_type == ValueType.SIMPLE_CHOICE_SWEEP and any(map(is_text, [key, *ending_with(key)])):
+            parts: Any = item.value()
+            pairs, text = zip(values, parts.list, strict=True), f"[{line.partition('=')[2]}]"
+            values = [as_typed(part, text) if isinstance(part, int | float) else value for value, part in pairs]
         choices.append([f"{item.get_key_element()}={value}" for value in values])
     if problems:
         raise ConfigError(problems)

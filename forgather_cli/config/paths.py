@@ -82,6 +82,12 @@ def is_list(annotation: Any) -> bool:
     return any(get_origin(kind) in (list, tuple) for kind in alternatives(annotation))
 
 
+def is_text(path: str) -> bool:
+    """The setting takes text and no number."""
+    kinds = alternatives(setting.annotation) if (setting := lookup(path)) else []
+    return str in kinds and float not in kinds
+
+
 def root_keys() -> set[str]:
     """Names of the run-level settings."""
     return {field.name for field in dataclasses.fields(schema.RunSettings)}

@@ -48,12 +48,14 @@ def load_data(
     progress: Progress | None = None,
     model_path: str | None = None,
     num_sentinels: int = 0,
+    model_tokens: int | None = 0,
 ) -> DataSplits:
     """Datasets and tokenizer of a data option; builds the token cache when it is missing.
 
     ``seed``: of synthetic data. ``model_path``: the directory of a pretrained model, whose tokenizer is used for custom
     data that name none. ``num_sentinels``: tokens that stand for spans, which an encoder-decoder's data add to the
-    tokenizer. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data or a
+    tokenizer. ``model_tokens``: as many as the model knows or can learn, None: any number; ``add_tokens=auto`` of chats
+    adds no more. ``progress(done, total)`` is called in bytes while a cache is built. Raises DataError for data or a
     tokenizer that cannot be used.
     """
     if isinstance(option, Target):
@@ -68,7 +70,7 @@ def load_data(
     elif isinstance(option, HfSettings) and option.streaming:
         made = _stream(option, cache, seed)
     else:
-        made = _pack(option, *_tokenized(option, cache), cache, seed)
+        made = _pack(option, *_tokenized(option, cache, model_tokens), cache, seed)
     return replace(made, files=cache.files)
 
 
@@ -90,15 +92,17 @@ def check_own_tokenizer(data: DataOption, model: ModelOption) -> None:
     )
 
 
-def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
+def cached_token_counts(option: DataOption, *, model_tokens: int | None = 0) -> dict[str, int | None] | None:
     """Counts for a plan: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...).
+    ``model_tokens``: see ``load_data``.
 
     None if the tokens are not cached: nothing is built, no text read, no torch imported. Samples are None where the
     packing has not been computed. Raises DataError when files do not exist.
     """
-    if isinstance(
-        option, Target | HfSettings | Ul2Settings | Seq2SeqSettings
-    ):  # only the datasets library, or the user's code, knows which data it is
+    # only the datasets library, or the user's code, knows which data it is
+    if isinstance(option, Target | HfSettings | Ul2Settings | Seq2SeqSettings):
+        return None
+    if isinstance(option, InstructSettings) and not option.files:
         return None
     samples: Mapping[str, int | None]
     if isinstance(option, SyntheticSettings):
@@ -108,7 +112,7 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     else:
         cache = Cache(option.cache_dir, build=False)
         try:
-            data, tokenizer = _tokenized(option, cache)
+            data, tokenizer = _tokenized(option, cache, model_tokens)
         except NotCached:
             return None
         vocab_size, tokens = tokenizer.vocab_size, {name: data.meta[name]["tokens"] for name in SPLITS}
@@ -125,12 +129,12 @@ def cached_token_counts(option: DataOption) -> dict[str, int | None] | None:
     return known
 
 
-def _tokenized(option: Stored, cache: Cache) -> tuple[Tokenized, Tokenizer]:
+def _tokenized(option: Stored, cache: Cache, model_tokens: int | None = 0) -> tuple[Tokenized, Tokenizer]:
     """The tokens of an option, from the cache or made now."""
     if isinstance(option, InstructSettings):
         from forgather_cli.data.chat.instruct import find_chats, tokenize_chats
 
-        chats = find_chats(option)
+        chats = find_chats(option, cache, model_tokens)
         return tokenize_chats(chats, cache), chats.tokenizer
     if isinstance(option, TokensSettings):
         tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
@@ -285,19 +289,24 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache, s
             f"data.{setting}: nothing marks the documents of these token files; set data.document_separator{end}"
         )
     tables = _tables(option, data, cache)
-    more: dict[str, str] = {}
+    more: dict[str, Any] = {}
     rules: list[Any] = [data.fingerprint, length, option.packing, isolate]
     if is_chat := isinstance(option, InstructSettings):
         from forgather_cli.data.chat.instruct import describe_chats, nothing_fits, targets_in_words
 
         if not len(tables["train"]):
             raise nothing_fits(option, data.train, tables["train"])
-        more, rules = describe_chats(option, data.meta, tables), [*rules, option.too_long]
+        rules = [*rules, option.too_long]
+        more = {**describe_chats(option, data.meta, tables), "rules": data.meta["rules"]}
+        if data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
+            more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
         # in rows of one conversation, padded on the right, no token sees another document: masks would only cost time
         isolate = isolate and option.packing != "pad"
     made: dict[str, Batched] = {}
     prefix = tokenizer.prefix_tokens if isinstance(option, PythonStdlibSettings | TextSettings | HfSettings) else ()
     for name, split in data.splits().items():
+        if name == "eval" and len(split.tokens) + len(prefix) < 2:
+            continue  # nothing predicts a single token
         if not tables:
             made[name] = ConcatDataset(
                 split.tokens,

@@ -41,6 +41,17 @@ class DataSplits:
         """Ids are below it; None where neither a tokenizer nor custom data says."""
         return self.tokenizer.vocab_size if self.tokenizer is not None else self.stated_vocab_size
 
+    @property
+    def num_new(self) -> int:
+        """Ids at the end of the vocabulary that no model knows yet: tokens that the data added."""
+        num_new: int = getattr(self.tokenizer, "num_new", 0)  # a user's tokenizer has what it has
+        return num_new
+
+    @property
+    def num_known(self) -> int | None:
+        """Ids before them; None where there are none."""
+        return self.vocab_size - self.num_new if self.vocab_size is not None and self.num_new else None
+
 
 def custom_data(option: Target, model_path: str | None = None) -> DataSplits:
     """Call ``data._target_`` and take what it returns: a DataSplits, a mapping with ``train`` and, if any, ``eval``,

@@ -79,8 +79,9 @@ class Service:
         """A submission with the norms of its change, or why it is none that could count: reads all of its parts."""
         if sent.rejected:
             return sent
-        if sent.targets > (most := self.model.most_targets(sent.ranges)):
-            why = f"targets: the samples that it names have at most {most}, row length x samples, got {sent.targets}"
+        if sent.targets > (most := self.model.most_targets(sent.ranges, sent.targets)):
+            why = f"targets: the samples that it names have at most {most}, got {sent.targets}; where rows differ in "
+            why += "length, let data of your own state the longest as data.seq_len"
             return replace(sent, rejected=why[:_MOST_REASON])
         fragments = self.rounds.fragments_of(sent.round, leaves=sent.leaves)
         try:
@@ -244,9 +245,11 @@ class Api:
             worker.last_round = number
             self._service.write_registry()
             self._service.notify()
-        if answer is None:
-            used = rounds.check_ranges(worker, number, given["hash"], ranges)
-            if lacking := [part for part in parts if not submissions.has(part)]:
+        if answer is not None:
+            return _told(answer)
+        used = rounds.check_ranges(worker, number, given["hash"], ranges)
+        with submissions.holding(parts) as lacking:
+            if lacking:
                 return {"status": wire.LACKING, "parts": lacking}
             submission = Submission(
                 rounds.slots[worker.name], worker.name, number, parts, report["targets"] or 0, used, given["leaves"],
@@ -266,7 +269,7 @@ class Api:
                 answer = rounds.answered(worker, number, parts)
                 self._service.notify()
         assert answer is not None
-        return {"status": answer[0]} | ({"reason": answer[1]} if answer[1] else {})
+        return _told(answer)
 
     def _heartbeat(self, raw: dict[str, Any]) -> dict[str, Any]:
         given = checked(raw, {"generation": int, **_REPORT})
@@ -337,6 +340,10 @@ class Api:
             self._service.received += size
             temporary.unlink(missing_ok=True)
         return 202
+
+
+def _told(answer: tuple[str, str]) -> dict[str, Any]:
+    return {"status": answer[0]} | ({"reason": answer[1]} if answer[1] else {})
 
 
 def _note(worker: Worker, report: dict[str, Any]) -> None:

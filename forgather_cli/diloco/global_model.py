@@ -6,8 +6,10 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +18,35 @@ from torch import Tensor
 
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
 from forgather_cli.checkpoint.files import hash_range
-from forgather_cli.checkpoint.load import Reader, named, newest_valid
+from forgather_cli.checkpoint.load import Reader, healthy_ones, named, newest_valid, whole_ones
+from forgather_cli.checkpoint.manifest import DamagedError
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.config.decode import written_tree
-from forgather_cli.config.schema import CallbackSettings, Config, DilocoServerSettings, FP32Settings, SingleSettings
+from forgather_cli.config.schema import (
+    CallbackSettings,
+    Config,
+    DilocoServerSettings,
+    FP32Settings,
+    SingleSettings,
+    Target,
+)
+from forgather_cli.data.loaders.map_style import is_map_style
+from forgather_cli.data.order import Order
 from forgather_cli.diloco.ledger import Closed, Line, versions
-from forgather_cli.diloco.outer_step import OuterStep, Published
+from forgather_cli.diloco.outer_step import OuterStep, Published, square_of_all
 from forgather_cli.diloco.samples import Range, total
 from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.errors import CheckpointError, SetupError, TrainingError
 from forgather_cli.models.parts import named_tensors, trainable_parameters
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, shown, step_of
 from forgather_cli.trainer.checkpoints import load_model
 from forgather_cli.worker import build
 
 log = logging.getLogger(__name__)
 
+_ASIDE = ".spoiled-"
+"""Behind the name of a checkpoint that was set aside, before the time."""
 _MOMENTUM, _DELAYED, _PUBLISHED = ".momentum_buffer", ".delayed", ".published"
 """Behind the name of a parameter, among a checkpoint's optimizer tensors."""
 
@@ -56,6 +70,7 @@ class GlobalModel:
         self.seed = trainer.run.seed
         facts = trainer.run.data_description
         self._row = int(facts.get("row_tokens") or facts["seq_len"])  # tokens of a sample
+        self._own_rows: Any = trainer.train_dataset if isinstance(config.data, Target) else None
         self._tensors = named_tensors(trainer.run.strategy.parts)
         trained = dict(trainable_parameters(trainer.run.strategy.parts))
         self.master: dict[str, Tensor] = {name: trained[name].detach() for name in sorted(trained)}
@@ -67,6 +82,11 @@ class GlobalModel:
         """Submissions that have been counted."""
         self._squares: dict[str, float] = {}
         """Of the norm of each of the weights."""
+        initial, count = self.outer.squares(self.master, self.master) or {}, sum(map(torch.numel, self.master.values()))
+        self._usual = max(math.sqrt(sum(initial.values())), 0.02 * math.sqrt(count))
+        """A norm that weights may well have, also those that begin at zero."""
+        self._most_times = max(100.0, settings.max_change)
+        """So many times that is too large for a change that has counted."""
         self.published = Published(run.weights)
         self.submissions = Submissions(run.submissions, self.shapes, settings.compression)
         self._checkpointer = Checkpointer(run, args=config)
@@ -82,45 +102,52 @@ class GlobalModel:
             for names in fragments
         ]
 
-    def most_targets(self, ranges: Sequence[Range]) -> int:
-        """That these samples can have."""
-        return total(ranges) * self._row
+    def most_targets(self, ranges: Sequence[Range], stated: int) -> int:
+        """That these samples can have. Data of the user's own may have longer rows than they say, or than their first
+        one: where more targets are ``stated``, the rows themselves are looked at.
+        """
+        most = total(ranges) * self._row
+        rows, found = self._own_rows, 0
+        for start, stop in ranges if stated > most and is_map_style(rows) else ():
+            while start < stop:
+                epoch, begin = divmod(start, len(rows))
+                numbers = Order(len(rows), self.seed, epoch)[begin : begin + stop - start]
+                found += sum(_length(rows[number]) for number in numbers)
+                start += len(numbers)
+        return max(most, found)
 
     # ------------------------------------------------------------------------------------------------------- beginnings
 
     def begin(self, ledger: Sequence[Line]) -> tuple[str, Sequence[Line]]:
         """Bring the weights to where the ledger ends, from the newest checkpoint or those that the run begins with;
-        returns the SHA-256 of the initial weights, and the ledger without what versions before 0.3 have counted though
-        it cannot be: up to the first line behind the checkpoint that has. Raises SetupError where something is missing.
+        returns the SHA-256 of the initial weights, and the ledger without what cannot be gone on from: rounds that
+        have counted what they must not (as versions before 0.3 have), and all behind them. At the server's start a
+        checkpoint with such a round is set aside. Raises SetupError where something is missing.
         """
         self._checkpointer.clean()
-        self.outer.momentum.clear()
-        self.outer.delayed.clear()
-        begins_at = self._config.resume_from_checkpoint
-        reader = newest_valid(self.run, self._config.verify_checkpoint)
-        at = 0
-        if reader is not None:
-            at = self._restore(reader, ledger)
-        elif ledger and len(ledger) > 1:
-            raise SetupError(
-                f"{self.run.checkpoints}: no checkpoint is whole, so round {ledger[-1].round} cannot be made again"
-            )
-        else:
+        begins_at, starts = self._config.resume_from_checkpoint, self.saved < 0
+        at, ledger = self._restore_newest(ledger, looks=starts)
+        if at is None:
+            if len(ledger) > 1:
+                raise SetupError(
+                    f"{self.run.checkpoints}: no checkpoint is whole, so round {ledger[-1].round} cannot be made again"
+                )
             if isinstance(begins_at, str):
                 load_model(named(Path(begins_at), self._config.verify_checkpoint), self._tensors)
             self._checkpointer.trial(self._components(0, ""), rows=self._rows(), num_bytes=sum(
                 tensor.nbytes for tensor in self.master.values()))  # fmt: skip
             self.published.publish(0, self.master, "fp32", {})
-        self.saved = -1 if reader is None else at
+        self.saved, at = -1 if at is None else at, at or 0
         self._squares = self.outer.squares(self.master, self.master) or {}
         for line in ledger[at + 1 :]:
             assert line.closed is not None
             log.info("round %d is computed again from its submissions", line.round - 1)
-            if _bounded(line, self.most_targets) != line or not math.isfinite(self.step(line.closed, line.round)):
+            is_right = _bounded(line, self.most_targets) == line and math.isfinite(self.step(line.closed, line.round))
+            if not is_right or (starts and self._why_spoiled([line])):
                 log.warning(
                     "%s: round %d has counted a submission of %s that it must not: more targets than its samples have, "
-                    "or what fp32 cannot hold; the run goes on without it from that round, and workers that stand on "
-                    "later ones go back", self.run.rounds, line.round - 1,
+                    "or a change that is far too large; the run goes on without it from that round, and workers that "
+                    "stand on later ones go back", self.run.rounds, line.round - 1,
                     " or ".join(sent.worker for sent, _ in line.closed.submissions),
                 )  # fmt: skip
                 return self.begin(ledger[: line.round])
@@ -135,6 +162,74 @@ class GlobalModel:
         path = self.published.weights(0)
         return hash_range(path, 0, path.stat().st_size), kept
 
+    def _restore_newest(self, ledger: Sequence[Line], *, looks: bool) -> tuple[int | None, Sequence[Line]]:
+        """Weights and momentum of the newest checkpoint, if it ``looks`` of the newest healthy one; returns its round,
+        None where there is no checkpoint, and the ledger as far as it can be made again from there. Newer checkpoints
+        are set aside. Raises SetupError where none is healthy.
+        """
+        at, spoiled = None, dict[Path, str]()
+        for reader in self._candidates():
+            try:
+                at = self._restore(reader, ledger)
+                why = self._why_spoiled(ledger[1 : at + 1]) if looks else ""
+            except DamagedError as error:
+                why = str(error)
+            if not why:
+                break
+            at, spoiled[reader.path] = None, why
+        told = "; ".join(f"{shown(path)}: {why}" for path, why in spoiled.items())
+        if at is None:
+            if spoiled:
+                raise SetupError(
+                    f"no checkpoint is healthy: {told}; restore an older copy of the run, or begin a new one; where "
+                    "such values are right, raise diloco.max_change"
+                )
+            return None, ledger
+        steps = {path: step_of(Path(path.name.partition(_ASIDE)[0])) for path in self.run.checkpoints.glob("step-*")}
+        newer = {path: step for path, step in steps.items() if step is not None and step > at}
+        if not newer or not looks:
+            return at, ledger
+        # workers' parts are kept for the newest checkpoint, so that those of the rounds before it may be gone
+        kept = [*ledger[: at + 1], *takewhile(self._can_be_made, ledger[at + 1 :])]
+        for path, step in newer.items():
+            if _ASIDE not in path.name and (path in spoiled or step >= len(kept)):
+                path.rename(path.with_name(f"{path.name}{_ASIDE}{time.time_ns()}"))
+        back = ", and workers that stand on later ones go back to it" if len(kept) < len(ledger) else ""
+        if spoiled or back:
+            why = told or f"{self.run.checkpoints}: newer ones than that of round {at} are damaged"
+            log.warning("%s; set aside: the run goes on from round %d%s", why, len(kept) - 1, back)
+        return at, kept
+
+    def _candidates(self) -> Iterator[Reader]:
+        """The whole checkpoints, newest first, verified as they are asked for."""
+        level = self._config.verify_checkpoint
+        if (newest := newest_valid(self.run, level)) is not None:
+            yield newest
+            yield from whole_ones([reader for reader in healthy_ones(self.run) if reader.step < newest.step], level)
+
+    def _why_spoiled(self, lines: Sequence[Line]) -> str:
+        """What cannot be right of the weights as they are, of their momentum, or of what these lines have counted;
+        empty if all may be.
+        """
+        state = {"weights": self.master, "momentum": self.outer.momentum, "delayed changes": self.outer.delayed}
+        for what, held in state.items():  # ten of the largest changes may make so much
+            if not (norm := math.sqrt(sum(map(square_of_all, held.values())))) <= 10 * self._most_times * self._usual:
+                return f"{what} of the norm {norm:.3g}"
+        return next(filter(None, map(self._too_large, lines)), "")
+
+    def _too_large(self, line: Line) -> str:
+        """Which change that a line has counted is too large; empty if none is."""
+        most = self._most_times * max(self._usual, math.sqrt(sum(self._squares.values())))
+        for sent, weight in line.closed.submissions if line.closed else ():
+            if not (norm := math.hypot(*sent.norms) * weight) <= most:
+                return f"round {sent.round} has counted a change of {sent.worker} of the norm {norm:.3g}"
+        return ""
+
+    def _can_be_made(self, line: Line) -> bool:
+        """Whether what a line has counted is there, and may be counted."""
+        parts = [part for sent, _ in line.closed.submissions for part in sent.parts] if line.closed else []
+        return all(self.submissions.part(part).exists() for part in parts) and not self._too_large(line)
+
     def _restore(self, reader: Reader, ledger: Sequence[Line]) -> int:
         """Weights and momentum of a checkpoint; returns its round."""
         if "diloco" not in reader.components():
@@ -145,6 +240,8 @@ class GlobalModel:
         if known is None or (known and state["hash"] and known != state["hash"]):
             raise SetupError(f"{self.run.rounds}: has no round {at} as {reader.path.name} knows it; restore the file")
         load_model(reader, self._tensors)
+        self.outer.momentum.clear()
+        self.outer.delayed.clear()
         names = set(reader.optimizer_names())
         for what, held in ((_MOMENTUM, self.outer.momentum), (_DELAYED, self.outer.delayed)):
             held |= {name: reader.read(name + what, "optimizer") for name in self.master if name + what in names}
@@ -193,7 +290,8 @@ class GlobalModel:
     def save(self, number: int, hash: str, oldest: int, opened: float, metrics: dict[str, float]) -> None:
         """A checkpoint of what round ``number`` starts from; then the submissions of rounds before ``oldest`` go.
 
-        ``opened``: when the round was opened, in seconds since the epoch. Raises TrainingError.
+        ``oldest``: the first round that a member still trains for; ``opened``: when that was, in seconds since the
+        epoch. Raises TrainingError.
         """
         if self.saved == number:
             return
@@ -235,11 +333,22 @@ class GlobalModel:
         return [Component(key, _State(state), Sharing.GLOBAL) for key, state in states.items()]
 
 
-def _bounded(line: Line, most: Callable[[Sequence[Range]], int]) -> Line:
+def _length(row: Any) -> int:
+    """Tokens of a sample, or labels; 0 where nobody can tell."""
+    try:
+        return max(len(row[key]) for key in ("input_ids", "labels") if key in row)
+    except (TypeError, ValueError):
+        return 0
+
+
+def _bounded(line: Line, most: Callable[[Sequence[Range], int], int]) -> Line:
     """The line with at most as many targets for a submission as its samples can have."""
     if line.closed is None:
         return line
-    sent = [(replace(sent, targets=min(sent.targets, most(sent.ranges))), w) for sent, w in line.closed.submissions]
+    sent = [
+        (replace(sent, targets=min(sent.targets, most(sent.ranges, sent.targets))), w)
+        for sent, w in line.closed.submissions
+    ]
     return replace(line, closed=replace(line.closed, submissions=tuple(sent)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,7 +41,11 @@ class Submission:
     def from_document(cls, raw: Mapping[str, Any]) -> Submission:
         """Raises KeyError or TypeError for one that is none."""
         known = {key: value for key, value in raw.items() if key != "norm"}  # of all fragments together, before 0.3
-        lists = {"parts": tuple(raw["parts"]), "norms": tuple(raw.get("norms", ())), "ranges": as_ranges(raw["ranges"])}
+        lists = {
+            "parts": tuple(raw["parts"]),
+            "norms": tuple(map(float, raw.get("norms", ()))),
+            "ranges": as_ranges(raw["ranges"]),
+        }
         return cls(**{**known, **lists})
 
 
@@ -182,9 +187,20 @@ def read_ledger(path: Path) -> list[Line]:
     return lines
 
 
-def keep_lines(path: Path, count: int) -> None:
-    """Cut off all but the first lines of a ledger. Raises OSError."""
-    os.truncate(path, sum(map(len, path.read_bytes().splitlines(keepends=True)[:count])))
+def drop_lines(path: Path, kept: int, dropped: Path) -> None:
+    """Move all but the first lines of a ledger to the end of the file ``dropped``. Raises OSError."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    with dropped.open("ab") as file:
+        file.writelines(lines[kept:])
+        file.flush()
+        os.fsync(file.fileno())
+    os.truncate(path, sum(map(len, lines[:kept])))
+
+
+def hashes_of(dropped: Path) -> set[str]:
+    """The hashes of the rounds that ``drop_lines`` has moved, perhaps not to its end."""
+    content = dropped.read_text(encoding="utf-8") if dropped.exists() else ""
+    return set(re.findall(r'"hash": ?"([0-9a-f]{64})"', content))
 
 
 def write_line(path: Path, line: Line) -> None:

@@ -15,7 +15,7 @@ import math
 import secrets
 import struct
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -43,11 +43,14 @@ class Rounds:
         initial: str,
         model: str,
         ledger: Sequence[Line] = (),
+        dropped: Collection[str] = (),
         registry: Registry | None = None,
         now: float = 0.0,
     ) -> None:
-        """``initial``: SHA-256 of the initial weights; ``model``: ``wire.model_hash`` of the trainable parameters."""
-        self.settings, self._initial, self._model = settings, initial, model
+        """``initial``: SHA-256 of the initial weights; ``model``: ``wire.model_hash`` of the trainable parameters;
+        ``dropped``: hashes of rounds that the server itself has gone back from.
+        """
+        self.settings, self._initial, self._model, self._dropped = settings, initial, model, dropped
         self.registry = registry or Registry()
         self.lines: list[Line] = []
         self.slots: dict[str, int] = {}
@@ -125,7 +128,7 @@ class Rounds:
         if parent is not None:
             known = self.lines[round].hash if round is not None and 0 <= round < len(self.lines) else None
             stood = "known" if known == parent else "rewound"
-            if stood == "rewound" and not self.settings.rewind:
+            if stood == "rewound" and parent not in self._dropped and not self.settings.rewind:
                 here = "no round" if self.line is None else f"round {self.line.round} ({self.line.hash[:12]})"
                 self._refuse(
                     f"{name} stands on round {round} ({parent[:12]}), which this server does not know: it has {here}; "
@@ -373,7 +376,8 @@ class Rounds:
         counted = [sent for sent in settled if not sent.rejected]
         live = {worker.name for worker in self.live(line.round)}
         silent = {member.worker for member in line.members} - {sent.worker for sent in self.sent.values()}
-        left = {name for name, worker in self.registry.workers.items() if worker.left} & silent
+        left = {name for name in silent if self.registry.workers[name].left}
+        given_up = {name for name in silent - left if self.registry.workers[name].evicted}
         # a fragment's change is of all that was trained since its last exchange
         recent = self.lines[max(1, len(self.lines) - self.settings.num_fragments + 1) :]
         before = [old for each in recent if each.closed for old, _ in each.closed.submissions]
@@ -385,7 +389,7 @@ class Rounds:
             self.fragments_of(line.round, leaves=all(sent.leaves for sent in counted)) if counted else (),
             missing=() if self._is_async else tuple(sorted(silent & live)),
             rejected=tuple((sent.worker, sent.rejected) for sent in settled if sent.rejected),
-            evicted=tuple(sorted((silent - live - left) | struck.keys())),
+            evicted=tuple(sorted(given_up | struck.keys())),
             left=tuple(sorted(left)),
             offered=tuple(sent for sent in settled if sent.rejected),
         )

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.api import Api, Service
 from forgather_cli.diloco.global_model import GlobalModel
-from forgather_cli.diloco.ledger import Closed, keep_lines, read_ledger, write_line
+from forgather_cli.diloco.ledger import Closed, drop_lines, hashes_of, read_ledger, write_line
 from forgather_cli.diloco.registry import Registry
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.errors import SetupError, TrainingError
@@ -53,14 +52,15 @@ class Server:
         ledger = read_ledger(run.rounds)
         registry = Registry.from_document(read_json_object(run.diloco_workers)) if run.diloco_workers.exists() else None
         initial, kept = model.begin(ledger)
-        if len(kept) < len(ledger):
-            keep_lines(run.rounds, len(kept))
-            settings = replace(settings, rewind=True)
+        if goes_back := len(kept) < len(ledger):
+            model.submissions.drop(kept[-1].round)
+            drop_lines(run.rounds, len(kept), run.dropped_rounds)
         self._rounds = Rounds(
             settings,
             initial=initial,
             model=wire.model_hash(model.shapes.items()),
             ledger=kept,
+            dropped=hashes_of(run.dropped_rounds),
             registry=registry,
             now=time.monotonic(),
         )
@@ -68,8 +68,8 @@ class Server:
         if (line := self._rounds.line) is not None:
             for member in line.members:
                 if (submission := model.submissions.sent(member.round, member.slot)) is not None:
-                    if not submission.norms:
-                        submission = self._service.examined(submission)
+                    if goes_back or not submission.norms:  # else that was answered
+                        submission = self._rounds.arrived(self._service.examined(submission), model.sizes)
                     self._rounds.submit(submission, time.monotonic())
             self._forget()
         elif model.saved < 0:
@@ -199,9 +199,9 @@ class Server:
     async def _save(self) -> None:
         if (line := self._rounds.line) is not None:
             metrics = {} if self._service.norm is None else {"outer_grad_norm": self._service.norm}
-            opened = datetime.fromisoformat(line.time).timestamp()
-            oldest = min([line.round, *(member.round for member in line.members)])
-            await self._in_thread(self._model.save, line.round, line.hash, oldest, opened, metrics)
+            oldest = self._rounds.lines[min([line.round, *(member.round for member in line.members)])]
+            opened = datetime.fromisoformat(oldest.time).timestamp()  # what members send for it came later
+            await self._in_thread(self._model.save, line.round, line.hash, oldest.round, opened, metrics)
 
     async def _save_last(self) -> None:
         """Before the end. Raises TrainingError."""

@@ -6,6 +6,7 @@ which: ``{name: [first row, rows]}``. The parts of a submission hold each row of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -36,6 +37,8 @@ class Submissions:
         self.root, self._shapes, self._compression = root, shapes, compression
         self.most_bytes = sum(num_bytes(shape, "fp32") for shape in shapes.values()) + MAX_PART_HEADER
         """Of one part."""
+        self._held: list[Sequence[str]] = []
+        """Parts of submissions that are looked at, which no manifest names yet."""
         (root / "parts").mkdir(parents=True, exist_ok=True)
 
     def part(self, sha256: str) -> Path:
@@ -50,6 +53,15 @@ class Submissions:
             return False
         return True
 
+    @contextlib.contextmanager
+    def holding(self, parts: Sequence[str]) -> Iterator[list[str]]:
+        """``clean`` deletes none of these parts until their manifest is written; gives those that are not there."""
+        self._held.append(parts)
+        try:
+            yield [part for part in parts if not self.has(part)]
+        finally:
+            self._held.remove(parts)
+
     def write(self, submission: Submission) -> None:
         """Write and sync the manifest of a submission, whose parts are there. Raises OSError."""
         path = self.root / f"round-{submission.round:08d}-slot-{submission.slot:04d}.json"
@@ -60,19 +72,26 @@ class Submissions:
         path = self.root / f"round-{round:08d}-slot-{slot:04d}.json"
         return Submission.from_document(read_json_object(path)) if path.exists() else None
 
+    def drop(self, after: int) -> None:
+        """Delete manifests of later rounds than ``after``, which are gone."""
+        for path in list(self.root.glob("round-*-slot-*.json")):
+            if int(path.name.split("-")[1]) > after:
+                path.unlink()
+
     def clean(self, before: int, older_than: float, *, keep: bool) -> None:
         """Delete manifests of rounds below ``before`` unless ``keep``, and parts that no manifest names, of those that
         were last asked for before ``older_than`` (seconds since the epoch).
         """
-        named = set()
+        named = {part for parts in tuple(self._held) for part in parts}  # before the manifests, which may come now
         for path in list(self.root.glob("round-*-slot-*.json")):
             if not keep and int(path.name.split("-")[1]) < before:
                 path.unlink()
             else:
                 named |= set(read_json_object(path)["parts"])
         for path in list((self.root / "parts").iterdir()):  # of uploads that were cut too
-            if path.stem not in named and path.stat().st_mtime < older_than:
-                path.unlink()
+            with contextlib.suppress(FileNotFoundError):  # an upload that comes to its end now
+                if path.stem not in named and path.stat().st_mtime < older_than:
+                    path.unlink()
 
     # ---------------------------------------------------------------------------------------------------- their content
 

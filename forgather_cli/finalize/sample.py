@@ -11,10 +11,11 @@ from torch import Tensor
 from forgather_cli.config.schema import Config, Seq2SeqSettings, Ul2Settings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.loader import EvalLoader
-from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, unspelled
 from forgather_cli.errors import DataError, ForgatherError
 from forgather_cli.finalize.options import read_given
 from forgather_cli.labels import IGNORED, label_shift, num_targets, shifted
+from forgather_cli.models.build import most_tokens
 from forgather_cli.models.pretrained import num_sentinels
 
 MAX_TOKENS = 2048
@@ -112,6 +113,7 @@ def choose_sample(
 
 def _of_text(text: str, tokenizer: Tokenizer, limit: int, origin: str, is_paired: bool) -> Sample:
     ids = tokenizer.encode(text[: 32 * MAX_TOKENS])[:MAX_TOKENS]
+    ids = ids[len(tokenizer.prefix_tokens) - len(unspelled(tokenizer.prefix_tokens, ids)) :]
     if len(ids) < _MIN_TOKENS:
         raise DataError(f"--text: {origin} has {len(ids)} tokens, which prove nothing; give a longer text")
     whole = torch.tensor(ids)[None]
@@ -129,7 +131,8 @@ def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
     option = config.data
     if isinstance(option, Ul2Settings | Seq2SeqSettings):  # one example at a time
         option = replace(option, packing="pad", pack_encoder=None, pack_decoder=None)
-    data = load_data(option, seed=max(config.seed, 0), num_sentinels=num_sentinels(config.model))
+    sentinels, most = num_sentinels(config.model), most_tokens(config)
+    data = load_data(option, seed=max(config.seed, 0), num_sentinels=sentinels, model_tokens=most)
     if data.eval is None:
         raise DataError("it has no evaluation split")
     if data.tokenizer is not None and data.tokenizer.encode(BUILT_IN) != tokenizer.encode(BUILT_IN):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.data.chat.template import ChatTemplate
-from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, has_token
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.options import read_given
 from forgather_cli.input_files import parse_json, read_json_object
@@ -95,7 +95,7 @@ def _token(path: Path, line: int, entry: Any) -> NewToken:
 def check_new(tokens: Iterable[NewToken], tokenizer: Tokenizer, path: Path) -> None:
     """Raise DataError for a token that the vocabulary has."""
     for token in tokens:
-        if len(tokenizer.encode(token.text)) == 1 and tokenizer.decode(tokenizer.encode(token.text)) == token.text:
+        if has_token(tokenizer, token.text):
             raise DataError(
                 f"--add-tokens: {path}:{token.line}: {token.text!r} is a token already "
                 f"({tokenizer.encode(token.text)[0]}); take it out"

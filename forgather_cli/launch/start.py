@@ -322,6 +322,7 @@ def origin_of(loaded: Loaded) -> dict[str, Any]:
         "overrides": [hidden(each) for each in loaded.overrides],
         "directory": str(Path.cwd()),
         "option_files": loaded.option_files,
+        "given": sorted(loaded.given),
         "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         "recipe_text": hidden(loaded.recipe_text),
     }

@@ -14,6 +14,7 @@ from forgather_cli.config.schema import (
     Config,
     DecoderSettings,
     EncoderDecoderSettings,
+    InstructSettings,
     ModelOption,
     PretrainedSettings,
     Target,
@@ -32,16 +33,19 @@ from forgather_cli.targets import import_target, make
 
 log = logging.getLogger(__name__)
 
+_OF_TOKENS = ("lm_head.weight", "model.embed_tokens.weight")  # have a row for each token
 _REMEDY = "by its config.json; mend config.json or save the model again"
 
 
-def construct(config: Config, device: torch.device, *, vocab_size: int | None, seq_len: int) -> nn.Module:
+def construct(
+    config: Config, device: torch.device, *, vocab_size: int | None, seq_len: int, num_new: int = 0
+) -> nn.Module:
     """The model of a run without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
     where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
     if isinstance(config.model, Target) and where.type == "meta":
         where = torch.device("cpu")
     with where:
-        model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len)
+        model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len, num_new=num_new)
     if isinstance(config.model, Target) or isinstance(config.data, Target):
         return model
     if config.data.is_paired and not getattr(model, "is_encoder_decoder", False):
@@ -57,23 +61,24 @@ def construct(config: Config, device: torch.device, *, vocab_size: int | None, s
     return model
 
 
-def fill(config: Config, device: torch.device, module: nn.Module, seed: int) -> None:
+def fill(config: Config, device: torch.device, module: nn.Module, seed: int, *, num_known: int | None = None) -> None:
     """Give a run's parameters their first values: from the pretrained directory, or drawn by (seed, name).
 
-    A model of the user's keeps those of its constructor.
+    A model of the user's keeps those of its constructor. ``num_known``: see ``initialize``.
     """
     draws_on_device = config.construct_model_on == "device" and device.type != "cpu"
     draws_on_device = draws_on_device and isinstance(config.model, DecoderSettings)
     if draws_on_device:
         log.info("construct_model_on=device draws other numbers than meta and cpu do")
-    initialize(config.model, module, seed, device_generator=draws_on_device)
+    initialize(config.model, module, seed, device_generator=draws_on_device, num_known=num_known)
 
 
-def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) -> nn.Module:
+def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int, num_new: int = 0) -> nn.Module:
     """The whole model on the device that is current (meta too), without loaded weights.
 
     ``vocab_size`` is the tokenizer's, None where nothing tells, and ``seq_len`` the data's, in tokens; a ``_target_``
-    gets them if its signature names them and its arguments do not. Raises ModelError.
+    gets them if its signature names them and its arguments do not. A pretrained model gets rows for the last
+    ``num_new`` tokens, which the data added. Raises ModelError.
     """
     if vocab_size is None:
         vocab_size = own_vocab_size(option)
@@ -92,13 +97,13 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int) ->
         return _whole(option, vocab_size=vocab_size, seq_len=seq_len)
     if isinstance(option, PretrainedSettings):
         settings = read_settings(option.path)
-        grown = grown_vocabulary(option, settings.vocab_size or 0, tokens=vocab_size)
+        grown = grown_vocabulary(option, settings.vocab_size or 0, tokens=vocab_size, num_new=num_new)
         settings = dataclasses.replace(settings, vocab_size=grown)
         return _whole(settings, vocab_size=vocab_size, seq_len=seq_len)
     if isinstance(option, TransformersSettings):
         from forgather_cli.models.hf.build import build_causal_lm
 
-        return build_causal_lm(option, vocab_size=vocab_size, seq_len=seq_len)
+        return build_causal_lm(option, vocab_size=vocab_size, seq_len=seq_len, num_new=num_new)
     factory = import_target(option.path, "model")
     wanted = inspect.signature(factory).parameters
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
@@ -157,20 +162,36 @@ def own_vocab_size(option: ModelOption) -> int | None:
     return 0 if wanted is None or wanted.default is not wanted.empty else None
 
 
-def initialize(option: ModelOption, module: nn.Module, seed: int, *, device_generator: bool = False) -> None:
+def most_tokens(config: Config) -> int | None:
+    """Tokens that the model knows or can learn, for the markers that chats add; None where it gets as many as there
+    are: a directory's vocabulary grows, and fresh weights take the tokenizer's. Raises ModelError."""
+    if not isinstance(config.data, InstructSettings) or config.data.add_tokens is False:
+        return 0
+    if isinstance(config.model, PretrainedSettings | TransformersSettings) and config.model.path is not None:
+        return None
+    return own_vocab_size(config.model)
+
+
+def initialize(
+    option: ModelOption, module: nn.Module, seed: int, *, device_generator: bool = False, num_known: int | None = None
+) -> None:
     """Give the parameters of a model of ``option``, or of a part of one, their first values.
 
     They are read from the directory where there is one, else drawn from (seed, name), on the CPU or with
-    ``device_generator`` where they live. Raises ModelError.
+    ``device_generator`` where they live. ``num_known``: tokens that a directory's weights know, where the data added
+    some; the rows of these are the mean of the others. Raises ModelError.
     """
     if isinstance(option, PretrainedSettings):
-        load_pretrained(module, Path(option.path), seed=seed)
+        load_pretrained(module, Path(option.path), seed=seed, num_known=num_known)
     elif isinstance(option, TransformersSettings):
         from forgather_cli.models.hf.model import CausalLM
         from forgather_cli.models.hf.weights import load_causal_lm
 
         assert isinstance(module, CausalLM)
-        module.draw_all(seed) if option.path is None else load_causal_lm(module, option, seed=seed)
+        if option.path is None:
+            module.draw_all(seed)
+        else:
+            load_causal_lm(module, option, seed=seed, num_known=num_known)
     elif isinstance(option, EncoderDecoderSettings) and option.init_from is not None:
         if option.cross_attention == "fresh":
             init_parameters(module, seed, device_generator=device_generator)
@@ -205,19 +226,25 @@ def directory_option(directory: Path) -> PretrainedSettings | TransformersSettin
     return PretrainedSettings(path=str(directory))
 
 
-def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0) -> None:
+def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0, num_known: int | None = None) -> None:
     """Copy the weights of a Hugging Face directory into a decoder or a part of one, by name, in the module's dtype.
 
     The directory must hold exactly the tensors of the whole model; one tensor at a time is in memory, of a sharded one
-    the rows this rank holds. Rows beyond the directory's vocabulary (``resize_vocabulary``) follow from (seed, name).
-    Raises ModelError with the missing, extra or wrong-shaped tensors.
+    the rows this rank holds. Rows beyond the directory's vocabulary (``resize_vocabulary``) follow from (seed, name);
+    with ``num_known`` those behind so many are their mean. Raises ModelError with the missing, extra or wrong-shaped
+    tensors.
     """
     directory = Path(path).expanduser()
     files = tensor_files(directory)
     settings = read_settings(directory)
     names = _names_in_files(directory, settings, files)
     targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if n in names}
-    read_rows(targets, names, files, vocab_size=settings.vocab_size, seed=seed, remedy=_REMEDY)
+    rows = settings.vocab_size
+    if num_known is None:
+        read_rows(targets, names, files, vocab_size=rows, seed=seed, remedy=_REMEDY)
+    else:
+        known = dict.fromkeys(_OF_TOKENS, num_known)
+        read_rows(targets, names, files, vocab_size=rows, known=known, noise=0.0, seed=seed, remedy=_REMEDY)
 
 
 @torch.no_grad()
@@ -244,7 +271,8 @@ def load_both_stacks(module: nn.Module, directory: Path, cross_attention: str, *
         if source in known:  # a tied head is not
             targets[name], stored[name] = tensor, known[source]
     rows, tokens = settings.vocab_size, _num_tokens(directory)
-    read_rows(targets, stored, files, vocab_size=rows, num_tokens=tokens, seed=seed, remedy=_REMEDY)
+    trained = None if tokens is None else dict.fromkeys(_OF_TOKENS, tokens)
+    read_rows(targets, stored, files, vocab_size=rows, known=trained, seed=seed, remedy=_REMEDY)
 
 
 def _num_tokens(directory: Path) -> int | None:
@@ -265,7 +293,7 @@ def _names_in_files(
     with torch.device("meta"):
         whole = model_of(settings)
     names = {name: name for name, _ in whole.named_parameters()}
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    head, embedding = _OF_TOKENS
     ignored: set[str] = set()
     if settings.tie_word_embeddings:
         ignored = {head}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forgather_cli.errors import ModelError
 from forgather_cli.input_files import open_file, read_weight_map
-from forgather_cli.models.resize import rows_like
+from forgather_cli.models.resize import NOISE, rows_like
 from forgather_cli.shards import box_of, local
 
 _log = logging.getLogger(__name__)
@@ -71,15 +71,16 @@ def read_rows(
     files: Mapping[str, Path],
     *,
     vocab_size: int | None = None,
-    num_tokens: int | None = None,
+    known: Mapping[str, int] | None = None,
+    noise: float = NOISE,
     seed: int = 0,
     remedy: str,
 ) -> None:
     """Copy into each target the rows of it that this rank holds, one tensor at a time, in the target's dtype.
 
     ``stored``: parameter name -> its name in ``files``. A target may have more rows than the ``vocab_size`` that the
-    file has of it: they become rows for new tokens, by (seed, name); so do those behind the first ``num_tokens`` where
-    it is given, whatever the file has there. Raises ModelError for other shapes.
+    file has of it: they become rows for new tokens, by (seed, name) and with ``noise``; so do those behind the first
+    ``known[name]``, whatever the file has there. Raises ModelError for other shapes.
     """
     for file, wanted in _portions(targets, {name: files[stored[name]] for name in targets}):
         with opened(file) as tensors:
@@ -88,7 +89,7 @@ def read_rows(
                 shape = tuple(source.get_shape())
                 grown = False  # a vocabulary tensor with more rows than its file
                 if shape and shape[0] == vocab_size and shape[1:] == target.shape[1:]:
-                    old = min(shape[0], num_tokens or shape[0])
+                    old = min(shape[0], (known or {}).get(name, shape[0]))
                     grown = target.shape[0] > old
                 if shape != target.shape and not grown:
                     raise ModelError(
@@ -101,7 +102,7 @@ def read_rows(
                         "model again"
                     )
                 if grown:
-                    _read_grown(target, source, old, name=name, seed=seed)
+                    _read_grown(target, source, old, name=name, seed=seed, noise=noise)
                 else:
                     local(target).copy_(source[box_of(target).slices])
 
@@ -128,7 +129,7 @@ def _portions(targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> Itera
             yield file, portion
 
 
-def _read_grown(target: Tensor, source: Any, old: int, *, name: str, seed: int) -> None:
+def _read_grown(target: Tensor, source: Any, old: int, *, name: str, seed: int, noise: float) -> None:
     """Fill this rank's rows of a grown tensor: the first ``old`` from the file, then new ones.
 
     A rank that holds new rows reads through the whole file's tensor, some thousand rows at a time, for their mean.
@@ -140,7 +141,7 @@ def _read_grown(target: Tensor, source: Any, old: int, *, name: str, seed: int) 
     if stop > old:
         blocks = (source[first : min(first + _BLOCK_ROWS, old)] for first in range(0, old, _BLOCK_ROWS))
         # all of them, of which this rank takes its own: draws depend on how many there are
-        new = rows_like(blocks, target.shape[0] - old, name=name, seed=seed)
+        new = rows_like(blocks, target.shape[0] - old, name=name, seed=seed, noise=noise)
         first = max(start, old)
         held[first - start :].copy_(new[(slice(first - old, stop - old), *columns)])
         _log.info("%s has %d new rows after %d", name, len(new), old)

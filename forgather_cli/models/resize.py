@@ -23,18 +23,21 @@ NOISE = 0.01
 _BLOCK_ROWS = 4096
 
 
-def grown_vocabulary(option: PretrainedSettings | TransformersSettings, rows: int, *, tokens: int) -> int:
+def grown_vocabulary(
+    option: PretrainedSettings | TransformersSettings, rows: int, *, tokens: int, num_new: int = 0
+) -> int:
     """Rows that the model at ``option.path``, which has ``rows`` of them, gets for a tokenizer of ``tokens`` tokens.
 
-    Rows without a token (padded vocabularies) are kept. Raises ModelError if there are too few and nobody said resize.
+    The last ``num_new`` tokens get rows in any case. Rows without a token (padded vocabularies) are kept. Raises
+    ModelError if there are too few for the others and nobody said resize.
     """
     if not option.resize_vocabulary:
-        if rows < tokens:
+        if rows < tokens - num_new:
             raise ModelError(
-                f"data.tokenizer: has {tokens} tokens, the model in {option.path} only {rows}; set "
+                f"data.tokenizer: has {tokens - num_new} tokens, the model in {option.path} only {rows}; set "
                 f"model.resize_vocabulary=true to add rows for the others, or data.tokenizer={option.path}"
             )
-        return rows
+        return max(rows, tokens)
     multiple = option.pad_vocab_to_multiple_of or 1
     return -(-max(rows, tokens) // multiple) * multiple
 
@@ -48,11 +51,11 @@ def new_rows(weight: Tensor, count: int, *, name: str = "", seed: int = 0) -> Te
     return rows_like(blocks, count, name=name, seed=seed).to(weight)
 
 
-def rows_like(blocks: Iterable[Tensor], count: int, *, name: str, seed: int) -> Tensor:
+def rows_like(blocks: Iterable[Tensor], count: int, *, name: str, seed: int, noise: float = NOISE) -> Tensor:
     """``count`` rows after those of ``blocks``, (rows, ...) each, which are read once and in order; fp32 on the CPU."""
     mean, std = _moments(blocks)
-    noise = torch.empty((count, *mean.shape)).normal_(generator=torch.Generator().manual_seed(stable_seed(seed, name)))
-    return (mean + NOISE * std * noise).float()
+    drawn = torch.empty((count, *mean.shape)).normal_(generator=torch.Generator().manual_seed(stable_seed(seed, name)))
+    return (mean + noise * std * drawn).float()
 
 
 def _moments(blocks: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

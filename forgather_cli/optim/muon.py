@@ -61,19 +61,21 @@ class Muon(torch.optim.Muon):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for together in _batches([p for p in group["params"] if p.grad is not None]):
-                updates = [self._update(p, group) for p in together]
-                if is_sharded(together[0]):
+            matrices = [p for p in group["params"] if p.grad is not None]
+            by_rows = bool(matrices) and is_sharded(matrices[0])  # one strategy has placed them all
+            for together in _batches(matrices, by_rows):
+                updates = [self._update(p, group, by_rows) for p in together]
+                if by_rows:
                     updates = _orthogonalised_by_rows(updates, together, group)
                 elif len(together) == 1:
                     updates = [orthogonalised(updates[0], group)]
                 else:
                     updates = list(orthogonalised(torch.stack(updates), group))
                 for parameter, update in zip(together, updates, strict=True):
-                    _apply(parameter, update, group)
+                    _apply(local(parameter) if by_rows else parameter, parameter.shape, update, group)
         return loss
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    def _update(self, parameter: Tensor, group: dict[str, Any], by_rows: bool) -> Tensor:
         """What is to be made orthogonal, of a sharded parameter this rank's rows, in bf16."""
         state, momentum, warmup = self.state[parameter], group["momentum"], group["momentum_warmup_steps"]
         assert parameter.grad is not None
@@ -85,21 +87,23 @@ class Muon(torch.optim.Muon):
             start = min(_MOMENTUM_START, momentum)
             momentum = start + (momentum - start) * min(1.0, state["step"] / warmup)
             state["step"] += 1
-        gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
+        gradient, buffer = parameter.grad, state["momentum_buffer"]
+        if by_rows:
+            gradient, buffer = local(gradient), local(buffer)
         buffer.lerp_(gradient, 1 - momentum)
         return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
 
-def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+def _batches(parameters: list[Tensor], by_rows: bool) -> Iterator[list[Tensor]]:
     """Matrices that are orthogonalised in one go: whole ones of equal shape, or one for each rank of those by rows.
 
     The latter in the order of their sizes, so that no rank waits for a larger one than its own.
     """
     parameters = sorted(parameters, key=lambda p: (p.numel(), p.shape))
-    for _, members in itertools.groupby(parameters, lambda p: None if is_sharded(p) else p.shape):
+    for _, members in itertools.groupby(parameters, lambda p: None if by_rows else p.shape):
         equal = list(members)
         size = 1
-        if is_sharded(equal[0]):
+        if by_rows:
             size = row_group(equal[0]).size()
         elif equal[0].is_cuda or min(equal[0].shape) >= _ALONE_BELOW:
             size = max(1, _BATCH // equal[0].numel())
@@ -128,9 +132,9 @@ def orthogonalised(updates: Tensor, group: dict[str, Any]) -> Tensor:
     return (x.mT if tall else x).bfloat16()
 
 
-def _apply(parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-    """Decay the weights and take the step; ``update`` is this rank's rows."""
-    lr, rows, shape = float(group["lr"]), local(parameter), parameter.shape
+def _apply(rows: Tensor, shape: Sequence[int], update: Tensor, group: dict[str, Any]) -> None:
+    """Decay the weights and take the step; ``rows`` and ``update`` are this rank's, of a matrix of ``shape``."""
+    lr = float(group["lr"])
     decay = lr * group["weight_decay"]
     if group["cautious_weight_decay"]:
         rows.sub_(rows * (rows * update > 0), alpha=decay)

@@ -1,7 +1,8 @@
 """What optimizers remember, by parameter and group name: taken out for a checkpoint, put back bit for bit.
 
 Tensors are named ``<parameter>.<state key>``. The rest is JSON: per group the settings it was built with, what has
-changed since, and its parameters' names; per parameter its tensors' keys and its values that are not tensors.
+changed since, and its parameters' names; per parameter its tensors' keys, its values that are not tensors, and at which
+step it is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from forgather_cli.errors import CheckpointError, SetupError
-from forgather_cli.input_files import AMOUNT, ANYTHING, NUMBER, TEXT, check_fields, list_of, object_of, optional
+from forgather_cli.input_files import (
+    AMOUNT,
+    ANYTHING,
+    NUMBER,
+    TEXT,
+    FieldError,
+    check_fields,
+    list_of,
+    object_of,
+    optional,
+)
 from forgather_cli.shards import local
 
 Winner = Literal["config", "checkpoint"]
@@ -67,7 +78,10 @@ class ParameterOptimizer(ABC):
         """Everything that is not a tensor, JSON-able. Raises SetupError naming what cannot be saved."""
         tensors: dict[str, list[str]] = {}
         values: dict[str, dict[str, Any]] = {}
+        steps: dict[str, float] = {}
         for name, key, value in self._entries():
+            if key == "step" and AMOUNT.holds(step := _number(value)):
+                steps[name] = step
             if isinstance(value, Tensor):
                 tensors.setdefault(name, []).append(key)
             else:
@@ -83,7 +97,7 @@ class ParameterOptimizer(ABC):
                     "changed": {key: value for key, value in now.items() if key not in built or built[key] != value},
                     "lr": plain(group["lr"], f"optimizer group {group['name']}: lr"),
                 }
-        return {"groups": groups, "tensors": tensors, "values": values}
+        return {"groups": groups, "tensors": tensors, "values": values, "steps": steps}
 
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter name, state key, value) in the order of the groups."""
@@ -314,12 +328,26 @@ def check_group_states(state: Any) -> None:
         )
     for name, values in state["values"].items():
         check_fields({"step": 0, **values}, {"step": AMOUNT}, f"values.{name}")
+    check_fields({"steps": {}, **state}, {"steps": object_of(AMOUNT)})
+
+
+def check_steps(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise FieldError where a parameter's count of steps is not what ``group_state`` (from 0.3 on) says of it."""
+    for name, step in state.get("steps", {}).items():
+        there = tensors.get(f"{name}.step", state["values"].get(name, {}).get("step"))
+        if there is not None and (number := _number(there)) != step:  # None: of a parameter on another rank
+            raise FieldError(f"{name} was saved at step {step:g}, and its state is at {number!r:.20}")
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def merge_group_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """``group_state`` of the whole model from those of ranks that hold parts of it."""
-    merged: dict[str, Any] = {"groups": {}, "tensors": {}, "values": {}}
+    merged: dict[str, Any] = {"groups": {}, "tensors": {}, "values": {}, "steps": {}}
     for state in states:
+        merged["steps"] |= state["steps"]
         merged["tensors"] |= state["tensors"]
         merged["values"] |= state["values"]
         for name, group in state["groups"].items():

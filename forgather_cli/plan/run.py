@@ -14,6 +14,7 @@ from forgather_cli.config.schema import (
     Config,
     EncoderDecoderSettings,
     FSDP2Settings,
+    InstructSettings,
     PipelineSettings,
     Seq2SeqSettings,
     Target,
@@ -89,12 +90,13 @@ class RunPlan:
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
     from forgather_cli.data.build import cached_token_counts
+    from forgather_cli.models.build import most_tokens
 
     precision, why = without_auto(config.precision, config.device)
     config = _known(config)
     world_size = plan_layout(config).world
-    counts = cached_token_counts(config.data) or {}
-    seq_len, vocab_size = _seq_len(config), _vocab_size(config, counts)
+    counts = cached_token_counts(config.data, model_tokens=most_tokens(config)) or {}
+    seq_len, (vocab_size, num_new) = _seq_len(config), _vocabulary(config, counts)
     if isinstance(config.trainer, PipelineSettings):
         batch = batch_plan(config, config.trainer.shard, multiple_of=config.trainer.n_microbatches)
     else:  # a user's strategy is taken for data parallel
@@ -118,7 +120,7 @@ def make_plan(config: Config) -> RunPlan:
         ranks=[],
         checkpoint_bytes=None,
     )
-    return made if vocab_size is None else _with_model(made, config, vocab_size)
+    return made if vocab_size is None else _with_model(made, config, vocab_size, num_new)
 
 
 def _known(config: Config) -> Config:
@@ -127,13 +129,13 @@ def _known(config: Config) -> Config:
     return replace(config, precision=without_auto(config.precision, config.device)[0])
 
 
-def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
+def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) -> RunPlan:
     """What follows from the model. Without a length of sequences neither operations nor activations are known."""
     from forgather_cli.models.pretrained import architecture
     from forgather_cli.trainer.metrics import Flops
 
     seq_len = made.seq_len
-    model, rows, stages, memory_of = _on_meta(config, vocab_size, seq_len, made.world_size)
+    model, rows, stages, memory_of = _on_meta(config, vocab_size, num_new, seq_len, made.world_size)
     piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
     optimizer, total = optimizer_bytes(rows), sum(row.numel for row in rows)
     planned = []
@@ -157,19 +159,21 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int) -> RunPlan:
 def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
     from forgather_cli.data.build import cached_token_counts
+    from forgather_cli.models.build import most_tokens
 
     config = _known(config)
-    seq_len, vocab_size = _seq_len(config), _vocab_size(config, cached_token_counts(config.data) or {})
+    counts = cached_token_counts(config.data, model_tokens=most_tokens(config)) or {}
+    seq_len, (vocab_size, num_new) = _seq_len(config), _vocabulary(config, counts)
     if seq_len is None or vocab_size is None:
         raise ConfigError(
             "data._target_: its vocabulary and the length of its sequences are known when it is made; for --fit set "
             "model.vocab_size and data.seq_len"
         )
-    return _on_meta(config, vocab_size, seq_len, plan_layout(config).world)[-1]
+    return _on_meta(config, vocab_size, num_new, seq_len, plan_layout(config).world)[-1]
 
 
 def _on_meta(
-    config: Config, vocab_size: int, seq_len: int | None, world: int
+    config: Config, vocab_size: int, num_new: int, seq_len: int | None, world: int
 ) -> tuple[
     nn.Module, list[PlannedParameter], list[tuple[Stage, list[PlannedParameter]]], Callable[[int], list[RankMemory]]
 ]:
@@ -186,7 +190,7 @@ def _on_meta(
         with torch.device("meta"):
             # of rows with two sides positions begin anew with each example
             length = config.data.seq_len if isinstance(config.data, Ul2Settings | Seq2SeqSettings) else seq_len
-            model = build_model(config.model, vocab_size=vocab_size, seq_len=length or 1)
+            model = build_model(config.model, vocab_size=vocab_size, seq_len=length or 1, num_new=num_new)
         if (dtype := parameter_dtype(config.precision)) is not None:
             cast_parameters(model, dtype)
         return model
@@ -248,24 +252,29 @@ def _flops_per_token(flops: Flops, encoder: int, decoder: int) -> float:
     return flops.total(encoder + decoder, squares, decoder) / (encoder + decoder)
 
 
-def _vocab_size(config: Config, counts: dict[str, int | None]) -> int | None:
-    """The tokenizer's; of a ``bpe`` that is not trained yet the size it is asked for. Of data of the user's, which tell
-    when they are made, the model's; None where that takes theirs."""
+def _vocabulary(config: Config, counts: dict[str, int | None]) -> tuple[int | None, int]:
+    """(tokens of the tokenizer, how many of them chats add to it); of a ``bpe`` that is not trained yet the size it is
+    asked for. Of data of the user's, which tell when they are made, the model's; None where that takes theirs."""
     from forgather_cli.data.text.tokenizer import load_tokenizer
-    from forgather_cli.models.build import own_vocab_size
+    from forgather_cli.models.build import most_tokens, own_vocab_size
 
     if isinstance(config.data, Target):
-        return own_vocab_size(config.model)
+        return own_vocab_size(config.model), 0
+    if isinstance(config.data, InstructSettings):
+        from forgather_cli.data.chat.instruct import find_tokenizer
+
+        tokenizer = find_tokenizer(config.data, most_tokens(config))[0]
+        return tokenizer.vocab_size, tokenizer.num_new
     if known := counts.get("vocab_size"):
-        return known
+        return known, 0
     if config.data.tokenizer == "bpe":
-        return config.data.bpe_vocab_size
+        return config.data.bpe_vocab_size, 0
     known = load_tokenizer(config.data.tokenizer).vocab_size
     if not isinstance(config.model, EncoderDecoderSettings):  # a directory's tokenizer has them already
-        return known
+        return known, 0
     if isinstance(config.data, Ul2Settings):
         known += len({each.prefix for each in config.data.mixture_of()})
-    return known + config.model.num_sentinel_tokens
+    return known + config.model.num_sentinel_tokens, 0
 
 
 def _steps(config: Config, samples: int | None, global_batch: int) -> int | None:

@@ -28,7 +28,7 @@ from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.input_files import COUNT, FieldError, check_fields
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.models.pretrained import write_model_files
-from forgather_cli.optim.state import check_group_states, merge_group_states
+from forgather_cli.optim.state import check_group_states, check_steps, merge_group_states
 from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
 from forgather_cli.trainer.run import Run
@@ -292,6 +292,8 @@ class Checkpoints:
                 for key in groups["tensors"].get(name, ())
             }
         _refuse_not_finite(reader, tensors, run.cpu_group)
+        with reader.loading(reader.file_of("optimizer"), "optimizer"):
+            check_steps(groups, tensors)
         trained = set().union(*gather(list(parameters), run.cpu_group))
         changes = run.optimizer.load(tensors, groups, all_names=trained)
         if not run.config_tree:  # else the settings behind them have been told already

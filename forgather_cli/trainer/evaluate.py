@@ -16,8 +16,10 @@ import torch.nn.functional as F
 
 from forgather_cli.callbacks.base import TrainerState
 from forgather_cli.checkpoint.manifest import BestBy
-from forgather_cli.config.schema import RunSettings
-from forgather_cli.distributed import all_sum, gather, world
+from forgather_cli.config import schedule
+from forgather_cli.config.schema import Config, DataOption, RunSettings, typed
+from forgather_cli.data.loaders.iterable import is_empty
+from forgather_cli.distributed import all_sum, gather, on_rank_0, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.labels import take_num_tokens
 from forgather_cli.loss import EvalMetrics, Loss
@@ -31,6 +33,50 @@ from forgather_cli.trainer.step_sync import StepSync, Sum
 log = logging.getLogger(__name__)
 
 _LOG_OF_MAX = math.log(sys.float_info.max)
+
+
+_ASKING = (
+    "eval_strategy", "eval_on_start", "eval_on_save", "load_best_model_at_end", "data.eval_files", "data.eval_split",
+    "data.eval_fraction",
+)  # fmt: skip
+"""Settings by which a recipe or a command asks for evaluations, unless their values are empty."""
+
+
+def has_samples(run: Run, dataset: Any) -> bool:
+    """Collective. Whether there is something to evaluate on. Where there is not and evaluations would be due, that is
+    told in one line; raises DataError where somebody has asked for them.
+    """
+    if not schedule.evaluates(run.args):
+        return dataset is not None
+
+    def look() -> bool:
+        if not is_empty(dataset):
+            return True
+        if not isinstance(run.args, Config):
+            raise DataError("eval_dataset: has no samples; give it some, or set eval_strategy=no")
+        nothing, given = run.args.data.nothing_held_out, run.run_dir.given()
+        cause, remedy = (nothing.because, nothing.remedy) if nothing else nothing_to_read(run.args.data)
+        values = {**vars(run.args), **{f"data.{name}": value for name, value in vars(run.args.data).items()}}
+        asking = [name for name in _ASKING if name in given and values.get(name) not in ("no", False, None, [], 0.0)]
+        if asking and nothing is None:  # else the rules have let it pass: a later layer has taken the split away
+            who = "" if cause in asking else f", and {asking[0]} asks for evaluations"
+            raise DataError(f"{cause}{who}; {remedy}, or leave {asking[0]} out")
+        log.warning("nothing is evaluated: %s; %s", cause, remedy)
+        return False
+
+    return on_rank_0(look, run.cpu_group)
+
+
+def nothing_to_read(data: DataOption) -> tuple[str, str]:
+    """What to say of an option whose evaluation split is empty, and the remedy."""
+    for name, remedy in (
+        ("eval_files", "give files with some"),
+        ("eval_split", "name a split with some"),
+        ("eval_fraction", "raise it, or set data.eval_files"),
+    ):
+        if value := getattr(data, name, None):
+            return f"data.{name}: leaves no sample to evaluate on, got {typed(value)}", remedy
+    return f"data: the evaluation split of {data} has no samples", "have it return some"
 
 
 class EvaluationStopped(Exception):

@@ -46,7 +46,15 @@ from forgather_cli.trainer.build import collate_fn, eval_loader, model_spec, num
 from forgather_cli.trainer.checkpoints import RESERVED, Checkpoints, drawn_seed, save_model, write_side_files
 from forgather_cli.trainer.device_errors import explain_model, explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
-from forgather_cli.trainer.evaluate import PredictionOutput, Predictions, evaluate, tasks_of, track_best, users_metrics
+from forgather_cli.trainer.evaluate import (
+    PredictionOutput,
+    Predictions,
+    evaluate,
+    has_samples,
+    tasks_of,
+    track_best,
+    users_metrics,
+)
 from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.from_python import Objects, RunFiles, built_in, described_data, script_files
 from forgather_cli.trainer.generate import generated
@@ -570,11 +578,11 @@ class Trainer:
             run.epochs.update_max_steps()
         self._recovery.begin(reader)
         self.checkpoints.trial()
-        if self.eval_dataset is not None and schedule.evaluates(args):
+        can_evaluate = has_samples(run, self.eval_dataset)
+        if can_evaluate and schedule.evaluates(args):
             self._eval_loader(None)
         state.num_train_epochs = args.num_train_epochs
         state.logging_steps, state.eval_steps, state.save_steps = args.logging_steps, args.eval_steps, args.save_steps
-        can_evaluate = self.eval_dataset is not None
         self._step_end = StepEnd(
             run, self.checkpoints, self._recovery, self.evaluate, self.log, can_evaluate=can_evaluate
         )

@@ -14,14 +14,16 @@ once. The global weights after the last round, and what each worker has trained,
 the same layouts, bit for bit. With ``--lying`` the undisturbed run has a third member too, which sends NaN in each
 round, or no third member where the liar's registrations are refused. With ``--mode`` half of the liars, in async mode
 all, send changes too that may count, tiny ones and growing ones in turn with huge ones; then the weights are nobody's,
-but all that the honest send must count. ``--control`` makes ``max_change`` 1e9. ``--honest`` is in
-``diloco_honest.py``. Exit code 1 if a trial fails; its runs are kept.
+but all that the honest send must count, and nothing of the liar's that is beyond them while they are most.
+``--control`` makes ``max_change`` 1e9. ``--honest`` is in ``diloco_honest.py``. Exit code 1 if a trial fails; its runs
+are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -225,7 +227,7 @@ class Campaign:
         ]  # fmt: skip
         workers = {name: [*recipe, *LAYOUTS[layout]] for name, layout in zip(("a", "b"), trial.layouts, strict=True)}
         members = team(root, port, [*recipe, *ours], workers, self._launch)
-        liar = Liar(port, TOKEN, root / "server", trial.seed, trial.liar) if trial.liar else None
+        liar = Liar(port, TOKEN, trial.seed, trial.liar) if trial.liar else None
         with ended(members.values()), liar or contextlib.nullcontext():
             began = time.monotonic()
             for member in members.values():
@@ -247,7 +249,7 @@ class Campaign:
                     raise RuntimeError(f"{', '.join(left)} did not come to an end")
                 time.sleep(0.1)
             if liar is not None:
-                trial.problems += liar.problems
+                trial.problems += liar.problems + _wrongly_counted(liar, root / "server")
                 trial.done.append("lies: " + ", ".join(f"{what} {n}" for what, n in sorted(liar.told.items())))
             codes = {name: member.process.poll() for name, member in members.items()}
             # a worker that was killed after its last round finds no server any more: it waits, and ends to be resumed
@@ -298,6 +300,23 @@ def thrown_out(server: Path, allowed: Collection[str] = ()) -> list[str]:
             told = [*closed.rejected, *((who, "missing") for who in closed.missing)]
             found += [f"{who} does not count: {why}" for who, why in told if who not in allowed]
     return found
+
+
+def _wrongly_counted(liar: Liar, server: Path) -> list[str]:
+    """What the liar has sent and must not count. How large a change may be is its to say once it is half of all."""
+    lines = read_ledger(server / "rounds.jsonl")
+    outvoted = {
+        sent.round
+        for before, line in itertools.pairwise(lines)
+        if line.closed is not None and len(before.members) > 2
+        for sent, _ in line.closed.submissions
+        if sent.worker == "c"
+    }
+    return [
+        f"round {round}: {what} of the liar counts"
+        for round, what in liar.counted.items()
+        if what != "1000 x" or round in outvoted
+    ]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import random
 import socket
 import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -40,9 +39,9 @@ _PAUSE = 0.1  # seconds before it asks a server again that is away
 class Liar:
     """As a context: the thread lies in it. ``problems``: what the server has answered and must not."""
 
-    def __init__(self, port: int, token: str, run: Path, seed: int, how: str) -> None:
-        """``how``: lies, plays, void or knocks; ``run``: of the server."""
-        self._port, self._token, self._run, self._how = port, token, run, how
+    def __init__(self, port: int, token: str, seed: int, how: str) -> None:
+        """``how``: lies, plays, void or knocks."""
+        self._port, self._token, self._how = port, token, how
         self._rng = random.Random(seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._live, daemon=True)
@@ -60,6 +59,8 @@ class Liar:
         self.told: Counter[str] = Counter()
         """What was sent how often."""
         self.problems: list[str] = []
+        self.counted: dict[int, str] = {}
+        """By round: what is beyond any bound, or beyond that of most members."""
 
     def __enter__(self) -> Liar:
         self._thread.start()
@@ -173,7 +174,7 @@ class Liar:
         self.told[what] += 1
         self._rejected = self._rejected + 1 if status == "rejected" else 0
         if status != "rejected" and what not in MAY_COUNT:
-            self.problems.append(f"round {told['round']}: {what} of the liar is {status}")
+            self.counted[told["round"]] = what
 
     def _part(self, names: list[str], change: str) -> bytes:
         """A change of whole tensors: beyond ``max_change``, or such that it may count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,23 @@ def test_shards_of_two_ranks_are_refused_on_one_device(tmp_path: Path, capfd: py
     run = copied("ddp-shards", tmp_path / "run")
     assert forgather("resume", str(run.root), "trainer=single", *data_paths("ddp-shards", tmp_path)) == 2
     assert "ignore_data_skip=true" in capfd.readouterr().err
+
+
+def test_chats_that_today_s_rules_read_otherwise_are_refused_with_the_remedy(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And where all is as it was, or the old tokens are in the cache and the same, a run goes on (above, and in
+    ``test_records``)."""
+    run, file = copied("single-adafactor", tmp_path / "run"), Path("data/chats.jsonl")
+    file.parent.mkdir()
+    file.write_text((GOLDEN / file).read_text().replace('"role": "user"', '"role": "user", "name": "Ann"'))
+    os.utime(file, (0, 0))  # nothing says that it has changed
+    words = [f"data.files=[{file}]", "data.cache_dir=cache"]
+    assert forgather("resume", str(run.root), *words) == 2
+    refused = capfd.readouterr().err
+    assert "other rules" in refused
+    assert "the version of Forgather that saved it, or leave data out of resume_components" in refused
+    assert not list(run.checkpoints.glob("*7*")), "nothing is trained"
 
 
 # ------------------------------------------------------------------------------------------------------------ going on

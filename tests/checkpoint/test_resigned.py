@@ -105,6 +105,16 @@ def test_a_run_goes_on_from_the_checkpoint_before(
     assert f"{STEP_1} is used" in text
 
 
+@pytest.mark.parametrize("step", [0.0, 1.0, 3.0])
+def test_a_parameter_at_another_step_is_damage(here: Path, step: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its moments would be corrected by another factor."""
+    void(STEP_2, step, "optimizer/optimizer.safetensors", f"{WEIGHT}.step", place=0)
+    code, text = said(capsys, "resume", "RUN", "max_steps=3")
+    assert code == 2
+    assert WEIGHT in text
+    assert f"use {STEP_1}, " in text.replace(f"{here}/", "")
+
+
 def test_there_is_none_that_would_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     void(STEP_1)
     void(STEP_2)
@@ -222,7 +232,8 @@ WRONG: list[tuple[tuple[str | int, ...], Any]] = [
     ((*SMALL_GROUP, "lr"), NAN), ((*SMALL_GROUP, "parameters"), [1]), ((*SMALL_GROUP, "settings", "initial_lr"), "x"),
     ((*SMALL_GROUP, "changed"), {"betas": "x"}), ((*SMALL_GROUP, "changed"), {"params": []}),
     (("optimizer", "tensors"), {}), (("optimizer", "tensors", WEIGHT), [DEEP]),
-    (("optimizer", "values"), {"a": {"step": "x"}}),
+    (("optimizer", "values"), {"a": {"step": "x"}}), (("optimizer", "steps", WEIGHT), 1),
+    (("optimizer", "steps", WEIGHT), "x"), (("optimizer", "steps"), [2]),
     (("identity",), "x"), (("identity", "config"), []), (("identity", "data", "fingerprint"), 5),
     (("trainer", "best_metric"), {"$": "nothing"}), (("trainer", "best_metric"), {"$": []}),
     (("trainer", "best_metric"), {"$": "int", "hex": 5}), (("trainer", "best_metric"), {"$": "tensor", "tensor": "x"}),

@@ -15,7 +15,7 @@ import pytest
 from program import forgather
 from safetensors.torch import load_file, save_file
 
-from forgather_cli.input_files import MAX_DEPTH, file_inside, parse_json, parse_yaml
+from forgather_cli.input_files import MAX_DEPTH, file_inside, parse_json, parse_yaml, read_json, read_text, read_yaml
 
 SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
          "max_steps=1", "data=synthetic", "num_samples=64", "num_eval_samples=4"]  # fmt: skip
@@ -248,6 +248,18 @@ def test_plain_documents_are_read_as_their_libraries_read_them() -> None:
         with pytest.raises(ValueError, match=r"\w"):
             parse_yaml(wrong)
     assert file_inside(Path("x"), "y/z") == Path("x/y/z")
+
+
+def test_a_document_behind_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """Windows writes one first; the standard library's JSON refuses it."""
+    path = tmp_path / "a"
+    for read, text, value in (
+        (read_json, '{"a": 1}', {"a": 1}),
+        (read_yaml, "a: 1\n", {"a": 1}),
+        (read_text, "token\n", "token\n"),
+    ):
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert read(path) == value
 
 
 def test_a_model_whose_sharded_weights_lie_in_its_directory_loads(here: Path) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf._utils import get_yaml_loader
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.decode import dump_tree
+from forgather_cli.config.diloco import load_server_settings
 from forgather_cli.config.load import load_config
 from forgather_cli.config.mistakes import ELSEWHERE
 from forgather_cli.config.options import GROUPS
-from forgather_cli.config.paths import settings
+from forgather_cli.config.overrides import expand
+from forgather_cli.config.paths import settings, walk
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import ConfigError
 
@@ -223,6 +229,67 @@ def test_mistakes_in_a_recipe_name_the_file(problems: Problems, tmp_path: Path) 
         "choose trainer=pipeline or remove it with ~n_microbatches",
         f"learning_rat: unknown setting in {file}; did you mean learning_rate?",
     ]
+
+
+def test_the_advice_for_a_text_gives_what_was_typed(problems: Problems, tmp_path: Path) -> None:
+    """Hydra and YAML make numbers of 2023_09 and 1e5: as a name, another one is meant than their digits say."""
+    for typed in ("2023_09", "1e5", "1E5", "1_000", "1.50", "true", "TRUE", "inf"):
+        for name in ("output_dir", "job_id", "tokenizer", "resume_from_checkpoint"):
+            if (typed, name) in (("true", "resume_from_checkpoint"), ("TRUE", "resume_from_checkpoint")):
+                continue
+            (problem,) = problems(f"{name}={typed}")
+            advice = re.fullmatch(rf"{name}: must be .*text, got {re.escape(typed)}; write (.+)", problem)
+            assert advice, problem
+            assert advice[1] == f"""{name}="'{typed}'\""""
+            (word,) = shlex.split(advice[1])
+            loaded = load_config(None, [word, "++callbacks.control={}"], cwd=tmp_path)
+            assert dict(walk(loaded.tree))[loaded_path(name)] == typed
+    assert problems("data=text", "files=[a,2023_09,1e5]", "text_key=1_0") == [
+        "files.1: must be text, got 2023_09; write '2023_09' with the quotes",
+        "files.2: must be text, got 1e5; write '1e5' with the quotes",
+        """text_key: must be text, got 1_0; write text_key="'1_0'\"""",
+    ]
+    assert "got 2023_09; write" in problems("data=text", "data={files:[a],text_key:2023_09}")[0]
+    write(tmp_path / "conf/model/2023_09.yaml", "defaults: [nano]\n")
+    assert problems("model=2023_09") == ["""model=2023_09: is read as 202309; write model="'2023_09'\""""]
+    load_config(None, ["model='2023_09'"], cwd=tmp_path)
+    assert problems("model=1e9")[0].startswith("model=1e9: no such option")
+    assert expand(["job_id=2023_09,1e5", "learning_rate=1e-3"]) == [
+        ["job_id=2023_09", "learning_rate=1e-3"],
+        ["job_id=1e5", "learning_rate=1e-3"],
+    ]
+    with pytest.raises(ConfigError, match=r"""diloco\.host: must be text, got 1e5; write diloco\.host="'1e5'\""""):
+        load_server_settings(["diloco.host=1e5"])
+
+
+def loaded_path(name: str) -> str:
+    return "data.tokenizer" if name == "tokenizer" else name
+
+
+def test_the_advice_for_a_text_gives_what_a_file_has(problems: Problems, tmp_path: Path) -> None:
+    option = write(tmp_path / "conf/data/mine.yaml", "type: text\nfiles: [2023_09]\ntext_key: 1e5\n")
+    file = write(
+        tmp_path / "recipes/mine.yaml",
+        "defaults: [train, {override data: mine}, _self_]\noutput_dir: 2023_09 # of September\njob_id: 0x10\n"
+        "logging_dir: no\nmetric_for_best_model: 1:30\ntokenizer: 010\ndata:\n  eval_files:\n  - a\n  - 1_0\n",
+    )
+    found = dict(problem.split(": ", 1) for problem in problems(recipe="mine"))
+    typed = {"output_dir": "2023_09", "job_id": "0x10", "logging_dir": "no", "metric_for_best_model": "1:30",
+             "tokenizer": "010",
+             "data.eval_files.1": "1_0"}  # fmt: skip
+    for name, text in typed.items():
+        assert found.pop(name) == f"must be text, got {text} in {file}; write '{text}' with the quotes"
+        file.write_text(re.sub(rf"(?m)(: |- ){text}( |$)", rf"\1'{text}'\2", file.read_text()))
+    for name, text in {"data.files.0": "2023_09", "data.text_key": "1e5"}.items():
+        assert found.pop(name) == f"must be text, got {text} in {option}; write '{text}' with the quotes"
+    assert not found
+    text = option.read_text().replace("2023_09", "'2023_09'").replace("1e5", "'1e5'")
+    option.write_text(text)
+    loaded = load_config("mine", ["++callbacks.control={}"], cwd=tmp_path)
+    assert (loaded.config.output_dir, loaded.config.job_id, loaded.config.data.text_key) == ("2023_09", "0x10", "1e5")
+    # what is shown is a recipe: it has the quotes that it needs
+    shown = dump_tree({**loaded.tree, "job_id": "1e5"})
+    assert yaml.load(shown, get_yaml_loader())["job_id"] == yaml.safe_load(shown)["job_id"] == "1e5"
 
 
 def test_mistakes_in_a_users_option_name_the_file(problems: Problems, tmp_path: Path) -> None:

@@ -224,6 +224,62 @@ def test_what_begins_a_document_is_no_target_and_all_else_is(
     assert begun > 30, "each document begins so"
 
 
+SPELLED = [f"{BEGIN}one two", f"{BEGIN} three", "four", BEGIN, f"[gMASK]{BEGIN}five", f"six{BEGIN}"]
+
+
+@pytest.mark.parametrize("source", ["files", "stream", "memory"])
+@pytest.mark.parametrize("kind", ["llama", "glm"])
+def test_what_a_text_spells_at_its_beginning_stands_there_once(tmp_path: Path, kind: str, source: str) -> None:
+    path = write_tokenizer(tmp_path / kind, kind)
+    tokenizer = FileTokenizer(path)
+    begin = list(tokenizer.prefix_tokens)
+    bare = [tokenizer.encode(each.removeprefix("[gMASK]" if kind == "glm" else "").removeprefix(BEGIN))
+            for each in SPELLED]  # fmt: skip
+    if source == "memory":
+        assert [tokenizer.encode_prompt(each) for each in SPELLED] == [begin + ids for ids in bare]
+        return
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": each}) + "\n" for each in SPELLED))
+    if source == "files":
+        data = load_data(text(corpus, path, seq_len=4), seed=0)
+    else:
+        data = load_data(HfSettings(data_files=[str(corpus)], tokenizer=str(path), seq_len=4, streaming=True), seed=0)
+    expected = [token for ids in bare for token in (*begin, *ids, 257)]
+    found = all_ids(data.train)
+    assert len(found) > len(expected) - 4
+    assert found == expected[: len(found)]
+    for packing in ("concat", "best_fit", "pad"):  # and it is no target
+        for row in load_data(text(corpus, path, seq_len=16, packing=packing), seed=0).train:
+            ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
+            starts = [at for at in range(len(ids)) if ids[at : at + len(begin)] == begin and ids[at - 1] == 257]
+            assert all(labels[at + n] == NONE for at in starts for n in range(len(begin)))
+
+
+def test_a_prompt_of_generate_and_of_samples_may_spell_it(
+    tmp_path: Path, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from forgather_cli.callbacks.textgen import _encoded
+
+    tokenizer = FileTokenizer(directory)
+    assert _encoded([BEGIN + PROMPT, PROMPT, BEGIN], tokenizer) == [
+        [256, *tokenizer.encode(PROMPT)], [256, *tokenizer.encode(PROMPT)], [256]
+    ]  # fmt: skip
+    path = write_model(tmp_path / "model")
+    plain = greedy(capsys, path)
+    told = ["--prompt", BEGIN + PROMPT, "--greedy", "--max-new-tokens", "12", "--json", "--device", "cpu"]
+    assert forgather("generate", str(path), *told) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == plain
+
+
+def test_a_text_of_a_proof_may_spell_it(directory: Path, tmp_path: Path) -> None:
+    words = "once upon a time there was a king " * 20
+    for name, content in (("plain", words), ("spelled", BEGIN + words)):
+        (tmp_path / f"{name}.txt").write_text(content)
+    tokenizer = FileTokenizer(directory)
+    plain, spelled = (choose_sample(tmp_path / f"{name}.txt", None, tokenizer, 64) for name in ("plain", "spelled"))
+    assert [ids.tolist() for ids, _ in plain.sequences] == [ids.tolist() for ids, _ in spelled.sequences]
+
+
 def test_conversations_have_what_their_template_writes(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{{ eos_token }}"
     path = write_tokenizer(tmp_path / "llama", config={"chat_template": template + "{% endgeneration %}{% endfor %}"})

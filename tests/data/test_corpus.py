@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import gzip
 import json
 import lzma
@@ -19,7 +20,7 @@ import pytest
 import zstandard
 from stepwise import Stepwise
 
-from forgather_cli.config.schema import TextSettings
+from forgather_cli.config.schema import HfSettings, TextSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.text import encode
 from forgather_cli.data.text import read as reading
@@ -103,6 +104,54 @@ def test_a_damaged_archive_is_told_with_its_file(tmp_path: Path, suffix: str, da
     with pytest.raises(DataError, match="a damaged"):
         load_data(option(tmp_path / "cache", path), seed=0)
     assert list((tmp_path / "cache" / "tokens").iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_an_archive_of_no_bytes_among_good_files_is_told(tmp_path: Path, suffix: str) -> None:
+    """A fetch that failed. No archive is that short: one of an empty text has a header."""
+    for name, content in (("a.jsonl", RECORDS.encode()), ("b.jsonl", b""), (f"c.jsonl{suffix}", COMPRESS[suffix](b""))):
+        (tmp_path / name).write_bytes(content)
+    good = option(tmp_path / "cache", tmp_path / "*.jsonl*")
+    assert len(load_data(good, seed=0).train)
+    (tmp_path / f"d.jsonl{suffix}").touch()
+    hub = HfSettings(dataset=str(tmp_path), cache_dir=good.cache_dir)
+    files = HfSettings(dataset="json", data_files=good.files, streaming=True)
+    for each in (good, hub, files, dataclasses.replace(good, files=[str(tmp_path / "b.jsonl")], eval_files=good.files)):
+        with pytest.raises(DataError, match=rf"d\.jsonl{suffix}: .*0 bytes.*fetch it again"):
+            load_data(each, seed=0)
+
+
+MARK = b"\xef\xbb\xbf"
+LIST = json.dumps([{"text": "one"}, {"text": "zwei é"}], indent=1, ensure_ascii=False).encode()
+ROWS = b'{"text": "one"}\n' + '{"text": "zwei é"}\n'.encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", MARK + LIST),
+        ("a.json", MARK + b"\r\n" + LIST),  # the mark is a line of its own
+        ("a.json", MARK + b" \t\n\n" + LIST),
+        ("a.json", b"\n" + MARK + LIST),
+        ("a.json", MARK + b"\n" + ROWS),
+        ("a.jsonl", MARK + ROWS),
+        ("a.jsonl", MARK + b"\r\n" + ROWS),
+        ("a.jsonl", ROWS.replace(b"\n", b"\n" + MARK)),  # files that were put together, the last of them empty
+    ],
+)
+def test_records_behind_a_byte_order_mark(tmp_path: Path, name: str, content: bytes) -> None:
+    for path, written in ((tmp_path / name, content), (tmp_path / f"{name}.gz", gzip.compress(content))):
+        path.write_bytes(written)
+        assert documents(path) == ["one", "zwei é"]
+
+
+def test_a_mark_alone_is_an_empty_file(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.json", "a.jsonl"):
+        (tmp_path / name).write_bytes(MARK)
+        assert documents(tmp_path / name) == []
+    (tmp_path / "b.jsonl").write_bytes(MARK[:2] + b"\n" + ROWS)
+    with pytest.raises(DataError, match=r"b\.jsonl:1: "):
+        documents(tmp_path / "b.jsonl")
 
 
 def test_a_bad_record_in_an_archive_is_told_with_its_line(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ RECORDS: dict[str, Any] = {
         ],
     },
     "other key": {"talk": TALK, "messages": "no list"},
-    "prompt and completion": {"prompt": TALK[:5], "completion": TALK[5:]},
+    "prompt and completion": {"prompt": TALK[:0], "completion": TALK},
     "parts": {"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TALK]},
     "with None": {"messages": [{**m, "tool_calls": None} for m in TALK], "tools": None, "prompt": None},
 }
@@ -359,8 +359,8 @@ ANSWER = {"role": "assistant", "content": "Yo"}
         ({"messages": []}, r":2: 'messages' must be a list of messages, got an empty list"),
         ({"messages": "Hi"}, r":2: 'messages' must be a list of messages, got str"),
         (
-            {"text": "Hi"},
-            r":2: no messages, conversations, prompt and completion \(its keys: text\); set data\.messages_k",
+            {"line": "Hi"},
+            r":2: no messages, conversations, prompt and completion \(its keys: line\); set data\.messages_k",
         ),
         (
             {"messages": [{"role": "bot", "content": "Hi"}]},

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import pytest
 import safetensors.torch
 import torch
 from diloco.client import TINY, Client, FakeWorker, serving
+from program import Process
+from saving import resign
 from torch import Tensor
 
 from forgather_cli.diloco.fragments import fragments
@@ -304,6 +307,89 @@ def test_a_ledger_that_has_counted_a_lie_before_goes_on_without_it(tmp_path: Pat
         assert len(second.submissions) == 2
         assert all(values.isfinite().all() for values in served.client.latest().values())
         assert served.end() == 75
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A server's run that has stopped in round 4, with checkpoints of rounds 2 to 4."""
+    with serving(tmp_path_factory.mktemp("stopped") / "run", *SETTINGS, "diloco.save_every=1") as served:
+        workers = joined(served.client)
+        for _ in range(4):
+            play(workers, [small(worker) for worker in workers], 1)
+        assert served.end() == 75
+    return served.run.root
+
+
+def forge(run: RunDir, what: str, bad: int) -> None:
+    """Make the newest ``bad`` checkpoints of a run in round 4 such as a version without bounds may have left them."""
+    for step in range(5 - bad, 5):
+        file = "optimizer/optimizer.safetensors" if what == "momentum" else "model/model.safetensors"
+        tensors = safetensors.torch.load_file(run.checkpoint(step) / file)
+        if what != "norms":
+            next(iter(tensors.values())).fill_(NAN if what == "void" else 1e38)
+        safetensors.torch.save_file(tensors, run.checkpoint(step) / file, {"format": "pt"})
+        resign(run.checkpoint(step))
+    if what == "norms":
+        lines = [json.loads(line) for line in run.rounds.read_text().splitlines()]
+        lines[5 - bad]["closed"]["submissions"][0]["norms"] = [1e38]
+        run.rounds.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("what", "bad", "keeps", "healthy"),
+    [("weights", 2, True, 4), ("norms", 1, False, 3), ("weights", 2, False, 2), ("momentum", 1, False, 3),
+     ("void", 1, False, 3)],
+)  # fmt: skip
+def test_a_server_goes_on_from_the_newest_healthy_round(
+    stopped: Path, tmp_path: Path, what: str, bad: int, keeps: bool, healthy: int
+) -> None:
+    """Whether it ``keeps`` what workers have sent, of which rounds can be made again, or not."""
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(stopped, run.root)
+    forge(run, what, bad)
+    if not keeps:
+        shutil.rmtree(run.submissions)
+    hashes = [json.loads(line)["hash"] for line in run.rounds.read_text().splitlines()]
+    with serving(run.root, resume=True) as served:
+        assert served.said().count("goes on") == 1
+        assert f"goes on from round {healthy}" in served.said()
+        files = [file for file in (run.rounds, run.dropped_rounds) if file.exists()]
+        assert [json.loads(line)["hash"] for file in files for line in file.read_text().splitlines()] == hashes
+        workers = [FakeWorker(served.client, name, num_parts=1) for name in "ab"]
+        for worker in workers:
+            come_back(worker, hashes[4], healthy)
+        for _ in range(2):
+            play(workers, [sized(worker, 0.5) for worker in workers], 1)
+            assert [worker.offer["answer"] for worker in workers] == [["counted", ""]] * 2
+        assert all(values.norm() < 100 for values in served.client.latest().values())
+        if what == "momentum":  # who comes back only after another start
+            served.end(signal.SIGKILL)
+            with serving(run.root, resume=True) as again:
+                come_back(FakeWorker(again.client, "a"), hashes[4], healthy + 2)
+                assert again.end() == 75
+        else:
+            assert served.end() == 75
+    assert run.checkpoint_steps()[-1] == healthy + 2
+
+
+def come_back(worker: FakeWorker, parent: str, healthy: int) -> None:
+    """Register as one that stands on round 4, and be taken back to the newest."""
+    answer = worker.client.post("/register", **worker.registration(shapes(worker.client), round=4, parent=parent))
+    worker.generation = answer["generation"]
+    assert answer["stood"] == ("known" if healthy == 4 else "rewound")
+    assert worker.next(-1)["round"] == healthy
+
+
+def test_a_server_without_a_healthy_checkpoint_says_so_and_leaves_all_as_it_is(stopped: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(stopped, run.root)
+    forge(run, "weights", 3)
+    before = run.rounds.read_bytes()
+    with Process("resume", str(run.root)) as refused:
+        assert refused.finish() == 2
+    assert refused.output.count("error: ") == 1
+    assert all(f"step-0000000{step}: weights" in refused.output for step in (2, 3, 4))
+    assert (run.checkpoint_steps(), run.rounds.read_bytes()) == ([2, 3, 4], before)
 
 
 def parts_of(folder: Path, change: dict[str, Tensor], worker: FakeWorker) -> list[str]:

@@ -146,6 +146,20 @@ def test_weights_are_by_targets_in_slot_order_whoever_comes_first() -> None:
     assert hashes[0] == hashes[1]
 
 
+def test_who_is_about_to_send_its_last_is_not_called_evicted() -> None:
+    made = rounds(mode="async", workers=3)
+    for name in "abc":
+        join(made, name)
+    step(made, 0.0)
+    made.registry.workers["b"].last_round = 0  # which it says before its parts have come
+    for name in "ac":
+        send(made, name)
+        line = step(made, 1.0)
+        assert line is not None
+        assert line.closed is not None
+        assert (line.closed.evicted, line.closed.left) == ((), ())
+
+
 def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
     made = two(eviction=10.0)
     generation = made.registry.workers["b"].generation

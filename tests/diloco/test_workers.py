@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from diloco.client import Served, serving
+from diloco.client import FakeWorker, Served, serving
 from diloco.reference import final_weights
 from diloco.workers import (
     ALL,
@@ -25,7 +25,7 @@ from diloco.workers import (
     used_samples,
     worker,
 )
-from program import forgather
+from program import Process, forgather
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -153,6 +153,28 @@ def test_averages_of_single_sgd_steps_are_data_parallel_training(tmp_path: Path)
     assert forgather("train", *whole, f"output_dir={tmp_path / 'whole'}") == 0
     expected = weights_of(RunDir(tmp_path / "whole"))
     assert largest_difference(found, {name: expected[name] for name in found}) < 1e-6
+
+
+def test_rows_of_any_length_count_though_nobody_states_the_longest(tmp_path: Path) -> None:
+    """Beside a member that states more targets than the rows that it names have."""
+    own = [word for word in RECIPE if not word.startswith(("data", "seq_len", "per_device", "eval"))]
+    own += ["data._target_=users_parts.ragged", "per_device_train_batch_size=1"]
+    settings = [*own, "diloco.compression=fp32", f"diloco.sync_every={STEPS}", "diloco.workers=2"]
+    with serving(tmp_path / "server", *settings) as server:
+        words = ["diloco", "worker", "default", *own, ALL, f"output_dir={tmp_path / 'a'}", "--server"]
+        honest = Process(*words, f"127.0.0.1:{server.client.port}", env={"DILOCO_TOKEN": server.client.token})
+        shapes = {name: tuple(values.shape) for name, values in server.client.weights(0).items()}
+        liar = FakeWorker(server.client, "z")
+        stands = liar.registration(shapes, data=None, tokenizer=None)
+        liar.generation = server.client.post("/register", **stands)["generation"]
+        for number, targets in enumerate((2**53, 16 * BATCH * STEPS, 1)):
+            liar.next(number - 1)
+            liar.submit(liar.change(number, shapes), targets)
+        assert honest.finish() == 0, honest.output
+        until(lambda: is_at(server, ROUNDS))
+        rejected = [dict(line["closed"]["rejected"]) for line in ledger_of(server)[1:]]
+    assert [list(each) for each in rejected] == [["z"], ["z"], []]
+    assert all("data.seq_len" in each["z"] for each in rejected[:2])
 
 
 def test_a_worker_that_joins_later_begins_with_the_next_round(tmp_path: Path) -> None:

@@ -95,6 +95,11 @@ def without_evaluation(config: Any) -> Void | None:
 NEEDS_EVALUATION = OnlyIf(without_evaluation)
 
 
+def asks_for_evaluation(name: str) -> OnlyIf:
+    """The run-level setting counts, unless it is off, only where something is held out."""
+    return OnlyIf(lambda config: None if getattr(config, name) in ("no", False) else config.data.nothing_held_out)
+
+
 PositiveInt = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]

@@ -100,29 +100,35 @@ class TextSettings(_Tokenized):
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the documents
 
 
-@settings
-class HfSettings(_Tokenized):
-    """The ``datasets`` library: a dataset of the hub, local files, or a directory."""
+def _beside_files(config: Any) -> Void | None:
+    """Files that are read without the library leave nothing to the settings of a dataset."""
+    return Void("data.files", "leave files out") if getattr(config.data, "files", None) else None
 
-    type: Literal["hf"] = "hf"
-    dataset: str | None = None  # a name on the hub, a directory, or a format of data_files; null: by their suffix
-    dataset_config: str | None = None  # of a dataset with several configurations
-    train_split: str = "train"
-    eval_split: str | None = None  # null: eval_fraction of the documents, unless streaming
-    data_files: list[str] = field(default_factory=list)
+
+_OF_DATASET = OnlyIf(_beside_files)
+
+
+@settings
+class DatasetSettings(_Data):
+    """What the ``datasets`` library reads: a dataset of the hub, local files, or a directory."""
+
+    # a name on the hub, a directory, or a format of data_files; null: by their suffix
+    dataset: Annotated[str | None, _OF_DATASET] = None
+    dataset_config: Annotated[str | None, _OF_DATASET] = None  # of a dataset with several configurations
+    train_split: Annotated[str, _OF_DATASET] = "train"
+    # null: eval_fraction of the documents, unless streaming
+    eval_split: Annotated[str | None, _OF_DATASET] = None
+    data_files: Annotated[list[str], _OF_DATASET] = field(default_factory=list)
     eval_files: list[str] = field(default_factory=list)  # in the format of data_files
-    revision: str | None = None  # branch, tag or commit on the hub
-    text_key: str = "text"
-    on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
+    revision: Annotated[str | None, _OF_DATASET] = None  # branch, tag or commit on the hub
     eval_fraction: Annotated[
         Fraction,
         only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
         only_if("data.eval_split", None, remedy="leave eval_split out"),
         WITHOUT_EVAL_FILES,
     ] = 0.05  # of the documents
-    streaming: bool = False
+    streaming: Annotated[bool, _OF_DATASET] = False
     shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents; 0: in the dataset's order
-    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as _Tokenized
     cache_dir: Annotated[str | None, _CACHED] = None
 
     @property
@@ -138,6 +144,23 @@ class HfSettings(_Tokenized):
         return super().nothing_held_out
 
     def problems(self, config: Any) -> Iterator[str]:
+        if self.eval_files and self.eval_split:
+            yield "eval_split: eval_files are evaluated on already; set one of the two"
+        for name, split in (("train_split", self.train_split), ("eval_split", self.eval_split or "")):
+            if self.streaming and set(split) & set("[+"):
+                yield f"{name}: a stream is read from its beginning to its end, got {split!r}; name a whole split"
+
+
+@settings
+class HfSettings(DatasetSettings, _Tokenized):
+    """The ``datasets`` library: a dataset of the hub, local files, or a directory."""
+
+    type: Literal["hf"] = "hf"
+    text_key: str = "text"
+    on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
+    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as _Tokenized
+
+    def problems(self, config: Any) -> Iterator[str]:
         if self.dataset is None and not self.data_files:
             yield (
                 "dataset: data=hf reads a dataset of the hub, a directory or data_files, got none; "
@@ -145,16 +168,12 @@ class HfSettings(_Tokenized):
             )
         if self.eval_files and not self.data_files:
             yield "eval_files: go with data_files, got none of those; set data_files too, or eval_split"
-        if self.eval_files and self.eval_split:
-            yield "eval_split: eval_files are evaluated on already; set one of the two"
         if self.streaming and self.tokenizer == "bpe":
             yield (
                 "tokenizer: bpe is trained on a whole corpus before training begins, which streaming=true does not "
                 "read; set tokenizer=bytes or a directory, or streaming=false"
             )
-        for name, split in (("train_split", self.train_split), ("eval_split", self.eval_split or "")):
-            if self.streaming and set(split) & set("[+"):
-                yield f"{name}: a stream is read from its beginning to its end, got {split!r}; name a whole split"
+        yield from super().problems(config)
 
 
 @settings
@@ -169,21 +188,47 @@ class TokensSettings(_Data):
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
 
 
+ChatKey = Literal[
+    "system", "user", "assistant", "messages", "conversations", "prompt", "completion", "instruction", "input",
+    "context", "history", "output", "response", "question", "answer", "reasoning_content", "tools", "text",
+]  # fmt: skip
+"""What a key of a chat record can be read as."""
+
+
 @settings
-class InstructSettings(_Data):
-    """Conversations: jsonl, json, parquet; targets are the assistant's turns."""
+class InstructSettings(DatasetSettings):
+    """Conversations: jsonl, json, parquet, or of the ``datasets`` library; targets are the assistant's turns."""
 
     type: Literal["instruct"] = "instruct"
-    files: list[str]
-    eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the conversations
-    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the conversations
+    files: list[str] = field(default_factory=list)  # eval_files go with them, or with data_files
     on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
     messages_key: str | None = None  # null: messages, conversations, or prompt and completion
+    mapping: dict[str, ChatKey] = field(default_factory=dict)  # key of the records: role, or key of a known layout
+    ignore: list[str] = field(default_factory=list)  # keys of the records that are as if they were not there
     chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
+    # markers of the template that are no tokens yet; auto: added where the model can learn them
+    add_tokens: Literal["auto"] | bool = "auto"
     train_on: Literal["assistant", "last", "all"] = "assistant"
     too_long: Literal["cut", "drop"] = "cut"  # conversations longer than seq_len
     packing: Literal["concat", "best_fit", "pad"] = "best_fit"
     isolate_documents: bool = True
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if not self.files and self.dataset is None and not self.data_files:
+            yield (
+                "files: data=instruct reads chat files, or a dataset of the datasets library, got none; set "
+                "data.files=[chats.jsonl], data.dataset=user/name or data.data_files=[chats/*.jsonl]"
+            )
+        if self.eval_files and not (self.files or self.data_files):
+            yield "eval_files: go with files or data_files, got none of those; set them too, or eval_split"
+        if self.streaming and self.packing == "best_fit":
+            yield (
+                "packing: best_fit is found over all conversations, which streaming=true does not know, got best_fit; "
+                "set packing=concat or pad, or streaming=false"
+            )
+        yield from super().problems(config)
+        if both := [key for key in self.mapping if key in self.ignore]:
+            yield f"ignore: {both[0]!r} is in data.mapping too, which reads it; leave it out of one of the two"
 
 
 @settings

@@ -22,6 +22,7 @@ from forgather_cli.config.schema.base import (
     Settings,
     Target,
     Void,
+    asks_for_evaluation,
     only_if,
     only_where,
     settings,
@@ -89,11 +90,11 @@ class RunSettings(Settings):
     logging_strategy: Interval = "steps"
     logging_steps: Annotated[PositiveInt, only_if("logging_strategy", "steps")] = 10
     logging_first_step: Annotated[bool, only_if("logging_strategy", "steps")] = True
-    eval_strategy: Interval = "steps"
+    eval_strategy: Annotated[Interval, asks_for_evaluation("eval_strategy")] = "steps"
     eval_steps: Annotated[PositiveInt, only_if("eval_strategy", "steps"), NEEDS_EVALUATION] = 100
     eval_delay: Annotated[NonNegative, _EVALUATES, NEEDS_EVALUATION] = 0
-    eval_on_start: bool = False
-    eval_on_save: Annotated[bool, _SAVES] = False
+    eval_on_start: Annotated[bool, asks_for_evaluation("eval_on_start")] = False
+    eval_on_save: Annotated[bool, _SAVES, asks_for_evaluation("eval_on_save")] = False
     max_eval_samples: Annotated[PositiveInt | None, NEEDS_EVALUATION] = None
     max_eval_steps: Annotated[Literal[-1] | PositiveInt, NEEDS_EVALUATION] = -1
 

@@ -1,20 +1,25 @@
-"""Chat records of jsonl, json and parquet files as conversations: the layouts that TRL and axolotl users have.
+"""Chat records of jsonl, json and parquet files as conversations: the layouts that people's files have.
 
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}       ShareGPT
-    {"prompt": "Hi", "completion": "Hello"}                                                         or lists of messages
-    {"instruction": "Greet", "input": "Ann", "output": "Hello Ann"}                                 Alpaca
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}    OpenAI
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}        ShareGPT
+    {"prompt": "Hi", "completion": "Hello"}                                           TRL, or lists of messages
+    {"instruction": "Greet", "input": "Ann", "history": [["Hi", "Hello"]], "output": "Hello Ann"}   Alpaca
+    {"instruction": "Who?", "context": "Ann came.", "response": "Ann"}                              Dolly
+    {"text": "All of this is learned."}                                               no conversation
 
-``system`` (text) and ``tools`` (a list) beside them are read too.
+docs/data.md has the table of what is read as what. ``data.mapping`` gives keys of other layouts the names of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.text.read import BadRow, Damage, Part, Record, kind_of, read_records, read_rows, sound_rows
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import parse_json
@@ -29,92 +34,200 @@ _CALLED = {
 _LISTS = ("messages", "conversations")
 _PAIRS = (
     ("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
-    ("question", "answer"),
+    ("question", "answer"), ("user", "assistant"),
 )  # fmt: skip
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+READ = frozenset(
+    (*_LISTS, *itertools.chain(*_PAIRS), *_REASONING, "system", "tools", "input", "context", "history", "text")
+)
+"""Keys of records that are read in one layout or another."""
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Conversation:
     messages: list[dict[str, Any]]
+    """None of a text that stands alone."""
     tools: list[Any] | None
     line: int
     """Or the number of the record, from 1."""
     num_bytes: int
     """Of the source, for progress."""
+    record: Row
+    """What all of it was read from."""
+    read: frozenset[str] | set[str]
+    """The keys of ``record`` that it was read from."""
+    unlearned: frozenset[int] = frozenset()
+    """Numbers of messages that are context alone, whatever ``data.train_on`` says: the prompt of TRL's lists."""
+    text: str | None = None
+    """Learned whole, in the place of messages."""
 
 
 def read_conversations(
-    path: Path, messages_key: str | None, use: Callable[[Conversation], _T], damage: Damage, *, skip_bad: bool = False
+    path: Path, option: InstructSettings, use: Callable[[Conversation], _T], damage: Damage
 ) -> Iterator[_T]:
-    """What ``use`` makes of the conversations of a file, plain or compressed, in order.
-
-    Records that are none, and those at which ``use`` raises DataError, are left out and noted in ``damage``
-    (``skip_bad``), or raise one DataError that names them all.
-    """
+    """``conversations_in`` a file, plain or compressed. Raises DataError."""
     kind = kind_of(path)
     if kind not in (".jsonl", ".json", ".parquet"):
         raise DataError(f"{path}: not chat data by its name; give jsonl, json or parquet files")
+    is_table = kind == ".parquet"
+    records = read_rows(path) if is_table else read_records(path, damage)
+    return conversations_in(records, str(path), option, use, damage, is_table=is_table)
+
+
+def conversations_in(
+    records: Iterable[Record | BadRow],
+    name: str,
+    option: InstructSettings,
+    use: Callable[[Conversation], _T],
+    damage: Damage,
+    *,
+    is_table: bool,
+) -> Iterator[_T]:
+    """What ``use`` makes of the conversations in ``records``, in order. ``name`` says in messages where they are from.
+
+    Records that are none, and those at which ``use`` raises DataError, are left out and noted in ``damage``
+    (``on_bad_row=skip``), or raise one DataError that names them all. ``is_table``: the rows of a table, whose type
+    puts None where a row has nothing.
+    """
 
     def rows(part: Part) -> Iterator[_T | BadRow]:
-        for record in read_rows(path) if kind == ".parquet" else read_records(path, damage):
+        for record in records:
             if isinstance(record, BadRow):
                 yield record
                 continue
             try:
-                used = use(_conversation(record, messages_key))
+                used = use(_conversation(record, option, is_table))
             except DataError as error:
                 yield BadRow(record.line, str(error))
             else:
                 yield used
 
-    return sound_rows(path, rows, damage, skip_bad=skip_bad)
+    return sound_rows(name, rows, damage, skip_bad=option.on_bad_row == "skip")
 
 
-def _conversation(record: Record, messages_key: str | None) -> Conversation:
+def _conversation(record: Record, option: InstructSettings, is_table: bool) -> Conversation:
     """Raises DataError with what is wrong with the record."""
-    turns = _turns(record.value, messages_key)
-    system = record.value.get("system")
-    first = turns[0]
+    row: Row = record.value
+    sources: dict[str, list[str]] = {}
+    if option.mapping or option.ignore:
+        row, sources = _named(row, option)
+    read: set[str] = set()
+    turns, num_prompt = _turns(row, option, read, record.value)
+    if turns is None:
+        return Conversation(
+            [], None, record.line, record.num_bytes, record.value, _keys(read, sources), text=row["text"]
+        )
+    system, first = row.get("system"), turns[0] if turns else None
     begins_with_system = isinstance(first, Mapping) and first.get("role", first.get("from")) == "system"
     if isinstance(system, str) and system and not begins_with_system:
         turns = [{"role": "system", "content": system}, *turns]
-    messages = [_message(number, turn) for number, turn in enumerate(turns, 1)]
-    return Conversation(messages, _tools(record.value), record.line, record.num_bytes)
+        num_prompt += num_prompt > 0
+        read.add("system")
+    messages = [_message(number, turn, is_table) for number, turn in enumerate(turns, 1)]
+    for role in sources.keys() & {"system", "user"} - read:  # texts that go with a list of messages
+        below = row[role]
+        message = next((each for each in messages if each["role"] == role and isinstance(below, str)), None)
+        if message is not None:
+            message["content"] = f"{message['content']}\n\n{below}"
+            read.add(role)
+    tools = row.get("tools")
+    if tools is not None:
+        tools = _tools(tools, is_table)
+        read.add("tools")
+    unlearned = frozenset(range(num_prompt))
+    return Conversation(messages, tools, record.line, record.num_bytes, record.value, _keys(read, sources), unlearned)
 
 
-def _turns(record: Mapping[str, Any], messages_key: str | None) -> list[Any]:
-    for key in (messages_key,) if messages_key else _LISTS:
-        if record.get(key) is not None:
-            turns = record[key]
+def _named(row: Row, option: InstructSettings) -> tuple[Row, dict[str, list[str]]]:
+    """A record under the names that ``data.mapping`` gives its keys, without those of ``data.ignore``; and the keys
+    that have got each name. Texts of one name are joined, in the mapping's order, by blank lines."""
+    named = {key: value for key, value in row.items() if key not in option.mapping and key not in option.ignore}
+    sources: dict[str, list[str]] = {}
+    name: str
+    for key, name in option.mapping.items():
+        if row.get(key) is not None:
+            sources.setdefault(name, []).append(key)
+    for name, keys in sources.items():
+        values = [row[key] for key in keys]
+        if len(values) > 1 and not all(isinstance(value, str) for value in values):
+            raise DataError(f"{' and '.join(map(repr, keys))} are not all text, so they cannot be joined to one {name}")
+        named[name] = "\n\n".join(filter(None, values)) if len(values) > 1 else values[0]
+    return named, sources
+
+
+def _keys(read: set[str], sources: Mapping[str, list[str]]) -> set[str]:
+    """The keys of a record behind names that were read."""
+    return {key for name in read for key in sources.get(name, (name,))} if sources else read
+
+
+def _turns(row: Row, option: InstructSettings, read: set[str], record: Row) -> tuple[list[Any] | None, int]:
+    """The messages as they lie there, None where there is only a text, and how many of them are a prompt that is not
+    learned. Adds to ``read`` where they were found. ``record``: the row as it was typed."""
+    named = option.mapping.values()
+    lists: Iterable[str] = (option.messages_key,) if option.messages_key else _LISTS
+    pairs: Iterable[tuple[str, str]] = () if option.messages_key else _PAIRS
+    has_user, has_assistant = "user" in named, "assistant" in named
+    if pairs and (has_user or has_assistant):  # the other one may be that of any pair
+        questions = ["user"] if has_user else [question for question, _ in _PAIRS]
+        answers = ["assistant"] if has_assistant else [answer for _, answer in _PAIRS]
+        pairs, lists = itertools.product(questions, answers), () if has_user and has_assistant else _LISTS
+    for key in lists:
+        if row.get(key) is not None:
+            turns = row[key]
             if not isinstance(turns, list) or not turns:
                 got = "an empty list" if turns == [] else type(turns).__name__
                 raise DataError(f"{key!r} must be a list of messages, got {got}")
-            return turns
-    for prompt, answer in () if messages_key else _PAIRS:
-        if record.get(prompt) is not None and record.get(answer) is not None:
-            return _side(record, prompt, "user") + _side(record, answer, "assistant")
+            read.add(key)
+            return turns, 0
+    for question, answer in pairs:
+        if row.get(question) is not None and row.get(answer) is not None:
+            read |= {question, answer}
+            before, after = _side(row, question, "user", read), _side(row, answer, "assistant", read)
+            return before + after, len(before) if isinstance(row[question], list) else 0
+    if isinstance(row.get("text"), str) and not (option.messages_key or has_user or has_assistant):
+        read.add("text")
+        return None, 0
     keys = ", ".join(map(str, record)) or "none"
-    wanted = repr(messages_key) if messages_key else "messages, conversations, prompt and completion"
-    raise DataError(f"no {wanted} (its keys: {keys}); set data.messages_key")
+    wanted = repr(option.messages_key) if option.messages_key else "messages, conversations, prompt and completion"
+    raise DataError(f"no {wanted} (its keys: {keys}); set data.messages_key or data.mapping")
 
 
-def _side(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
-    """One side of a pair as messages. Alpaca's ``input`` stands below its instruction."""
-    value = record[key]
+def _side(row: Row, key: str, role: str, read: set[str]) -> list[Any]:
+    """One side of a pair as messages. Below an instruction stand Alpaca's ``input`` and Dolly's ``context``; before a
+    question stands Alpaca's ``history``; an answer has its reasoning."""
+    value = row[key]
     if isinstance(value, list):
         return value
     if not isinstance(value, str):
         raise DataError(f"{key!r} is {type(value).__name__}, not text or a list of messages")
-    more = record.get("input") if key == "instruction" else None
-    return [{"role": role, "content": f"{value}\n\n{more}" if isinstance(more, str) and more else value}]
+    if role == "assistant":
+        # not read: only a template that writes it reads it
+        thought = next((row[name] for name in _REASONING if isinstance(row.get(name), str) and row[name]), None)
+        return [{"role": role, "content": value, "reasoning_content": thought}]
+    for more in ("input", "context") if key == "instruction" else ():
+        if isinstance(below := row.get(more), str):
+            value = f"{value}\n\n{below}" if below else value
+            read.add(more)
+    turns: list[Any] = []
+    if isinstance(history := row.get("history"), list):
+        read.add("history")
+        for pair in history:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise DataError(
+                    f"'history' must be a list of [instruction, output] pairs, each two texts, got {pair!r:.80}"
+                )
+            turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return [*turns, {"role": role, "content": value}]
 
 
-def _message(number: int, turn: Any) -> dict[str, Any]:
-    """A message with role and content, and without the None that tables put where a record has nothing."""
+def _message(number: int, turn: Any, is_table: bool) -> dict[str, Any]:
+    """A message with role and content, without the None that tables put where a record has nothing, and with objects
+    where tool calls have them as JSON text."""
     what = f"message {number}"
     if not isinstance(turn, Mapping):
         raise DataError(f"{what} is {type(turn).__name__}, not an object with role and content")
-    rest = {key: value for key, value in turn.items() if value is not None}
+    rest = _without_nulls(turn) if is_table else {key: value for key, value in turn.items() if value is not None}
     role = rest.pop("role", None) or rest.pop("from", None)
     content = rest.pop("content", None)
     content = rest.pop("value", None) if content is None else content
@@ -123,6 +236,8 @@ def _message(number: int, turn: Any) -> dict[str, Any]:
     role = _CALLED.get(role, role)
     if role not in ROLES:
         raise DataError(f"{what} has the unknown role {role!r}; roles are {', '.join(ROLES)}; rename it")
+    if "tool_calls" in rest:
+        rest["tool_calls"] = _opened_all(rest["tool_calls"], f"'tool_calls' of {what}")
     if isinstance(content, list) and content:  # parts that are all text are one text
         texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
         content = "".join(texts) if len(texts) == len(content) else content
@@ -134,13 +249,52 @@ def _message(number: int, turn: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **rest}
 
 
-def _tools(record: Mapping[str, Any]) -> list[Any] | None:
-    tools = record.get("tools")
-    if isinstance(tools, str):  # parquet files keep them as JSON
+def _tools(tools: Any, is_table: bool) -> list[Any] | None:
+    return _opened_all(_without_nulls(tools) if is_table else tools, "'tools'") or None
+
+
+def _opened_all(entries: Any, what: str) -> list[Any]:
+    """Tools, or calls of them, with objects where they or their parts are JSON text."""
+    if isinstance(entries, str):  # parquet files keep lists as JSON
         try:
-            tools = parse_json(tools) if tools.strip() else None
+            entries = parse_json(entries) if entries.strip() else []
         except ValueError as error:
-            raise DataError(f"'tools' is not JSON ({error})") from error
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"'tools' is {type(tools).__name__}, not a list")
-    return tools or None
+            raise DataError(f"{what} is not JSON ({error})") from error
+    if not isinstance(entries, list):
+        raise DataError(f"{what} is {type(entries).__name__}, not a list")
+    opened = [_opened(entry) for entry in entries]
+    if wrong := [entry for entry in opened if isinstance(entry, str)]:
+        raise DataError(f"{what} must be objects, got {wrong[0]!r:.80}")
+    return opened
+
+
+def _opened(entry: Any) -> Any:
+    entry = _object(entry)
+    if not isinstance(entry, Mapping):
+        return entry
+    opened = dict(entry)
+    for key in opened.keys() & {"arguments", "parameters"}:
+        opened[key] = _object(opened[key] or "{}" if isinstance(opened[key], str) else opened[key])
+    if "function" in opened:
+        opened["function"] = _opened(opened["function"])
+    return opened
+
+
+def _object(value: Any) -> Any:
+    """The object that a JSON text spells, as OpenAI's arguments do; what is no such text as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            found = parse_json(value)
+            return found if isinstance(found, dict) else value
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the None that the type of a table's column puts where a row's object lacks a key, at every depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        if value and isinstance(value[0], tuple):  # pyarrow's form of a map, whose type adds nothing
+            return dict(value)
+        return [_without_nulls(part) for part in value]
+    return value

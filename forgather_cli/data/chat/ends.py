@@ -22,17 +22,20 @@ def end_of_turn(directory: Path, tokenizer: Any) -> str | int | None:
     the next turn tells. Raises DataError.
     """
     template = ChatTemplate.of(directory)
-    if template is None:
-        return None
-    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
-    text, spans = template.render_spans(conversation)
-    turn = text[slice(*spans[-1])] if spans else text
-    end = turn[turn.rfind(_ANSWER) + len(_ANSWER) :].strip() if _ANSWER in turn else ""
+    end = "" if template is None else ending_of(template)
     if not end:
         return None
     alone = {"add_special_tokens": False} if accepts(tokenizer.encode, "add_special_tokens") else {}
     ids = list(tokenizer.encode(end, **alone))
     return ids[0] if len(ids) == 1 else end
+
+
+def ending_of(template: ChatTemplate) -> str:
+    """What a template writes behind an answer; empty where only the text of the next turn tells. Raises DataError."""
+    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
+    text, spans = template.render_spans(conversation)
+    turn = text[slice(*spans[-1])] if spans else text
+    return turn[turn.rfind(_ANSWER) + len(_ANSWER) :].strip() if _ANSWER in turn else ""
 
 
 def stop_tokens(directory: Path, tokenizer: Any, ending: str | int | None) -> list[int]:

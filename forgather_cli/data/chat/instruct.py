@@ -7,48 +7,69 @@ conversation where it starts and how many of its tokens come before the first ta
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import itertools
 import json
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
-from forgather_cli.data.chat.conversations import Conversation, read_conversations
+from forgather_cli.data.chat.conversations import READ, Conversation, conversations_in, read_conversations
+from forgather_cli.data.chat.keys import Keys, check_keys
+from forgather_cli.data.chat.markers import markers_of
+from forgather_cli.data.chat.marks import unlearned_turns
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
+from forgather_cli.data.text.hf import Rows, content_of_rows, origin_of, rows_of
 from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
-from forgather_cli.data.text.tokenizer import END, Span, Tokenizer, load_tokenizer, special_tokens
+from forgather_cli.data.text.tokenizer import (
+    END,
+    Marked,
+    Span,
+    Tokenizer,
+    around_documents,
+    has_token,
+    load_tokenizer,
+    special_tokens,
+)
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 from forgather_cli.labels import IGNORED
 
-_VERSION = 1  # of the files and of the rules that make tokens of a record
-_SPECIAL = re.compile(r"<\|[^|<>\s'\"{}]+\|>|<(?:start|end)_of_turn>")  # what templates write that looks like a token
+_VERSION = 2  # of the files and of the rules that make tokens of a record
+_BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
+"""Keys that 0.3.0 has read as they are read now, where each message has a role and a content and no more."""
 _SHOWN = 100  # characters
 _log = logging.getLogger(__name__)
 
 
+Source = SourceFile | Rows
+
+
 @dataclass(frozen=True)
 class Chats:
-    """What an option names: files, tokenizer and template. Text is not read yet."""
+    """What an option names: files or splits of a dataset, tokenizer and template. Text is not read yet."""
 
     option: InstructSettings
-    files: tuple[SourceFile, ...]
-    eval_files: tuple[SourceFile, ...]
+    files: tuple[Source, ...]
+    eval_files: tuple[Source, ...]
     tokenizer: Tokenizer
     template: ChatTemplate
+    added: tuple[str, ...]
+    """Markers of the template that the tokenizer has for it."""
 
     @property
-    def all_files(self) -> tuple[SourceFile, ...]:
+    def all_files(self) -> tuple[Source, ...]:
         return self.files + self.eval_files
 
     @property
@@ -56,18 +77,47 @@ class Chats:
         return 0.0 if self.eval_files else self.option.eval_fraction
 
 
-def find_chats(option: InstructSettings) -> Chats:
-    """Raises DataError for files, a tokenizer or a template that cannot be used."""
+def find_chats(option: InstructSettings, cache: Cache, model_tokens: int | None = 0) -> Chats:
+    """``cache``: for what the datasets library makes of local files. ``model_tokens``: see ``load_data``.
 
-    def files(setting: str, patterns: list[str]) -> tuple[SourceFile, ...]:
+    Raises DataError for files, tokenizer or template that cannot be used.
+    """
+
+    def files(setting: str, patterns: list[str]) -> tuple[Source, ...]:
         return tuple(SourceFile(path, kind_of(path)) for path in find_files(setting, patterns))
 
-    train = files("data.files", option.files)
-    evaluation = files("data.eval_files", option.eval_files) if option.eval_files else ()
+    evaluation: tuple[Source, ...] = ()
+    if option.files:
+        train = files("data.files", option.files)
+        evaluation = files("data.eval_files", option.eval_files) if option.eval_files else ()
+    else:
+        rows, held_out = rows_of(option, cache)
+        train, evaluation = (rows,), () if held_out is None else (held_out,)
+    tokenizer, template, added = find_tokenizer(option, model_tokens)
+    return Chats(option, train, evaluation, tokenizer, template, added)
+
+
+def find_tokenizer(
+    option: InstructSettings, model_tokens: int | None = 0
+) -> tuple[Tokenizer, ChatTemplate, tuple[str, ...]]:
+    """The tokenizer, the template, and its markers that were added to the tokenizer (``data.add_tokens``).
+
+    Raises DataError.
+    """
     template = _template(option)
-    given = template.source if option.chat_template else None
-    tokenizer = load_tokenizer(option.tokenizer, chat_template=given, add_bos=option.add_bos)
-    return Chats(option, train, evaluation, tokenizer, template)
+
+    def load(added: tuple[str, ...]) -> Tokenizer:
+        given = template.source if option.chat_template else None
+        return load_tokenizer(option.tokenizer, chat_template=given, add_bos=option.add_bos, added=added)
+
+    tokenizer = load(())
+    if option.add_tokens is False or (option.add_tokens == "auto" and model_tokens == 0):
+        return tokenizer, template, ()
+    missing = tuple(marker for marker in markers_of(template) if not has_token(tokenizer, marker))
+    has_room = model_tokens is None or tokenizer.vocab_size + len(missing) <= model_tokens
+    if not missing or (option.add_tokens == "auto" and not has_room):
+        return tokenizer, template, ()
+    return load(missing), template, missing
 
 
 def _template(option: InstructSettings) -> ChatTemplate:
@@ -76,11 +126,11 @@ def _template(option: InstructSettings) -> ChatTemplate:
     try:
         special = special_tokens(directory) if directory else {"bos_token": END, "eos_token": END, "pad_token": END}
         if name == "chatml":
-            return ChatTemplate(CHATML, special)
+            return ChatTemplate(CHATML, special, name)
         if name is not None:
             remedy = "give chatml, or a file with a Jinja template"
             source = read_text(Path(name).expanduser(), lambda why: DataError(f"{why}; {remedy}"))
-            return ChatTemplate(source, special)
+            return ChatTemplate(source, special, name)
         found = ChatTemplate.of(directory) if directory else None
     except DataError as error:
         raise DataError(f"data.{'tokenizer' if name is None else 'chat_template'}: {error}") from error
@@ -111,35 +161,50 @@ class _Rendered:
     """Of its file."""
     file: int = 0
     """Its number, files of evaluation after those of training."""
+    is_document: bool = False
+    """A text without a template, learned whole, which the tokens around a document go with."""
+    as_before: bool = False
+    """0.3.0 has made the same text of it, of which chatml marks the same."""
     split: Split = "train"
 
 
-def _render(chats: Chats, conversation: Conversation) -> _Rendered:
+def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
     """Raises DataError for a conversation that cannot be trained on."""
+    if conversation.text is not None:
+        text = encodable(conversation.text)
+        if not text:
+            raise DataError("'text' is empty")
+        keys.note(conversation, text)
+        return _Rendered(text, text, [(0, len(text))], conversation.num_bytes, conversation.line, is_document=True)
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
-    if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    learned = [number not in conversation.unlearned for number in turns]
+    if train_on != "all" and not any(learned):
         raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
+    marked = unlearned_turns(messages, lambda key: chats.template.reads(key, messages, tools))
+    unlearned = conversation.unlearned | marked
     try:
-        if train_on == "all":
-            text = chats.template.render(messages, tools=tools)
-            spans = [(0, len(text))]
-        else:
-            text, spans = chats.template.render_spans(messages, tools=tools)
+        text, spans = chats.template.render_spans(messages, tools=tools, train_on=train_on, unlearned=unlearned)
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
-    key = json.dumps([messages, tools], sort_keys=True)
-    spans = spans[-1:] if train_on == "last" else spans
-    return _Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line)
+    keys.note(conversation, text)
+    key = json.dumps([messages, tools], sort_keys=True, default=str)
+    as_before = conversation.read <= _BEFORE and not unlearned and all(len(each) == 2 for each in messages)
+    return _Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, as_before=as_before)
 
 
-def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
+def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[_Rendered]:
     """All conversations, each with its split."""
 
-    def read(files: tuple[SourceFile, ...], first: int) -> Iterator[_Rendered]:
-        option, use = chats.option, partial(_render, chats)
+    def read(files: tuple[Source, ...], first: int) -> Iterator[_Rendered]:
+        option, use = chats.option, partial(_render, chats, keys)
         for number, source in enumerate(files, first):
-            skip_bad = option.on_bad_row == "skip"
-            for each in read_conversations(source.path, option.messages_key, use, damage, skip_bad=skip_bad):
+            if isinstance(source, SourceFile):
+                conversations = read_conversations(source.path, option, use, damage)
+            else:
+                # their types have put nulls where a row has nothing, and these are gone
+                conversations = conversations_in(source.records(), source.name, option, use, damage, is_table=False)
+            for each in conversations:
                 each.file = number
                 yield each
 
@@ -151,47 +216,104 @@ def _rendered(chats: Chats, damage: Damage) -> Iterator[_Rendered]:
 
 
 def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
-    """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records."""
+    """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records, and
+    for keys of records that carry meaning and that nothing reads."""
     option, template = chats.option, chats.template
-    content = content_hash(cache, chats.all_files)
-    rules = [_VERSION, len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
-    rules += ["skip"] if option.on_bad_row == "skip" else []
-    key = digest([content, rules, chats.tokenizer.fingerprint, [template.source, template.special_tokens]])
+    content = _content(cache, chats)
+    old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
+    old_rules += ["skip"] if option.on_bad_row == "skip" else []
+    # of those that are ignored only keys that may be read decide what is made; the others are in the meta data
+    ignored = sorted(READ.intersection(option.ignore))
+    rules = [*old_rules, list(option.mapping.items()), ignored]
+    others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
+
+    before = digest([content, [1, *old_rules], *others])  # the key that 0.3.0 has given them
 
     def write(temporary: Path) -> Meta:
-        return _write(temporary, chats, cache.progress) | {"content": content}
+        made = _write(temporary, chats, cache.progress)
+        same = _says_same(cache, before, temporary) or made["as_before"]
+        return made | {"content": content, "formerly": before if same else None}
 
-    return cached_tokens(*cache.build_once("tokens", key, write), has_targets=True)
+    key = digest([content, [_VERSION, *rules], *others])
+    directory, meta = cache.build_once("tokens", key, write)
+    check_keys(option, meta["keys"])
+    return cached_tokens(directory, meta, has_targets=True)
+
+
+def _content(cache: Cache, chats: Chats) -> str:
+    files = [source for source in chats.all_files if isinstance(source, SourceFile)]
+    rows = [source for source in chats.all_files if isinstance(source, Rows)]
+    return content_of_rows(cache, rows) if rows else content_hash(cache, files)
+
+
+def _num_bytes(source: Source) -> int:
+    return source.path.stat().st_size if isinstance(source, SourceFile) else source.num_bytes
+
+
+def _name(source: Source) -> str:
+    return str(source.path) if isinstance(source, SourceFile) else source.name
+
+
+def _says_same(cache: Cache, key: str, made: Path) -> bool:
+    """Whether 0.3.0 has cached the same tokens and targets under ``key``, which is said where it has cached any."""
+    if cache.find("tokens", key) is None:
+        return False
+    names = [path.name for path in made.iterdir() if not path.name.endswith(".records.bin")]  # 0.3.0 had none
+    same = len(filecmp.cmpfiles(cache.root / "tokens" / key, made, names, shallow=False)[0]) == len(names)
+    result = "the same as before" if same else "others than before (docs/data.md)"
+    _log.warning(
+        "data.files: the rules by which chats are read have changed; tokens were made anew, and are %s", result
+    )
+    return same
 
 
 def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     tokenizer, dtype = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size)
-    marks = set(_SPECIAL.findall(chats.template.source))
-    damage, unknown = Damage(), set()
-    meter = Meter(progress, sum(source.path.stat().st_size for source in chats.all_files))
+    marks = set(markers_of(chats.template))
+    changed = chats.option.mapping or (_BEFORE | {"tools"}).intersection(chats.option.ignore)
+    as_before, damage, unknown, keys = True, Damage(), set(), Keys(chats.option, shows_tools=chats.template.shows_tools)
+    meter = Meter(progress, sum(map(_num_bytes, chats.all_files)))
     with contextlib.ExitStack() as files:
         writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
-        for chunk in chunks(_rendered(chats, damage), meter.add):
+        for chunk in chunks(_rendered(chats, keys, damage), meter.add):
             texts = [each.text for each in chunk]
+            as_before = as_before and all(each.as_before for each in chunk)
             unknown |= {mark for mark in marks if any(mark in text for text in texts)}
             encoded = tokenizer.encode_marked(texts, [each.spans for each in chunk])
             for each, (ids, inside) in zip(chunk, encoded, strict=True):
+                ids, inside = _around(ids, tokenizer) if each.is_document else (ids, inside)
                 writers[each.split].add(ids, inside, (each.file, each.line))
     meter.end()
     if not writers["train"].lengths:
         if writers["eval"].lengths and not chats.eval_files:
             raise DataError(f"data.eval_fraction: {chats.eval_fraction} leaves nothing to train on; lower it")
-        names = ", ".join(str(source.path) for source in chats.files[:3])
+        names = ", ".join(map(_name, chats.files[:3]))
+        if not chats.option.files:
+            raise DataError(f"data.train_split: no conversation in {names}; it is empty")
         raise DataError(f"data.files: no conversation in {len(chats.files)} files ({names}); they are empty")
     for line in damage.lines().values():
         _log.warning("%s", line)
     return {
         "dtype": dtype,
         **{name: writer.finish() for name, writer in writers.items()},
-        "origin": {"files": ", ".join(chats.option.files)},
+        "origin": {"files": ", ".join(chats.option.files)} if chats.option.files else origin_of(chats.option),
         **damage.lines(),
-        "unknown": sorted(mark for mark in unknown if len(tokenizer.encode(mark)) != 1),
+        "added": list(chats.added),
+        "keys": keys.found(),
+        "as_before": as_before and chats.template.source == CHATML and not changed and not chats.added,
+        "rules": _VERSION,
+        "unknown": sorted(mark for mark in unknown if not has_token(tokenizer, mark)),
     }
+
+
+def _around(ids: NDArray[Any], tokenizer: Tokenizer) -> Marked:
+    """A document with the tokens around it, those that it spells itself once, and of each token whether it is a
+    target: all but a begin token."""
+    before, behind = around_documents(tokenizer)
+    before = () if tuple(ids[: len(before)].tolist()) == before else before
+    behind = () if tuple(ids[len(ids) - len(behind) :].tolist()) == behind else behind
+    whole = np.concatenate([np.array(before, np.uint32), ids, np.array(behind, np.uint32)])
+    return whole, np.arange(len(whole)) >= len(before)
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
@@ -201,6 +323,11 @@ def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTabl
     """The error of conversations none of which can be trained on."""
     assert split.documents is not None
     assert split.first_targets is not None
+    if (split.first_targets.array >= np.diff(split.documents.array)).all():
+        return DataError(
+            "data.files: no conversation has a turn that is to be learned; look at what marks them (weight and the "
+            "like, docs/data.md)"
+        )
     if table.counts["dropped"] == split.first_targets.length:
         shortest = int(np.diff(split.documents.array).min())
         return DataError(
@@ -227,10 +354,12 @@ def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
 
 def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:
     """What there is to say of the targets and of what was left out, which is warned of too."""
+    if added := meta.get("added"):  # caches of before the setting have none
+        _log.info("data.add_tokens: the model learns %s of the chat template as new tokens", ", ".join(added))
     if meta["unknown"]:
         _log.warning(
-            "data.tokenizer: %s of the chat template %s; encoded as text. Add them with forgather finalize MODEL DEST "
-            "--add-tokens FILE, or choose a template whose tokens it has",
+            "data.tokenizer: %s of the chat template %s; encoded as text. Add them with data.add_tokens=true, or with "
+            "forgather finalize MODEL DEST --add-tokens FILE, or choose a template whose tokens it has",
             ", ".join(meta["unknown"]),
             "is no token of the tokenizer" if len(meta["unknown"]) == 1 else "are no tokens of the tokenizer",
         )
@@ -246,6 +375,8 @@ def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, Pac
             left_out.append(f"of {meta[name]['documents']:,} {name} conversations {', '.join(found)}")
     tokens, targets = meta["train"]["tokens"], meta["train"]["targets"]
     description = {"targets": f"{targets:,} of {tokens:,} training tokens ({option.train_on})"}
+    if unread := [*meta["keys"]["others"], *meta["keys"]["carry"]]:
+        description["not_read"] = ", ".join(unread)
     if left_out:
         description["left_out"] = "; ".join(left_out)
         _log.warning("data.seq_len=%d: %s", option.seq_len, description["left_out"])

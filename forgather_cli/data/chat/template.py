@@ -6,15 +6,19 @@ strangers, so they run in Jinja's immutable sandbox and see plain values only. S
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
+from jinja2 import meta, nodes
 
-from forgather_cli.data.chat.sandbox import Span, TooSlow, Turns, sandbox
+from forgather_cli.data.chat.sandbox import Span, TooSlow, Trace, Turns, sandbox
 from forgather_cli.data.text.tokenizer import special_tokens
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_json_object, read_text
@@ -43,16 +47,19 @@ _RAISED = (
 )  # fmt: skip
 _SENTINEL = "\u2063assistant\u2063turn\u2063"  # invisible separators: nothing that a template would strip or split
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the standard one first
+_REASONING_KEYS = frozenset(_REASONING)
 
 
 class ChatTemplate:
     """A compiled template and the special tokens it may name (``bos_token``, ``eos_token``, ...).
 
+    ``name`` says in messages which it is.
+
     Raises DataError if the source does not compile, and from each method if the template refuses the messages.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
+    def __init__(self, source: str, special_tokens: Mapping[str, str], name: object = "") -> None:
+        self.source, self.name = source, name
         self.special_tokens = dict(special_tokens)
         self._environment = environment = sandbox(datetime.now())
         self._given_up = ""
@@ -72,12 +79,12 @@ class ChatTemplate:
         path = directory / "chat_template.jinja"
         try:
             if path.exists():
-                return cls(read_text(path, DataError), special_tokens(directory))
+                return cls(read_text(path, DataError), special_tokens(directory), path)
             source = config.get("chat_template")
             if isinstance(source, list):  # several by name
                 named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
                 source = named.get("default")
-            return cls(source, special_tokens(directory)) if isinstance(source, str) else None
+            return cls(source, special_tokens(directory), directory) if isinstance(source, str) else None
         except DataError as error:
             raise DataError(f"{directory}: {error}") from error
 
@@ -85,6 +92,24 @@ class ChatTemplate:
     def marks_turns(self) -> bool:
         """Whether ``{% generation %}`` blocks say which text is the assistant's."""
         return self._turns.found
+
+    def reads(self, key: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Whether the template looks at this key of a message, by name or because it writes these messages whole."""
+        if key in self._names:
+            return True
+        others = [{name: value for name, value in message.items() if name != key} for message in messages]
+        return self.render(messages, tools=tools) != self.render(others, tools=tools)
+
+    @cached_property
+    def _names(self) -> set[str]:
+        tree = self._environment.parse(self.source)
+        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+        return attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether anything in it reads ``tools``."""
+        return "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
@@ -94,32 +119,62 @@ class ChatTemplate:
             return self._template.render(self._variables(messages, add_generation_prompt, tools))
 
     def render_spans(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        train_on: Literal["assistant", "last", "all"] = "assistant",
+        unlearned: frozenset[int] = frozenset(),
     ) -> tuple[str, list[Span]]:
-        """The text, and the spans in it that the assistant writes: its turns up to the end-of-turn token.
+        """The text, and the spans in it that are learned, by default those that the assistant writes: its turns up to
+        the end-of-turn token.
 
-        By ``{% generation %}`` blocks where the template has them; else a turn begins where the generation prompt
-        ends, and ends where the rendering of the messages up to it does. Raises DataError where neither tells.
+        By ``{% generation %}`` blocks where the template has them and writes each where it stands; else a turn begins
+        where the generation prompt ends, and ends where the next message begins. Of the messages with an index in
+        ``unlearned`` nothing is learned. Raises DataError where the template does not tell.
         """
-        if self.marks_turns:
-            blocks: list[str] = []
-            with self._rendering(), self._turns.noted(blocks) as spans:
-                for block in self._template.generate(self._variables(messages, False, tools)):
-                    blocks.append(block)
-            return "".join(blocks), spans
-        text = self.render(messages, tools=tools)
+        if train_on == "all" and not unlearned:
+            text = self.render(messages, tools=tools)
+            return text, [(0, len(text))]
+        made = self._made(messages, tools)
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        spans, end = [], 0
-        for i in turns:
-            start, end = _Turn(self, messages, tools, text, i).span(after=end)
-            spans.append((start, end))
-        return text, spans
+        if train_on == "all":
+            return made.text, made.without([(0, len(made.text))], unlearned)
+        if train_on == "last":
+            turns = turns[-1:]
+        spans, wrong = made.blocks() if self.marks_turns else ([], "")
+        if wrong or not self.marks_turns:
+            return made.text, made.turns([i for i in turns if i not in unlearned], wrong)
+        spans = made.without(spans, unlearned.intersection(turns))
+        if train_on == "last" and turns:
+            begin, end = made.extent(turns[0])
+            spans = [span for span in spans if begin <= span[0] < end]
+        return made.text, spans
+
+    def _made(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> _Made:
+        trace, variables = Trace(), self._variables(messages, False, tools)
+        with self._rendering(trace):
+            for piece in self._template.generate(variables):
+                trace.pieces.append(piece)
+        return _Made(self, messages, tools, trace, variables["messages"])
+
+    @cached_property
+    def ends_of_turns(self) -> tuple[str, str] | None:
+        """What stands behind an answer that another message follows, and behind the last one, without the white space
+        at its end. None where it is not known."""
+        messages = [{"role": role, "content": _SENTINEL} for role in ("user", "assistant", "user", "assistant")]
+        try:
+            made = self._made(messages, None)
+            ends = [made.text[: made.extent(i)[1]].rpartition(_SENTINEL)[2].rstrip() for i in (1, 3)]
+        except DataError:
+            return None
+        return ends[0], ends[1]
 
     @contextmanager
-    def _rendering(self) -> Iterator[None]:
+    def _rendering(self, trace: Trace | None = None) -> Iterator[None]:
         if self._given_up:
             raise DataError(self._given_up)  # once is enough: a conversation is rendered several times
-        self._environment.begin()
+        self._environment.begin(trace)
         try:
             yield
         except _RAISED as error:
@@ -135,8 +190,10 @@ class ChatTemplate:
         plain: list[dict[str, Any]] = []
         for message in messages:  # without keys whose value is None, and with the reasoning under the names they read
             each = {key: value for key, value in message.items() if value is not None}
-            reasoning = next((each[key] for key in _REASONING if key in each), None)
-            plain.append(each if reasoning is None else {"thinking": reasoning, **each, "reasoning_content": reasoning})
+            if not _REASONING_KEYS.isdisjoint(each):
+                reasoning = next(each[key] for key in _REASONING if key in each)
+                each = {"thinking": reasoning, **each, "reasoning_content": reasoning}
+            plain.append(each)
         return {
             **self.special_tokens,
             "messages": plain,
@@ -146,53 +203,174 @@ class ChatTemplate:
         }
 
 
-class _Turn:
-    """Where message ``index``, the assistant's, lies in the text of the whole conversation."""
+class _Made:
+    """The text of a whole conversation, and where in it a message lies.
+
+    ``shown``: the messages as the template has them, by whose identity loops over them are known.
+    """
 
     def __init__(
-        self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, index: int
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        trace: Trace,
+        shown: Sequence[Message],
     ) -> None:
         self._template, self._messages, self._tools = template, messages, tools
-        self._text, self._index = text, index
+        self._trace, self._shown = trace, shown
+        self.text = "".join(trace.pieces)
 
-    def span(self, *, after: int) -> Span:
-        start, end = self._start(), self._end()
-        if start is None or end is None or not after <= start <= end:
-            where = "begins" if start is None else "ends"
-            raise DataError(
-                f"the chat template does not tell where the assistant's turn in message {self._index + 1} {where}; "
-                "put {% generation %} and {% endgeneration %} around what the assistant writes"
+    def blocks(self) -> tuple[list[Span], str]:
+        """The spans of generation blocks; and where the text there is not what a block made, what is wrong."""
+        places, spans, last = self._places, [], 0
+        for at, text in self._trace.blocks:
+            start = places[at]
+            end = start + len(text)
+            if self.text[start:end] != text:
+                return [], (
+                    f": a generation block of it made {_short(text)}, and where the block stands the text is "
+                    f"{_short(self.text[start:end])}"
+                )
+            if start < last:
+                return [], ": generation blocks of it stand in one another"
+            spans.append((start, end))
+            last = end
+        return spans, ""
+
+    def without(self, spans: list[Span], unlearned: Iterable[int]) -> list[Span]:
+        """What is left of spans, in order, without these messages."""
+        elsewhere: list[
+            tuple[int, str]
+        ] = []  # contents that are a part of another message, and must not be learned there
+        for i in sorted(unlearned):
+            begin, end = self.extent(i)
+            content = self._messages[i].get("content")
+            if isinstance(content, str) and content.strip() not in self.text[begin:end]:
+                elsewhere.append((i, content.strip()))
+            cut = [part for a, b in spans for part in ((a, min(b, begin)), (max(a, end), b))]
+            spans = [(a, b) for a, b in cut if a < b]
+        for i, content in elsewhere:
+            if any(content in self.text[a:b] for a, b in spans):
+                raise self._untold(i, "begins")
+        return spans
+
+    def turns(self, wanted: Iterable[int], wrong: str) -> list[Span]:
+        """What the assistant writes as these messages; ``wrong``: why generation blocks do not tell."""
+        spans: list[Span] = []
+        for i in wanted:
+            start, end = self._start(i), self._end(i)
+            if start is None or end is None or not (spans[-1][1] if spans else 0) <= start <= end:
+                if self._rendered([*self._messages[:i], *self._messages[i + 1 :]]) == self.text:
+                    continue  # nothing is written for it
+                raise self._untold(i, "begins" if start is None else "ends", wrong)
+            spans.append((start, self._end_written(i, start, end)))
+        return spans
+
+    def _end_written(self, i: int, start: int, end: int) -> int:
+        """Where a turn ends for the assistant: without a line break behind the token that ends it; where no token does,
+        what stands behind the content does."""
+        written = self.text[start:end].rstrip()
+        if ends := self._template.ends_of_turns:
+            mark = ends[i == len(self._messages) - 1]
+            if not mark or not written:
+                return end
+            if written.endswith(mark):
+                return start + len(written)
+        content = self._messages[i].get("content")
+        is_open = isinstance(content, str) and content.strip() and written.endswith(content.strip())
+        return end if is_open else start + len(written)
+
+    def extent(self, i: int) -> Span:
+        """All that is written for message ``i``: header, content and what ends it. The first one begins the text."""
+        begin, end = self._written.get(i) or (self._upto(i), self._upto(i + 1))
+        if i == 0:
+            begin = 0
+            if 0 not in self._written and self._written:  # written before the loop over those behind
+                end = min(self._written.values())[0]
+        if i == len(self._messages) - 1:
+            end = len(self.text)
+        if begin is None or end is None or end < begin:
+            raise self._untold(i, "begins" if begin is None else "ends")
+        return begin, end
+
+    def _untold(self, i: int, which: str, wrong: str = "") -> DataError:
+        name = f" {self._template.name}" if self._template.name else ""
+        if self._messages[i].get("role") != "assistant":
+            return DataError(
+                f"the chat template{name} does not tell where message {i + 1} {which}, of which nothing is to be "
+                "learned; set data.train_on=assistant"
             )
-        written = self._text[start:end].rstrip()
-        content = self._messages[self._index].get("content")
-        if isinstance(content, str) and content.strip() and written.endswith(content.strip()):
-            return start, end  # no token ends the turn, so what stands behind the content does
-        return start, start + len(written)  # without the line break behind the token
+        return DataError(
+            f"the chat template{name} does not tell where the assistant's turn in message {i + 1} {which}{wrong}; "
+            "put {% generation %} and {% endgeneration %} around what the assistant writes"
+            + (", where it is written" if wrong else "")
+        )
 
-    def _start(self) -> int | None:
+    @cached_property
+    def _places(self) -> list[int]:
+        """Characters before each piece of the text."""
+        return list(itertools.accumulate(map(len, self._trace.pieces), initial=0))
+
+    @cached_property
+    def _written(self) -> dict[int, Span]:
+        """What a loop over the messages writes while it is at each of them, where that is one stretch of text."""
+        numbers = {id(message): i for i, message in enumerate(self._shown)}
+        now: dict[int, tuple[int, int]] = {}  # of each loop the step that goes on: its item, its place
+        found: dict[int, list[Span]] = {}
+        for loop, place, item in self._trace.steps:
+            last, since = now.get(loop, (0, 0))
+            if last in numbers and self._places[since] < self._places[place]:
+                found.setdefault(numbers[last], []).append((self._places[since], self._places[place]))
+            now[loop] = item, place
+        return {i: spans[0] for i, spans in found.items() if len(spans) == 1}
+
+    def _upto(self, count: int) -> int | None:
+        """Where the text of the first messages ends, if the whole one begins with it."""
+        shown = self._rendered(self._messages[:count]) if count else ""
+        return len(shown) if shown is not None and self.text.startswith(shown) else None
+
+    def _start(self, i: int) -> int | None:
         """Behind the generation prompt, or where a template that has another one there puts the content."""
-        prompt = self._rendered(self._messages[: self._index], add_generation_prompt=True)
-        if prompt is not None and self._text.startswith(prompt):
+        begin, end = self._written.get(i, (0, len(self.text)))
+        before = self._messages[:i]
+        prompt = self._rendered(before, add_generation_prompt=True)
+        if prompt is not None and self.text.startswith(prompt) and begin <= len(prompt) <= end:
             return len(prompt)
-        around = self._around(self._messages)
-        return len(around[0]) if around and self._text.startswith(around[0]) else None
+        around = self._around(self._messages, i)
+        content = len(around[0]) if around and self.text.startswith(around[0]) else None
+        if prompt is None or i not in self._written:
+            return content
+        # earlier messages are shown otherwise, but the prompt ends with what begins this one, or with more than that:
+        # <think>, which is taken out of turns that are not the last
+        shown = self._rendered(before)
+        header = prompt[len(shown) :] if shown and prompt.startswith(shown) else ""
+        given = commonprefix([header, self.text[begin:end]])  # noqa: RUF071 - of characters
+        if given != header and content is None and given.rfind("<") > given.rfind(">"):
+            given = given[: given.rfind("<")]  # not a part of a token
+        if not given:
+            return content
+        return begin + len(given) if content is None or given == header else min(begin + len(given), content)
 
-    def _end(self) -> int | None:
-        """Where the conversation up to this message ends. Templates that show this turn otherwise once another
-        follows (Qwen3 takes its empty thoughts out) put the same text behind its content."""
-        upto = self._messages[: self._index + 1]
-        shown = self._rendered(upto)
-        if shown is not None and self._text.startswith(shown):
-            return len(shown)
-        whole, alone = self._around(self._messages), self._around(upto)
-        if whole is None or alone is None or not self._text.endswith(whole[1]) or not whole[1].startswith(alone[1]):
+    def _end(self, i: int) -> int | None:
+        """Where the next message begins. Templates that show this turn otherwise once another follows (Qwen3 takes its
+        empty thoughts out) put the same text behind its content."""
+        upto = self._messages[: i + 1]
+        if len(upto) == len(self._messages):
+            return len(self.text)
+        if i in self._written:
+            return self._written[i][1]
+        if (end := self._upto(i + 1)) is not None:
+            return end
+        whole, alone = self._around(self._messages, i), self._around(upto, i)
+        if whole is None or alone is None or not self.text.endswith(whole[1]) or not whole[1].startswith(alone[1]):
             return None
-        return len(self._text) - len(whole[1]) + len(alone[1])
+        return len(self.text) - len(whole[1]) + len(alone[1])
 
-    def _around(self, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """The text before and behind this message's content."""
+    def _around(self, messages: Sequence[Message], i: int) -> tuple[str, str] | None:
+        """The text before and behind the content of message ``i``."""
         other = list(messages)
-        other[self._index] = {**other[self._index], "content": _SENTINEL}
+        other[i] = {**other[i], "content": _SENTINEL}
         shown = self._rendered(other)
         before, found, behind = (shown or "").partition(_SENTINEL)
         return (before, behind) if found and _SENTINEL not in behind else None
@@ -203,3 +381,7 @@ class _Turn:
             return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
         except DataError:
             return None
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -338,6 +339,22 @@ class Stream:
             "used": self._used,
             "source": self._chunks[0][0] if self._chunks else None,
         }
+
+
+def is_empty(dataset: Any) -> bool:
+    """There is no dataset, or no sample in it, as far as can be told without changing what a pass over it reads."""
+    if dataset is None:
+        return True
+    with suppress(TypeError):
+        return not len(dataset)
+    if not isinstance(dataset, IterableDataset):  # a generator, say, or a dataloader, which may start workers
+        return False
+    if _is_stateful(dataset):
+        if not callable(shard := getattr(dataset, "shard", None)):
+            return False
+        dataset = shard(num_shards=1, index=0)  # whose position is its own
+    found = iter(dataset)
+    return found is not dataset and not _is_stateful(found) and next(found, None) is None
 
 
 def _is_stateful(value: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgather_cli.data.cache import Cache, Meta, digest
-from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer
+from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, add_special_tokens
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_json_object
 
@@ -38,14 +38,12 @@ def with_sentinels(tokenizer: Tokenizer, name: str, count: int, prefixes: Sequen
         )
 
     def write(temporary: Path) -> Meta:
-        from tokenizers import AddedToken
         from tokenizers import Tokenizer as File
 
         tokenizer.save(temporary)
         file = str(temporary / "tokenizer.json")
         added = File.from_file(file)
-        for token in tokens:  # one by one: in this order
-            added.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        add_special_tokens(added, tokens)
         added.save(file)
         return {"tokenizer": name, "added": len(tokens)}
 

@@ -9,7 +9,7 @@ import importlib
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,6 +58,14 @@ def opened(path: Path) -> Iterator[Opened]:
         if codec is not None and error.errno is None:  # what bz2 says of its data
             raise _damaged(path, str(error)) from error
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def check_archives(paths: Iterable[Path]) -> None:
+    """Raise DataError for a compressed file of no bytes, a fetch that failed: of an empty text there is a header, and
+    most readers take no bytes for it."""
+    for path in paths:
+        if path.suffix.lower() in CODECS and not path.stat().st_size:
+            raise _damaged(path, "it has 0 bytes")
 
 
 def _damaged(path: Path, why: str) -> DataError:

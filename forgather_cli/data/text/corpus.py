@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from forgather_cli.data.cache import Cache, Meta, digest
 from forgather_cli.data.text import read
+from forgather_cli.data.text.compressed import check_archives
 from forgather_cli.data.text.read import (
     Damage,
     Document,
@@ -218,6 +219,7 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
                 "their full paths"
             )
         found.update(dict.fromkeys(files))
+    check_archives(found)
     return list(found)
 
 

@@ -31,7 +31,7 @@ from forgather_cli.data.cache import InterruptedBuildError
 from forgather_cli.data.text import read as reading
 from forgather_cli.data.text.corpus import Documents, Piece, is_held_out
 from forgather_cli.data.text.read import Damage, chunks
-from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, unspelled
 from forgather_cli.data.tokens import SPLITS, Split
 from forgather_cli.errors import DataError
 
@@ -91,13 +91,15 @@ class Encoder:
 def joined(
     documents: Sequence[NDArray[Any]], around: tuple[tuple[int, ...], tuple[int, ...]], dtype: str
 ) -> tuple[NDArray[Any], Ints]:
-    """Documents one after the other, each with the tokens before and behind it; and their lengths with these."""
+    """Documents one after the other, each with the tokens before it that it does not spell, and those behind it; and
+    their lengths with these."""
     before, behind = around
-    lengths = np.array([len(before) + len(ids) + len(behind) for ids in documents], np.int64)
+    begins = [unspelled(before, ids) for ids in documents]
+    lengths = np.array([len(a) + len(ids) + len(behind) for a, ids in zip(begins, documents, strict=True)], np.int64)
     out = np.empty(int(lengths.sum()), dtype)
     start = 0
-    for ids in documents:
-        for part in (before, ids, behind):
+    for begin, ids in zip(begins, documents, strict=True):
+        for part in (begin, ids, behind):
             out[start : start + len(part)] = part
             start += len(part)
     return out, lengths

@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.config.schema import HfSettings
+from forgather_cli.config.schema import DatasetSettings, HfSettings
 from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.text import read as reading
+from forgather_cli.data.text.compressed import check_archives
 from forgather_cli.data.text.corpus import Piece, find_files, stamp_of
-from forgather_cli.data.text.read import Damage, Document, kind_of
+from forgather_cli.data.text.read import Damage, Document, Record, kind_of
 from forgather_cli.errors import DataError
 from forgather_cli.hub import can_reach
 
@@ -34,9 +36,9 @@ _LOCAL = "data.dataset=json data.data_files=[...], or a directory written by sav
 _log = logging.getLogger(__name__)
 
 
-def open_datasets(option: HfSettings, cache: Cache) -> tuple[Any, Any | None]:
+def open_datasets(option: DatasetSettings, cache: Cache) -> tuple[Any, Any | None]:
     """The (train, eval) that an option names, from the hub, its cache, or files: of the library's ``Dataset``, or
-    streaming its ``IterableDataset``. Raises DataError."""
+    streaming its ``IterableDataset``; of ``data=hf`` with the column of the text alone. Raises DataError."""
     path = option.dataset or _FORMAT_OF.get(kind_of(Path(option.data_files[0])))
     if path is None:
         name = option.data_files[0]
@@ -45,7 +47,9 @@ def open_datasets(option: HfSettings, cache: Cache) -> tuple[Any, Any | None]:
     directory = Path(path).expanduser()
     is_local = path in _FORMATS or directory.is_dir()
     is_saved = any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    path = str(directory) if directory.is_dir() else path
+    if directory.is_dir():
+        path = str(directory)
+        check_archives(each for each in directory.rglob("*") if each.is_file())
     named = [name for names in files.values() for name in names]
     # the library knows a local file by its modification time alone (datasets 5.2, data_files.py)
     stamp = digest([stamp_of(Path(name)) for name in named if os.path.isfile(name)])
@@ -89,6 +93,8 @@ def open_datasets(option: HfSettings, cache: Cache) -> tuple[Any, Any | None]:
         train = split("train_split", option.train_split)
         held_out = "eval" if option.eval_files else option.eval_split
         evaluation = None if held_out is None else split("eval_split", held_out)
+        if not isinstance(option, HfSettings):
+            return train, evaluation
         key = option.text_key
         return _text_alone(train, key), None if evaluation is None else _text_alone(evaluation, key)
 
@@ -105,7 +111,7 @@ def _library() -> Any:
     return library
 
 
-def _data_files(option: HfSettings) -> dict[str, list[str]]:
+def _data_files(option: DatasetSettings) -> dict[str, list[str]]:
     """Split -> files; those of this machine are looked for, those of a dataset of the hub are its own."""
     named = {"train": option.data_files, "eval": option.eval_files}
     settings = {"train": "data.data_files", "eval": "data.eval_files"}
@@ -138,7 +144,7 @@ def _text_alone(dataset: Any, key: str) -> Any:
 
 
 @contextlib.contextmanager
-def _explained(option: HfSettings, library: Any) -> Iterator[None]:
+def _explained(option: DatasetSettings, library: Any) -> Iterator[None]:
     """The library's exceptions as ours."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -160,6 +166,10 @@ def _explained(option: HfSettings, library: Any) -> Iterator[None]:
             f"'hf auth login', or name local files: {_LOCAL}"
         ) from error
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
+        if 'Instruction "eval"' in str(error):  # a split without a row (datasets 5.2, ``arrow_reader.py``)
+            raise DataError(
+                "data.eval_files: leaves no sample to evaluate on; give files with some, or leave it out"
+            ) from error
         cause = error.__cause__ if isinstance(error, library.exceptions.DatasetGenerationError) else None
         raise DataError(f"{name} cannot be loaded ({_first_line(cause or error)})") from error
 
@@ -208,20 +218,10 @@ class HfCorpus:
     def content(self, cache: Cache) -> str:
         """Read once; afterwards the library's fingerprints stand for it."""
 
-        def hash_of(dataset: Any) -> str:
-            state = hashlib.sha256()
-            for text in _texts(dataset, self.text_key, 0, len(dataset)):
-                data = (text or "").encode()
-                state.update(len(data).to_bytes(8, "little") + data)
-            return state.hexdigest()
+        def texts(dataset: Any) -> Iterator[str]:
+            return (text or "" for text in _texts(dataset, self.text_key, 0, len(dataset)))
 
-        # the library's fingerprint alone is equal for files of equal name, size and modification time
-        parts = [[each._fingerprint, *(file["filename"] for file in each.cache_files)] for each in self._datasets()]
-        stamp = digest(["hf", self.text_key, *parts])
-        hashed = cache.remember_once(
-            "content", stamp, lambda: {"content": digest(list(map(hash_of, self._datasets())))}
-        )
-        return str(hashed["content"])
+        return _content(cache, self._datasets(), ["hf", self.text_key], texts)
 
     def fingerprint(self, cache: Cache) -> str:
         return digest([_VERSION, self.content(cache), self.eval_fraction, *(["skip"] if self.skip_bad else [])])
@@ -259,6 +259,77 @@ class HfCorpus:
         return DataError(f"data.text_key: no text in column {self.text_key!r} of {rows} rows; name another")
 
 
+def _content(cache: Cache, datasets: list[Any], rules: list[str], texts: Callable[[Any], Iterator[str]]) -> str:
+    """The hash of what ``texts`` reads of datasets, which is remembered by ``rules`` and the library's fingerprints."""
+
+    def hash_of(dataset: Any) -> str:
+        state = hashlib.sha256()
+        for text in texts(dataset):
+            data = text.encode()
+            state.update(len(data).to_bytes(8, "little") + data)
+        return state.hexdigest()
+
+    # the library's fingerprint alone is equal for files of equal name, size and modification time
+    parts = [[each._fingerprint, *(file["filename"] for file in each.cache_files)] for each in datasets]
+    stamp = digest([*rules, *parts])
+    return str(
+        cache.remember_once("content", stamp, lambda: {"content": digest(list(map(hash_of, datasets)))})["content"]
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A split as records, numbered from 0 as the library does."""
+
+    dataset: Any
+    name: str
+    """For messages."""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.dataset.data.nbytes)
+
+    def records(self) -> Iterator[Record]:
+        share, number = self.num_bytes // max(1, len(self.dataset)), 0
+        for batch in self.dataset.with_format(None).iter(batch_size=256):
+            for values in zip(*batch.values(), strict=True):
+                row = dict(zip(batch, values, strict=True))
+                yield Record(number, without_added(row, self.dataset.features), share)
+                number += 1
+
+
+def without_added(value: Any, feature: Any) -> Any:
+    """A row, or a part of one, without the None that the type of its column puts where an object lacks a key. What is
+    of no type (``Json``, from datasets 4.7 on) is as it was written. ``feature``: the library's; None where unknown."""
+    if isinstance(value, dict) and (feature is None or isinstance(feature, dict)):
+        types = feature or {}
+        return {key: without_added(part, types.get(key)) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and (feature is None or isinstance(feature, list) or hasattr(feature, "feature")):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [without_added(part, inner) for part in value]
+    return value
+
+
+def rows_of(option: DatasetSettings, cache: Cache) -> tuple[Rows, Rows | None]:
+    """The splits of an option as records. Raises DataError."""
+    train, held_out = open_datasets(option, cache)
+    name = option.dataset or ", ".join(option.data_files)
+    evaluation = "eval" if option.eval_files else option.eval_split
+    return (
+        Rows(train, f"{name} ({option.train_split})"),
+        None if held_out is None else Rows(held_out, f"{name} ({evaluation})"),
+    )
+
+
+def content_of_rows(cache: Cache, splits: Sequence[Rows]) -> str:
+    """The hash of all that the rows hold."""
+
+    def texts(dataset: Any) -> Iterator[str]:
+        return (json.dumps(record.value, default=repr) for record in Rows(dataset, "").records())
+
+    return _content(cache, [each.dataset for each in splits], ["rows"], texts)
+
+
 def _texts(dataset: Any, key: str, start: int, stop: int) -> Iterator[str | None]:
     """Texts of rows, None where there is none."""
     rows = dataset.select(range(start, stop)).with_format("arrow")
@@ -273,7 +344,7 @@ def hf_corpus(option: HfSettings, cache: Cache) -> HfCorpus:
     return HfCorpus(train, evaluation, option.text_key, fraction, origin_of(option), option.on_bad_row == "skip")
 
 
-def origin_of(option: HfSettings) -> dict[str, str]:
+def origin_of(option: DatasetSettings) -> dict[str, str]:
     """What is worth saying in logs of where documents come from."""
     names = {"dataset": option.dataset, "config": option.dataset_config, "revision": option.revision}
     files = {"files": ", ".join(option.data_files)} if option.data_files else {}
@@ -281,7 +352,7 @@ def origin_of(option: HfSettings) -> dict[str, str]:
     return {key: value for key, value in names.items() if value} | files | {"split": split}
 
 
-def stream_identity(option: HfSettings) -> str:
+def stream_identity(option: DatasetSettings) -> str:
     """The identity of a stream, whose content was not read yet: names, and sizes of local files."""
     files = [
         [split, os.path.basename(name), os.stat(name).st_size if os.path.isfile(name) else name]
@@ -289,4 +360,4 @@ def stream_identity(option: HfSettings) -> str:
         for name in names
     ]
     names = [option.dataset, option.dataset_config, option.train_split, option.eval_split, option.revision]
-    return digest([_VERSION, names, files, option.text_key])
+    return digest([_VERSION, names, files, *([option.text_key] if isinstance(option, HfSettings) else [])])

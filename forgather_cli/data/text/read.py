@@ -21,6 +21,7 @@ from forgather_cli.input_files import check_text, not_utf8, open_file, parse_jso
 
 _CHUNK = 1 << 20  # characters that are encoded at once
 PIECE = 16 << 20  # bytes; a longer plain text becomes several documents, cut at line borders: memory is bounded
+_BOM = b"\xef\xbb\xbf"  # a text may begin with, on a line of its own too
 _MARK = b"\xef\xbf\xbd"  # U+FFFD, what an undecodable byte sequence becomes
 
 
@@ -249,18 +250,23 @@ _MOST_BAD_ROWS = 1000  # that are looked for: with a wrong text_key every row is
 
 
 def sound_rows(
-    path: Path, rows: Callable[[Part], Iterator[_Row | BadRow]], damage: Damage, part: Part = WHOLE, *, skip_bad: bool
+    name: Path | str,
+    rows: Callable[[Part], Iterator[_Row | BadRow]],
+    damage: Damage,
+    part: Part = WHOLE,
+    *,
+    skip_bad: bool,
 ) -> Iterator[_Row]:
-    """What ``rows(part)`` yields of a file. Bad rows are left out and noted in ``damage``, or raise one DataError, at
-    the end, that names all of the file's."""
+    """What ``rows(part)`` yields of a file, or of another source that is read whole. Bad rows are left out and noted in
+    ``damage``, or raise one DataError, at the end, that names all of the source's."""
     found: list[BadRow] = []
-    before: int | None = None
+    before: int | None = None if part.start else 0
     for row in rows(part):
         if not isinstance(row, BadRow):
             yield row
         elif skip_bad:
-            before = rows_before(path, part) if before is None else before
-            damage.skipped.append(f"{path}:{row.line + before}: {row.why}")
+            before = rows_before(Path(name), part) if before is None else before
+            damage.skipped.append(f"{name}:{row.line + before}: {row.why}")
         else:
             found.append(row)
             if len(found) == _MOST_BAD_ROWS:
@@ -268,13 +274,13 @@ def sound_rows(
     if found and part != WHOLE:  # numbers from the beginning of the file, and of all its parts
         found = list(islice((row for row in rows(WHOLE) if isinstance(row, BadRow)), _MOST_BAD_ROWS))
     if found:
-        raise _bad_rows(path, found)
+        raise _bad_rows(name, found)
 
 
-def _bad_rows(path: Path, found: list[BadRow]) -> DataError:
+def _bad_rows(name: Path | str, found: list[BadRow]) -> DataError:
     if len(found) == 1:
         number, why = found[0]
-        return DataError(f"{path}:{number}: {why}; mend or remove it, or leave it out with data.on_bad_row=skip")
+        return DataError(f"{name}:{number}: {why}; mend or remove it, or leave it out with data.on_bad_row=skip")
     numbers: dict[str, list[int]] = {}
     for number, why in found:
         numbers.setdefault(why, []).append(number)
@@ -285,7 +291,7 @@ def _bad_rows(path: Path, found: list[BadRow]) -> DataError:
     lines += [f"\n  and {len(numbers) - 20} other mistakes"] if len(numbers) > 20 else []
     count = f"at least {len(found)}" if len(found) == _MOST_BAD_ROWS else str(len(found))
     remedy = "mend or remove them, or leave them out with data.on_bad_row=skip"
-    return DataError(f"{path}: {count} bad rows; {remedy}. By line or row number:{''.join(lines)}")
+    return DataError(f"{name}: {count} bad rows; {remedy}. By line or row number:{''.join(lines)}")
 
 
 def _kind(value: Any) -> str:
@@ -300,15 +306,15 @@ def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Rec
     is_list = False
     if kind_of(path) == ".json":  # one list of records, as Alpaca's and ShareGPT's are, or a record a line
         with opened(path) as file:
-            first = next((line for line in file.handle if line.strip()), b"")
-        is_list = first.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
+            first = next((line for line in file.handle if not _is_blank(line)), b"")
+        is_list = first.lstrip(_BOM + b" \t").startswith(b"[")
     with opened(path) as file:
         if is_list:
             try:
                 content = file.handle.read()
                 if problem := not_utf8(content):
                     raise DataError(f"{path}: {problem}")
-                values: Iterable[Any] = parse_json(content.decode("utf-8-sig"), any_text=True)
+                values: Iterable[Any] = parse_json(content.decode().lstrip("\ufeff \t\r\n"), any_text=True)
             except ValueError as error:
                 raise DataError(f"{path}: not JSON ({error}); mend it") from error
         else:
@@ -317,7 +323,7 @@ def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Rec
             try:
                 if is_list:
                     check_text(value)
-                elif not value.strip():
+                elif _is_blank(value):
                     continue
                 else:
                     if number == 1 and part.start == 0 and (problem := not_utf8(value)):
@@ -330,6 +336,10 @@ def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Rec
                 yield Record(number, value, file.progress())
             else:
                 yield BadRow(number, f"expected a JSON object, got {_kind(value)}")
+
+
+def _is_blank(line: bytes) -> bool:
+    return not line.removeprefix(_BOM).strip()
 
 
 def _lines(file: Opened, part: Part) -> Iterator[bytes]:

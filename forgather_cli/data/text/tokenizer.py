@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import json
@@ -59,6 +60,10 @@ class Tokenizer(Protocol):
         """The end token where the tokenizer names none: padding never carries a target."""
 
     @property
+    def num_new(self) -> int:
+        """Ids at the end that the tokenizer's files do not have: tokens that the data add."""
+
+    @property
     def fingerprint(self) -> str:
         """32 hex digits; equal fingerprints give equal ids for every text."""
 
@@ -74,7 +79,7 @@ class Tokenizer(Protocol):
         """Ids of a text alone. Special tokens spelled out in it become their ids, as in Hugging Face."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text that is to be continued, the prefix before it."""
+        """Ids of a text that is to be continued, the prefix before it, once where the text spells it."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of texts alone as arrays of unsigned integers: the fast way for a corpus."""
@@ -95,17 +100,34 @@ class Tokenizer(Protocol):
         """Write ``tokenizer.json``, ``tokenizer_config.json`` and what belongs to them, for ``AutoTokenizer``."""
 
 
-def load_tokenizer(name: str, *, chat_template: str | None = None, add_bos: bool | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, *, chat_template: str | None = None, add_bos: bool | None = None, added: Sequence[str] = ()
+) -> Tokenizer:
     """``bytes`` or a directory with ``tokenizer.json``; ``bpe`` is made by ``train_bpe``. Raises DataError.
 
     ``chat_template``: the source that ``save`` writes in place of the directory's own. ``add_bos``: whether a begin
-    token stands before each text; None: a directory's own rule, False: nothing around a text.
+    token stands before each text; None: a directory's own rule, False: nothing around a text. ``added``: special
+    tokens behind those it has.
     """
     if name == "bytes":
-        return ByteTokenizer(chat_template)
+        return ByteTokenizer(chat_template, added)
     if name == "bpe":
         raise DataError("data.tokenizer: bpe is trained on text; use it with data=python_stdlib or data=text")
-    return FileTokenizer(Path(name).expanduser(), chat_template, add_bos)
+    return FileTokenizer(Path(name).expanduser(), chat_template, add_bos, added)
+
+
+def has_token(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the text is one token, which stands for it alone."""
+    ids = tokenizer.encode(text)
+    return len(ids) == 1 and tokenizer.decode(ids).strip() == text
+
+
+def add_special_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
+    """Put special tokens behind those of a tokenizer, in this order."""
+    from tokenizers import AddedToken
+
+    for token in tokens:  # one by one: several at once are sorted
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
 
 
 def around_documents(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -117,6 +139,12 @@ def around_documents(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     return tokenizer.prefix_tokens, suffix if suffix[-1:] == end else suffix + end
 
 
+def unspelled(prefix: tuple[int, ...], ids: Sequence[int] | NDArray[Any]) -> tuple[int, ...]:
+    """What of the tokens before a text is not written in it already: a text may begin with a ``<s>`` of its own."""
+    written = (n for n in range(len(prefix), 0, -1) if tuple(ids[:n]) == prefix[-n:])
+    return prefix[: len(prefix) - next(written, 0)]
+
+
 def end_of(tokenizer: Tokenizer) -> int:
     """The token that follows each document. Raises DataError where a tokenizer names none."""
     if tokenizer.eos_token_id is None:
@@ -125,63 +153,81 @@ def end_of(tokenizer: Tokenizer) -> int:
 
 
 class ByteTokenizer:
-    """Ids 0-255 are UTF-8 bytes, 256 is ``<|endoftext|>``, which is also the begin and pad token."""
+    """Ids 0-255 are UTF-8 bytes, 256 is ``<|endoftext|>``, which is also the begin and pad token; ``added`` follow."""
 
-    vocab_size = _NUM_BYTES + 1
     eos_token_id = bos_token_id = pad_token_id = _NUM_BYTES
     prefix_tokens = suffix_tokens = ()
-    fingerprint = hashlib.sha256(b"forgather bytes 1").hexdigest()[:32]
 
-    def __init__(self, chat_template: str | None = None) -> None:
+    def __init__(self, chat_template: str | None = None, added: Sequence[str] = ()) -> None:
         self._chat_template = chat_template
+        self._added, self.num_new = tuple(added), len(added)
+        self._special = [token.encode() for token in (END, *added)]
+        self._ids = {token: id_ for id_, token in enumerate(self._special, _NUM_BYTES)}
+        longest_first = sorted(self._special, key=len, reverse=True)  # as the library finds them
+        self._split = re.compile(b"(" + b"|".join(map(re.escape, longest_first)) + b")").split
+        self.vocab_size = _NUM_BYTES + len(self._special)
+        rules = b"forgather bytes 1" + (json.dumps(self._added).encode() if added else b"")
+        self.fingerprint = hashlib.sha256(rules).hexdigest()[:32]
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encode(text).tolist()
+        ids: list[int] = self._encode(text, ())[0].tolist()
         return ids
 
     encode_prompt = encode
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [self._encode(text) for text in texts]
+        return [self._encode(text, ())[0] for text in texts]
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
-        marked: list[Marked] = []
-        for text, marks in zip(texts, spans, strict=True):
-            borders = [0, *(border for span in marks for border in span), len(text)]  # outside and inside by turns
-            pieces = [self._encode(text[start:stop]) for start, stop in itertools.pairwise(borders)]
-            inside = np.repeat(np.arange(len(pieces)) % 2 == 1, list(map(len, pieces)))
-            marked.append((np.concatenate(pieces), inside))
-        return marked
+        return [self._encode(text, marks) for text, marks in zip(texts, spans, strict=True)]
 
-    def _encode(self, text: str) -> NDArray[Any]:
-        if END not in text:
-            return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
-        pieces: list[NDArray[Any]] = []
-        for piece in text.split(END):
-            pieces += [self._encode(piece).astype(np.uint16), np.array([_NUM_BYTES], np.uint16)]
-        return np.concatenate(pieces[:-1])
+    def _encode(self, text: str, spans: Sequence[Span]) -> Marked:
+        data = text.encode("utf-8", "replace")
+        borders = [border for span in spans for border in span]
+        if len(data) != len(text):  # characters to bytes
+            pieces = (text[start:stop] for start, stop in itertools.pairwise([0, *borders]))
+            borders = list(itertools.accumulate(len(piece.encode("utf-8", "replace")) for piece in pieces))
+        parts = self._split(data)  # text and special tokens by turns
+        specials, stops = parts[1::2], list(itertools.accumulate(map(len, parts)))
+        ids: NDArray[Any] = np.frombuffer(b"\0".join(parts[::2]), np.uint8)
+        # where special tokens begin in the text, and their places among the ids
+        begins, places = stops[:-1:2], [n + stop for n, stop in enumerate(itertools.accumulate(map(len, parts[:-1:2])))]
+        if specials:
+            ids = ids.astype(np.uint16)
+            ids[places] = [self._ids[token] for token in specials]
+
+        def place(byte: int) -> int:
+            """Of the token that a byte of the text is in."""
+            last = bisect.bisect_right(begins, byte) - 1
+            return byte if last < 0 else places[last] + max(0, byte - stops[2 * last + 1] + 1)
+
+        inside = np.zeros(len(ids), np.bool_)
+        for start, stop in zip(borders[::2], borders[1::2], strict=True):
+            if start < stop:
+                inside[place(start) : place(stop - 1) + 1] = True
+        return ids, inside
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        end = b"" if skip_special_tokens else END.encode()
-        known = (int(i) for i in ids)
-        parts = (bytes((i,)) if i < _NUM_BYTES else end for i in known if 0 <= i <= _NUM_BYTES)
+        special = [b""] * len(self._special) if skip_special_tokens else self._special
+        known = (int(i) for i in ids if 0 <= i < self.vocab_size)
+        parts = (bytes((i,)) if i < _NUM_BYTES else special[i - _NUM_BYTES] for i in known)
         return b"".join(parts).decode("utf-8", "replace")
 
     def bytes_of(self, number: int) -> bytes | None:
         return bytes((number,)) if 0 <= number < _NUM_BYTES else END.encode() if number == _NUM_BYTES else None
 
     def bytes_of_tokens(self) -> NDArray[np.int64]:
-        """Bytes of text that each id stands for; none for the end token."""
-        return np.array([1] * _NUM_BYTES + [0], np.int64)
+        """Bytes of text that each id stands for; none for special tokens."""
+        return np.array([1] * _NUM_BYTES + [0] * len(self._special), np.int64)
 
     def save(self, directory: Path) -> None:
         import tokenizers
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
 
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=_byte_letters(), merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+        add_special_tokens(tokenizer, (END, *self._added))
         _write(tokenizer, directory)
         _write_chat_template(self._chat_template, directory)
 
@@ -189,7 +235,13 @@ class ByteTokenizer:
 class FileTokenizer:
     """A directory with ``tokenizer.json``, as Hugging Face writes it. Raises DataError if it cannot be read."""
 
-    def __init__(self, directory: Path, chat_template: str | None = None, add_bos: bool | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        chat_template: str | None = None,
+        add_bos: bool | None = None,
+        added: Sequence[str] = (),
+    ) -> None:
         import tokenizers
 
         path = directory / "tokenizer.json"
@@ -209,6 +261,17 @@ class FileTokenizer:
         self._chat_template = chat_template
         vocab = self._tokenizer.get_vocab()
         self.vocab_size = max(vocab.values()) + 1
+        self._added = tuple(added)
+        new = [token for token in added if token not in vocab]  # others become special, and keep their ids
+        self.num_new = len(new)
+        add_special_tokens(self._tokenizer, added)
+        for token in new:
+            if self._tokenizer.token_to_id(token) != self.vocab_size:
+                raise DataError(
+                    f"data.add_tokens: {token} cannot be put behind the {self.vocab_size} tokens of data.tokenizer="
+                    f"{directory}, whose ids have gaps; set add_tokens=false, or give another tokenizer"
+                )
+            self.vocab_size += 1
         special = _special_tokens(directory)
         self.eos_token_id, self.bos_token_id, pad = (
             self._tokenizer.token_to_id(token) if isinstance(token, str) else token for token in special.values()
@@ -218,6 +281,10 @@ class FileTokenizer:
         parts: list[Any] = [hashlib.sha256(content).hexdigest(), special]
         if self.prefix_tokens or self.suffix_tokens:
             parts.append([self.prefix_tokens, self.suffix_tokens])
+        if self.prefix_tokens:
+            parts.append("once")  # also where the text spells it
+        if added:
+            parts.append({"added": self._added})
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def _around(self, add_bos: bool | None, vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -242,7 +309,8 @@ class FileTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        return [*self.prefix_tokens, *self.encode(text)]
+        ids = self.encode(text)
+        return [*unspelled(self.prefix_tokens, ids), *ids]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Texts above a million characters are encoded in pieces cut at line borders."""
@@ -281,7 +349,7 @@ class FileTokenizer:
         token = self._tokenizer.id_to_token(number) if number >= 0 else None
         if token is None:
             return None
-        if number in self._added:
+        if number in self._added_ids:
             return token.encode()
         if self._byte_letters is not None:
             return bytes(self._byte_letters[letter] for letter in token)
@@ -300,7 +368,7 @@ class FileTokenizer:
         return [number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
 
     @cached_property
-    def _added(self) -> set[int]:
+    def _added_ids(self) -> set[int]:
         return set(self._tokenizer.get_added_tokens_decoder())
 
     @cached_property
@@ -331,6 +399,13 @@ class FileTokenizer:
             source = self._directory / name
             if source.is_file() and source.resolve() != (directory / name).resolve():
                 shutil.copyfile(source, directory / name)
+        if self._added:
+            import tokenizers
+
+            file = str(directory / "tokenizer.json")
+            tokenizer = tokenizers.Tokenizer.from_file(file)  # with the truncation and padding it came with
+            add_special_tokens(tokenizer, self._added)
+            tokenizer.save(file)
         templates = self._directory / "additional_chat_templates"
         if templates.is_dir() and self._directory.resolve() != directory.resolve():
             shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)

@@ -118,15 +118,16 @@ def _is_read(kind: Any, key: str) -> bool:
     return f'"{key}"' in source or f"config.{key}" in source
 
 
-def build_causal_lm(option: TransformersSettings, *, vocab_size: int, seq_len: int) -> CausalLM:
-    """The model on the device that is current (meta too), without loaded weights; sizes in tokens.
+def build_causal_lm(option: TransformersSettings, *, vocab_size: int, seq_len: int, num_new: int = 0) -> CausalLM:
+    """The model on the device that is current (meta too), without loaded weights; sizes in tokens, of which a directory
+    does not know the last ``num_new``.
 
     Raises ModelError.
     """
     config = config_of(option, vocab_size=vocab_size)
     text = config.get_text_config()
     if option.path is not None:
-        text.vocab_size = grown_vocabulary(option, text.vocab_size, tokens=vocab_size)
+        text.vocab_size = grown_vocabulary(option, text.vocab_size, tokens=vocab_size, num_new=num_new)
     elif text.vocab_size < vocab_size:
         raise ModelError(
             f"model.config.vocab_size: the tokenizer has {vocab_size} tokens, got {text.vocab_size}; leave it out, or "

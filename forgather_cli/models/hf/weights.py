@@ -15,7 +15,7 @@ from forgather_cli.errors import ModelError
 from forgather_cli.models.files import read_rows, tensor_files
 from forgather_cli.models.hf.build import config_of, library
 from forgather_cli.models.hf.model import CausalLM
-from forgather_cli.models.resize import rows_like
+from forgather_cli.models.resize import NOISE, rows_like
 from forgather_cli.shards import fill_local
 
 log = logging.getLogger(__name__)
@@ -24,12 +24,15 @@ _IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.attn\.(masked_)
 _REMEDY = "by its config.json; mend config.json or save the model again"
 
 
-def load_causal_lm(model: CausalLM, option: TransformersSettings, *, seed: int = 0) -> None:
+def load_causal_lm(
+    model: CausalLM, option: TransformersSettings, *, seed: int = 0, num_known: int | None = None
+) -> None:
     """Copy the weights of the option's directory into this rank's rows of ``model``, in its dtype.
 
     Tensor by tensor and row by row where the files hold the model's own tensors, if under older names; where
     transformers would convert them (experts stored one by one), it reads them whole into the memory of each rank first.
-    Rows beyond the directory's vocabulary follow from (seed, name). Raises ModelError.
+    Rows beyond the directory's vocabulary follow from (seed, name); with ``num_known`` those behind so many are their
+    mean. Raises ModelError.
     """
     assert option.path is not None
     directory = Path(option.path)
@@ -37,19 +40,29 @@ def load_causal_lm(model: CausalLM, option: TransformersSettings, *, seed: int =
     every: dict[str, Tensor] = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(list(every.items()))}
     targets = {name: tensor for name, tensor in every.items() if first[id(tensor)] == name}  # tied ones once
+    known = {} if num_known is None else dict.fromkeys(_names_of_tokens(model), num_known)
+    noise = 0.0 if known else NOISE
     stored = _stored_names(model, files)
     if stored is not None:
         rows = config_of(option, vocab_size=0).get_text_config().vocab_size
         own = {name: stored[name] for name in targets}
-        read_rows(targets, own, files, vocab_size=rows, seed=seed, remedy=_REMEDY)
+        read_rows(targets, own, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
         return
     log.info("%s: its tensors are not the model's one by one, so every rank has transformers read them all", directory)
     found = _by_transformers(option)
     for name, target in targets.items():
-        whole = found[name]
+        whole = found[name][: known.get(name)] if name in known else found[name]
         if target.ndim and (more := target.shape[0] - whole.shape[0]):  # rows for new tokens
-            whole = torch.cat((whole, rows_like([whole], more, name=name, seed=seed).to(whole)))
+            whole = torch.cat((whole, rows_like([whole], more, name=name, seed=seed, noise=noise).to(whole)))
         fill_local(target, whole)
+
+
+def _names_of_tokens(model: CausalLM) -> list[str]:
+    """Parameters with a row for each token: of the embedding and of the output layer."""
+    theirs = model.twin()
+    layers = theirs.get_input_embeddings(), theirs.get_output_embeddings()
+    own = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
+    return [name for name, each in theirs.named_parameters(remove_duplicate=False) if id(each) in own]
 
 
 def _stored_names(model: CausalLM, files: Mapping[str, Path]) -> dict[str, str] | None:

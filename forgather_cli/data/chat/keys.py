@@ -1,0 +1,166 @@
+"""Keys of chat records that nothing reads: those that carry meaning, without which training is refused, and the others.
+
+docs/data.md has the rules.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from forgather_cli.config.schema import InstructSettings
+from forgather_cli.data.chat.conversations import Conversation
+from forgather_cli.errors import DataError
+
+# names without case, _ and -: of what a model is to see or to think, and of what is about a record
+_CARRY = {
+    "audio", "audios", "background", "chainofthought", "context", "contexts", "cot", "document", "documents",
+    "evidence", "fact", "facts", "functions", "history", "image", "images", "input", "inputs", "instruction",
+    "instructions", "knowledge", "passage", "passages", "persona", "premise", "prompt", "query", "question",
+    "rationale", "reasoning", "reasoningcontent", "system", "systemmessage", "systemprompt", "thinking", "thought",
+    "thoughts", "tools", "video", "videos",
+}  # fmt: skip
+_ABOUT = {
+    "categories", "category", "dataset", "date", "hash", "id", "idx", "index", "label", "labels", "lang", "language",
+    "license", "meta", "metadata", "model", "origin", "rating", "score", "source", "split", "tag", "tags", "task",
+    "timestamp", "topic", "topics", "url",
+}  # fmt: skip
+_LEAST_WORDS = 4
+_LEAST_SHARE = 0.01  # of the rows
+_PATH = re.compile(r"(?:~|\.{1,2}|[A-Za-z]:)?[/\\][^\n]*\.\w{1,8}")
+_NO_WORD = re.compile(
+    r".*(?:://|[/\\]).*|www\..*"  # of an address or a path
+    r"|(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?|[ap]\.?m|utc|gmt"  # of a date
+    r"|jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|(?:nov|dec)(?:ember)?|\d+(?:st|nd|rd|th)|\d[\d:.-]*[tz][\d:.+z-]*",
+    re.IGNORECASE | re.DOTALL,
+)
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+
+
+class Keys:
+    """What is found, over all records, under the keys that nothing reads."""
+
+    def __init__(self, option: InstructSettings, *, shows_tools: bool) -> None:
+        """``shows_tools``: the chat template writes them."""
+        self._mapping = option.mapping
+        self._not_shown = frozenset() if shows_tools else {"tools", *_mapped_to("tools", option.mapping)}
+        self._num_rows = 0
+        self._by_name: Counter[str] = Counter()  # rows
+        self._by_text: Counter[str] = Counter()
+        self._about: dict[str, None] = {}
+        self._mapped: set[str] = set()
+
+    def note(self, conversation: Conversation, text: str) -> None:
+        """``text``: what the conversation is to the model."""
+        self._num_rows += 1
+        record, read = conversation.record, conversation.read
+        if self._mapping:
+            self._mapped |= record.keys() & self._mapping.keys()
+        if len(read) == len(record) and not self._not_shown:
+            return
+        for key, value in record.items():
+            if key in read and key not in self._not_shown:
+                continue
+            leaves = list(_leaves(value))
+            if not leaves:
+                continue
+            name = re.sub("[_-]", "", key.lower())
+            is_about = name in _ABOUT or key.lower().endswith(("_id", "-id")) or key.endswith("Id")
+            by_name = (name in _CARRY and not is_about) or key in self._mapping or key in read
+            if by_name and not all(_is_there(leaf, conversation, text, by_name=True) for leaf in leaves):
+                self._by_name[key] += 1
+            elif by_name or is_about:
+                self._about[key] = None
+            elif any(num_words(leaf) >= _LEAST_WORDS and not _is_there(leaf, conversation, text) for leaf in leaves):
+                self._by_text[key] += 1
+            else:
+                self._about[key] = None
+
+    def found(self) -> dict[str, Any]:
+        """For the cache's meta data: of each key that carries meaning its rows, and the other keys."""
+        texts = {key: rows for key, rows in self._by_text.items() if rows >= _LEAST_SHARE * self._num_rows}
+        return {
+            "rows": self._num_rows,
+            "carry": dict(self._by_name) | texts,
+            "others": [
+                key for key in {**self._about, **self._by_text} if key not in self._by_name and key not in texts
+            ],
+            "absent": [key for key in self._mapping if key not in self._mapped],
+        }
+
+
+def check_keys(option: InstructSettings, found: Mapping[str, Any]) -> None:
+    """Raise DataError, which names them all, for keys that carry meaning and are not in ``data.ignore``, or for those
+    of ``data.mapping`` that no record has. ``found``: by ``Keys``."""
+    if absent := found["absent"]:
+        raise DataError(f"data.mapping: no record has {', '.join(map(repr, absent))}; mend the name, or leave it out")
+    carry = {key: rows for key, rows in found["carry"].items() if key not in option.ignore}
+    if carry:
+        told = ", ".join(f"{key!r} (in {rows:,} of {found['rows']:,} rows)" for key, rows in carry.items())
+        ignore = shlex.quote(f"data.ignore=[{','.join(map(_typed, [*option.ignore, *carry]))}]")
+        tools = (
+            " or a chat template that writes tools"
+            if {"tools", *_mapped_to("tools", option.mapping)} & {*carry}
+            else ""
+        )
+        raise DataError(
+            f"data.files: records have keys that say something and that nothing reads: {told}; say what they are with "
+            f"data.mapping (docs/data.md){tools}, or train without them: {ignore}"
+        )
+
+
+def _mapped_to(name: str, mapping: Mapping[str, str]) -> set[str]:
+    return {key for key, given in mapping.items() if given == name}
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The texts, numbers and the like of a value at any depth; not what is empty."""
+    if isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(part)
+    elif isinstance(value, str):
+        if value := value.strip():
+            yield value
+    elif value is not None and value is not False and value == value:  # NaN is what a table of floats lacks
+        yield value
+
+
+def num_words(value: Any) -> int:
+    """Words of a text that are not of an address, a path or a date; of scripts without spaces two letters are one."""
+    if not isinstance(value, str) or _PATH.fullmatch(value):
+        return 0
+    words = [word.strip(".,;:!?()[]{}\"'") for word in value[:2000].split()]
+    alone = len(_UNSPACED.findall(value[:2000])) // 2
+    return alone or sum(any(map(str.isalpha, word)) and not _NO_WORD.fullmatch(word) for word in words)
+
+
+def _is_there(leaf: Any, conversation: Conversation, text: str, *, by_name: bool = False) -> bool:
+    """Whether the model sees it in ``text``, or it is the conversation in another form, as Alpaca's own ``text``.
+
+    That a text holds the answer says little of a passage from which the answer is taken, or of a short answer: there it
+    must hold the question too.
+    """
+    if not isinstance(leaf, str):
+        return False
+    contents = [
+        value.strip() for message in conversation.messages for value in message.values() if isinstance(value, str)
+    ]
+    if leaf in text and (num_words(leaf) >= _LEAST_WORDS or leaf in contents):
+        return True
+    said = {message["role"]: str(message.get("content", "")).strip() for message in conversation.messages}
+    question, answer = said.get("user", ""), said.get("assistant", "")
+    if not (question or answer) or answer not in leaf:
+        return False
+    return question in leaf or (not by_name and num_words(answer) >= _LEAST_WORDS)
+
+
+def _typed(key: str) -> str:
+    """A key as it is typed in a list of settings."""
+    if re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) and key.lower() not in ("null", "true", "false", "inf", "nan"):
+        return key
+    # in quotes a backslash stands for itself, but for one before a quote
+    return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), key) + '"'

@@ -1,0 +1,514 @@
+"""Chat records of every layout: what is read as what, what is learned of it, and keys that nothing reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import write_lines
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from forgather_cli.checkpoint.compare import compare_configs
+from forgather_cli.config.schema import InstructSettings
+from forgather_cli.data.build import load_data
+from forgather_cli.data.cache import digest
+from forgather_cli.data.chat import keys
+from forgather_cli.data.splits import DataSplits
+from forgather_cli.data.text.tokenizer import ByteTokenizer
+from forgather_cli.errors import DataError
+
+# a letter of the role, and behind each turn a semicolon
+TEMPLATE = """\
+{%- if tools %}{{ tools | tojson }};{% endif %}
+{%- for message in messages %}
+{{- message.role[0] }}:
+{%- if message.role == 'assistant' %}
+{%- generation %}
+{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}{{ (call.function or call) | tojson }}{% endfor %};
+{%- endgeneration %}
+{%- else %}{{ message.content }};
+{%- endif %}
+{%- endfor %}
+"""
+PLAIN = re.sub(r"\{%- if tools .*\n|\{%- if message\.reasoning.*\n", "", TEMPLATE)
+"""Writes no tools and no thoughts."""
+END = "<|endoftext|>"
+
+
+def option(path: Path, template: str = TEMPLATE, **settings: Any) -> InstructSettings:
+    (path.parent / "template.jinja").write_text(template)
+    defaults: dict[str, Any] = {"seq_len": 400, "eval_fraction": 0.0, "packing": "pad", "tokenizer": "bytes"}
+    own = {"chat_template": str(path.parent / "template.jinja"), "cache_dir": str(path.parent / "cache")}
+    return InstructSettings(files=[str(path)], **{**defaults, **own, **settings})
+
+
+def load(path: Path, template: str = TEMPLATE, **settings: Any) -> DataSplits:
+    return load_data(option(path, template, **settings), seed=0)
+
+
+def shown(data: DataSplits) -> list[str]:
+    """The text of each sample, with what is learned in brackets."""
+    assert data.tokenizer is not None
+    found = []
+    for index in range(len(data.train)):
+        ids, labels = (data.train[index][name].tolist() for name in ("input_ids", "labels"))
+        text, inside = "", False
+        for start, (token, label) in enumerate(zip(ids, labels, strict=True)):
+            if token == data.tokenizer.pad_token_id and label < 0:
+                break
+            if (label >= 0) != inside:
+                text, inside = text + "[]"[inside], not inside
+            text += data.tokenizer.decode([token])
+            last = start
+        found.append(text + "]" * inside)
+        assert set(labels[last + 1 :]) <= {-100}
+    return found
+
+
+def learned(tmp_path: Path, records: list[Any], template: str = TEMPLATE, **settings: Any) -> list[str]:
+    return shown(load(write_lines(tmp_path / "records.jsonl", records), template, **settings))
+
+
+# ------------------------------------------------------------------------------------------------------------- layouts
+
+HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+MORE, SO = {"role": "user", "content": "More"}, {"role": "assistant", "content": "So"}
+BE = {"role": "system", "content": "Be"}
+MOVE = {"type": "function", "function": {"name": "move", "arguments": {"x": 1}}}
+MOVED = {"role": "tool", "content": "ok", "name": "move"}
+PASSAGE = "The bridge was built in 1931."
+WHEN = "When was it built?"
+DOLLY = {"instruction": WHEN, "context": PASSAGE, "response": "In 1931."}
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "openai": ({"messages": [BE, HI, YO, MORE, SO]}, {}, "s:Be;u:Hi;a:[Yo;]u:More;a:[So;]"),
+    "openai, calls": (
+        {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [MOVE]}, MOVED, SO]},
+        {},
+        'u:Hi;a:[{"name": "move", "arguments": {"x": 1}};]t:ok;a:[So;]',
+    ),
+    "openai, tools": ({"messages": [HI, YO], "tools": [{"name": "move"}]}, {}, '[{"name": "move"}];u:Hi;a:[Yo;]'),
+    "openai, parts": (
+        {"messages": [{**HI, "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, YO]},
+        {},
+        "u:Hi;a:[Yo;]",
+    ),
+    "openai, parts of all": (
+        {"messages": [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in (HI, YO)]},
+        {},
+        "u:Hi;a:[Yo;]",
+    ),
+    "openai, name": ({"messages": [{**HI, "name": "Ann"}, YO]}, {}, "u:Hi;a:[Yo;]"),
+    "openai, reasoning": ({"messages": [HI, {**YO, "reasoning_content": "hm"}]}, {}, "u:Hi;a:[(hm)Yo;]"),
+    "openai, thinking": ({"messages": [HI, {**YO, "thinking": "hm"}]}, {}, "u:Hi;a:[(hm)Yo;]"),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}], "system": "Be"},
+        {},
+        "s:Be;u:Hi;a:[Yo;]",
+    ),
+    "alpaca": ({"instruction": "Greet", "input": "Ann", "output": "Yo"}, {}, "u:Greet\n\nAnn;a:[Yo;]"),
+    "alpaca, history": (
+        {"instruction": "Greet", "input": "", "output": "Yo", "history": [["Hi", "So"], ["More", ""]]},
+        {},
+        "u:Hi;a:[So;]u:More;a:[;]u:Greet;a:[Yo;]",
+    ),
+    "alpaca, history and system": (
+        {"instruction": "Greet", "input": "Ann", "output": "Yo", "history": [["Hi", "So"]], "system": "Be"},
+        {},
+        "s:Be;u:Hi;a:[So;]u:Greet\n\nAnn;a:[Yo;]",
+    ),
+    "alpaca, no history": ({"instruction": "Hi", "output": "Yo", "history": []}, {}, "u:Hi;a:[Yo;]"),
+    "dolly": (DOLLY, {}, f"u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]"),
+    "dolly, no passage": ({**DOLLY, "context": ""}, {}, f"u:{WHEN};a:[In 1931.;]"),
+    "trl, text": ({"prompt": "Hi", "completion": "Yo"}, {}, "u:Hi;a:[Yo;]"),
+    "trl, lists": ({"prompt": [BE, HI, YO, MORE], "completion": [SO]}, {}, "s:Be;u:Hi;a:Yo;u:More;a:[So;]"),
+    "trl, lists and system": (
+        {"system": "Be", "prompt": [HI, YO, MORE], "completion": [SO]},
+        {},
+        "s:Be;u:Hi;a:Yo;u:More;a:[So;]",
+    ),
+    "trl, a long completion": (
+        {"prompt": [HI, YO], "completion": [MORE, SO, HI, YO]},
+        {},
+        "u:Hi;a:Yo;u:More;a:[So;]u:Hi;a:[Yo;]",
+    ),
+    "trl, list and text": ({"prompt": [HI, YO, MORE], "completion": "So"}, {}, "u:Hi;a:Yo;u:More;a:[So;]"),
+    "trl, last": ({"prompt": [HI, YO, MORE], "completion": [SO, HI, YO]}, {"train_on": "last"},
+                  "u:Hi;a:Yo;u:More;a:So;u:Hi;a:[Yo;]"),
+    "question and answer": ({"question": "Hi", "answer": "Yo"}, {}, "u:Hi;a:[Yo;]"),
+    "a pair and its reasoning": ({"question": "Hi", "answer": "Yo", "thinking": "hm"}, {}, "u:Hi;a:[(hm)Yo;]"),
+    "text": ({"text": "Any text: u:Hi;"}, {}, f"A[ny text: u:Hi;{END}]"),
+    "text, with its end": ({"text": f"Any text{END}"}, {}, f"A[ny text{END}]"),
+    "roles": ({"system": "Be", "user": "Hi", "assistant": "Yo"}, {}, "s:Be;u:Hi;a:[Yo;]"),
+    "mapped to roles": (
+        {"q": WHEN, "p": PASSAGE, "a": "In 1931.", "s": "Be"},
+        {"mapping": {"s": "system", "p": "user", "q": "user", "a": "assistant"}},
+        f"s:Be;u:{PASSAGE}\n\n{WHEN};a:[In 1931.;]",
+    ),
+    "mapped in part": (
+        {"context": PASSAGE, "question": WHEN, "answer": "In 1931."},
+        {"mapping": {"question": "user", "context": "user"}},
+        f"u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]",
+    ),
+    "mapped, and one is not there": (
+        {"q": "Hi", "p": None, "a": "Yo"},
+        {"mapping": {"p": "user", "q": "user", "a": "assistant"}},
+        "u:Hi;a:[Yo;]",
+    ),
+    "mapped to keys": (
+        {"q": WHEN, "p": PASSAGE, "a": "In 1931.", "before": [["Hi", "Yo"]]},
+        {"mapping": {"q": "instruction", "p": "context", "a": "response", "before": "history"}},
+        f"u:Hi;a:[Yo;]u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]",
+    ),
+    "mapped to lists": (
+        {"talk": [HI, YO, MORE], "reply": "So"},
+        {"mapping": {"talk": "prompt", "reply": "completion"}},
+        "u:Hi;a:Yo;u:More;a:[So;]",
+    ),
+    "mapped beside messages": (
+        {"messages": [BE, HI, YO, MORE, SO], "context": PASSAGE, "rules": "Soon"},
+        {"mapping": {"context": "user", "rules": "system"}},
+        f"s:Be\n\nSoon;u:Hi\n\n{PASSAGE};a:[Yo;]u:More;a:[So;]",
+    ),
+    "roles before messages": (
+        {"messages": [HI, YO], "q": "More", "a": "So"},
+        {"mapping": {"q": "user", "a": "assistant"}},
+        "u:More;a:[So;]",
+    ),
+    "ignored as if it were not there": (
+        {**DOLLY, "system": "Be", "tools": [{"name": "move"}]},
+        {"ignore": ["context", "tools", "system"]},
+        f"u:{WHEN};a:[In 1931.;]",
+    ),
+}  # fmt: skip
+
+
+def test_what_is_read_as_what(tmp_path: Path) -> None:
+    """Those without settings lie in one file."""
+    for settings in ({}, *(settings for _, settings, _ in LAYOUTS.values() if settings)):
+        records = [record for record, its, _ in LAYOUTS.values() if its == settings]
+        assert learned(tmp_path, records, **settings) == [text for _, its, text in LAYOUTS.values() if its == settings]
+
+
+def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{%- generation %}\n", "").replace("{%- endgeneration %}\n", "") + (
+        "{%- if add_generation_prompt %}a:{% endif %}"
+    )
+    record = {"prompt": [HI, YO, MORE], "completion": [SO, HI, YO]}
+    assert learned(tmp_path, [record], template) == ["u:Hi;a:Yo;u:More;a:[So;]u:Hi;a:[Yo;]"]
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "what"),
+    [
+        ({"instruction": "Hi", "output": "Yo", "history": [["Hi"]]}, {}, "'history'"),
+        ({"instruction": "Hi", "output": "Yo", "history": [HI, YO]}, {}, "'history'"),
+        ({"text": ""}, {}, "'text' is empty"),
+        ({"text": 5}, {}, "data.mapping"),
+        ({"prompt": [HI, YO], "completion": [MORE]}, {}, "no turn of the assistant"),
+        ({"messages": [HI, {**YO, "tool_calls": "move"}]}, {}, "'tool_calls' of message 2"),
+        ({"messages": [HI, YO], "tools": ["move"]}, {}, "'tools'"),
+        ({"q": [HI], "p": "Hi", "a": "Yo"}, {"mapping": {"q": "user", "p": "user", "a": "assistant"}}, "'q' and 'p'"),
+        ({"q": "Hi", "text": "Yo"}, {"mapping": {"q": "user", "a": "assistant"}}, "its keys: q, text"),
+    ],
+)
+def test_records_that_are_none_are_named(
+    tmp_path: Path, record: dict[str, Any], settings: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(DataError, match=rf"records\.jsonl:1: .*{re.escape(what)}"):
+        learned(tmp_path, [record], **settings)
+
+
+# ---------------------------------------------------------------------------------------------------------- tool calls
+
+
+def calls(*arguments: Any) -> list[dict[str, Any]]:
+    return [
+        {"messages": [HI, {**YO, "tool_calls": [{"function": {"name": name, "arguments": each}}]}]}
+        for name, each in zip(("move", "say", "wait"), arguments, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_arguments_as_json_text_are_those_of_objects(tmp_path: Path, flat: bool) -> None:
+    objects = [{"x": 1, "deep": {"a": [1, None]}}, {"word": "Ü\"'"}, {}]
+    texts = [json.dumps(each) for each in objects]
+
+    def records(arguments: list[Any]) -> list[dict[str, Any]]:
+        found = calls(*arguments)
+        for record in found if flat else ():
+            record["messages"][1]["tool_calls"] = [each["function"] for each in record["messages"][1]["tool_calls"]]
+        return found
+
+    expected = learned(tmp_path, records(objects))
+    assert expected[0] == 'u:Hi;a:[Yo{"name": "move", "arguments": {"x": 1, "deep": {"a": [1, null]}}};]'
+    assert learned(tmp_path, records(texts)) == expected
+    assert learned(tmp_path, records([*texts[:2], ""])) == expected, "a call without arguments"
+    whole = records(texts)
+    for record in whole:
+        record["messages"][1]["tool_calls"] = json.dumps(record["messages"][1]["tool_calls"])
+    assert learned(tmp_path, whole) == expected, "calls as one JSON text"
+
+
+def test_arguments_that_spell_no_object_stay_text(tmp_path: Path) -> None:
+    texts = ["print(1)", "5", "[1]", '"x"', "{", "NaN", "[" * 300]
+    wanted = [json.dumps({"name": "move", "arguments": text}) for text in texts]
+    made = learned(tmp_path, [record for text in texts for record in calls(text)], seq_len=1000)
+    assert made == [f"u:Hi;a:[Yo{each};]" for each in wanted]
+
+
+def test_tools_as_json_text(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "move", "parameters": {"type": "object", "properties": {}}}}
+    in_text = {
+        "type": "function",
+        "function": {"name": "move", "parameters": json.dumps(tool["function"]["parameters"])},
+    }
+    tools = [[tool], json.dumps([tool]), [json.dumps(tool)], [in_text], json.dumps([json.dumps(in_text)])]
+    made = learned(tmp_path, [{"messages": [HI, YO], "tools": each} for each in tools])
+    assert made == [f"[{json.dumps(tool)}];u:Hi;a:[Yo;]"] * len(tools)
+
+
+TABLE = [
+    *calls({"deep": {"a": 1}, "x": 1}, {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}, {}),
+    {"messages": [HI, YO], "tools": [{"name": "move", "parameters": {"x": 1}}]},
+    {"messages": [HI, YO], "tools": [{"name": "say"}]},
+]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_table_gives_the_ids_and_targets_of_jsonl(tmp_path: Path, order: int) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = TABLE[::order]
+    expected = learned(tmp_path, rows)
+    assert 'a:[Yo{"name": "say", "arguments": {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}};]' in "".join(
+        expected
+    )
+    parquet.write_table(arrow.Table.from_pylist([{"tools": None} | row for row in rows]), tmp_path / "records.parquet")
+    assert shown(load(tmp_path / "records.parquet")) == expected
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["openai, calls", "openai, parts of all", "alpaca, history", "trl, lists", "text", "mapped, and one is not there"],
+)
+def test_layouts_are_the_same_from_a_table(tmp_path: Path, layout: str) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    record, settings, expected = LAYOUTS[layout]
+    nothing = dict.fromkeys(("id", "messages", "prompt", "text", "tools", "history", "context"))
+    parquet.write_table(arrow.Table.from_pylist([nothing | record]), tmp_path / "records.parquet")
+    assert shown(load(tmp_path / "records.parquet", **settings)) == [expected]
+
+
+def test_a_null_that_was_written_stays(tmp_path: Path) -> None:
+    """In jsonl, and in a table whose arguments are JSON text or a map, which no type adds to."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    expected = ['u:Hi;a:[Yo{"name": "move", "arguments": {"x": null}};]']
+    assert learned(tmp_path, calls({"x": None})) == expected
+    parquet.write_table(arrow.Table.from_pylist(calls('{"x": null}')), tmp_path / "records.parquet")
+    assert shown(load(tmp_path / "records.parquet")) == expected
+    kind = arrow.list_(arrow.struct([
+        ("role", arrow.string()), ("content", arrow.string()),
+        ("tool_calls", arrow.list_(arrow.struct([("function", arrow.struct([
+            ("name", arrow.string()), ("arguments", arrow.map_(arrow.string(), arrow.int64()))]))]))),
+    ]))  # fmt: skip
+    table = arrow.table({"messages": arrow.array([calls([("x", None)])[0]["messages"]], kind)})
+    parquet.write_table(table, tmp_path / "map.parquet")
+    assert shown(load(tmp_path / "map.parquet")) == expected
+
+
+# ---------------------------------------------------------------------------------------------- keys that nothing reads
+
+LONG = "These are at least four words"
+ALPACA = {"instruction": "Greet her kindly", "input": "Ann", "output": "Good morning to you, Ann"}
+TEXT = "Below is a task.\n### Instruction:\nGreet her kindly\n### Input:\nAnn\n### Response:\nGood morning to you, Ann"
+ABOUT = {
+    "id": 7, "conversation_id": LONG, "Idx": LONG, "hash": "a b c d", "source": LONG, "category": LONG, "topic": LONG,
+    "url": "https://a.org/b", "tags": [LONG], "metadata": {"note": LONG}, "split": "train", "score": 0.5,
+}  # fmt: skip
+
+
+def refused(tmp_path: Path, records: list[Any], template: str = TEMPLATE, **settings: Any) -> tuple[list[str], str]:
+    """The keys of the ``data.ignore`` that the refusal has, with which the records train, and the refusal."""
+    with pytest.raises(DataError) as error:
+        learned(tmp_path, records, template, **settings)
+    (typed,) = shlex.split(str(error.value).rpartition(": ")[2])
+    assert typed.startswith("data.ignore=")
+    ignore = [str(each) for each in OverridesParser.create().parse_override(typed).value()]
+    assert learned(tmp_path, records, template, **{**settings, "ignore": ignore})
+    with pytest.raises(DataError):  # the tokens are cached now
+        learned(tmp_path, records, template, **settings)
+    return ignore, str(error.value)
+
+
+def test_what_is_about_a_record_and_the_conversation_in_another_form_are_said(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "records.jsonl", [{**ALPACA, **ABOUT, "text": TEXT, "note": "short"}] * 3)
+    for _ in range(2):  # from the cache too
+        data = load(path)
+        assert {*data.description["not_read"].split(", ")} == {*ABOUT, "text", "note"}
+    assert shown(data) == ["u:Greet her kindly\n\nAnn;a:[Good morning to you, Ann;]"] * 3
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["context", "Context", "system_prompt", "SYSTEM-PROMPT", "passage", "document", "background", "knowledge",
+     "reasoning", "history", "tools", "input", "images"],
+)  # fmt: skip
+def test_a_key_whose_name_says_what_the_model_is_to_see_is_refused(tmp_path: Path, key: str) -> None:
+    """One row of many is enough, and a word. A list is empty where all in it is."""
+    nothing: list[Any] = [None, "", " ", [], {}, [[""]], {"a": None}, float("nan"), False]
+    value = [["Hi", 7]] if key in ("history", "tools") else "Why"
+    records = [{"messages": [HI, YO], key: each} for each in nothing if key != "tools"]
+    records += [{"messages": [HI, YO]}] * 200
+    if records[0].get(key, "") is None:
+        assert learned(tmp_path, records[:3])
+    ignore, said = refused(tmp_path, [*records, {"messages": [HI, YO], key: value}], PLAIN)
+    assert ignore == [key]
+    assert f"'{key}' (in 1 of {len(records) + 1} rows)" in said
+
+
+def test_all_keys_are_named_at_once_with_what_is_ignored_already(tmp_path: Path) -> None:
+    others = {"my key": LONG, "a\"'\\b": LONG, "true": LONG, "größe": LONG, "5": LONG, "x,y]": LONG}
+    records = [{**ALPACA, "context": "Why", "note": LONG}, {**ALPACA, **others}]
+    write_lines(tmp_path / "more.jsonl", [{**ALPACA, "notes": [{"deep": LONG}]}])
+    more = {"eval_files": [str(tmp_path / "more.jsonl")]}
+    assert {*refused(tmp_path, records, ignore=["note"], **more)[0]} == {"note", "notes", *others} - {"context"}
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [
+        (LONG, True),
+        ([LONG], True),
+        ({"a": [{"b": LONG}]}, True),
+        (f"{LONG}, see https://a.org/b", True),
+        ("一座桥建于一九三一年很久以前", True),
+        ("Only three words", False),
+        (["one", "two", "three", "four", "five"], False),
+        ("https://a.org/x y.html http://a.org/b www.b.org https://c.org/d https://e.org/f", False),
+        ("/home/ann/My last holiday by the sea/a picture.png", False),
+        ("C:\\My last holiday by the sea\\a picture.png", False),
+        ("Mon, 5 January 2026 10:00:00 am UTC, Tuesday 6th Feb", False),
+        ("1 2 3 4 5 6", False),
+        ("数学", False),
+        (12345, False),
+    ],
+)
+def test_what_carries_meaning_under_any_name(tmp_path: Path, value: Any, is_refused: bool) -> None:
+    if is_refused:
+        assert refused(tmp_path, [{**ALPACA, "extra": value}])[0] == ["extra"]
+    else:
+        assert learned(tmp_path, [{**ALPACA, "extra": value}])
+
+
+def test_the_page_lists_the_names() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    told = {word for line in re.findall(r"[\w, \n]+", page) for word in re.split(r"[,\s]+", line)}
+    assert {*keys._CARRY, *keys._ABOUT} <= told
+
+
+def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) -> None:
+    rows = [{**ALPACA, "extra": LONG}, *[ALPACA] * 99]
+    assert "'extra' (in 1 of 100 rows)" in refused(tmp_path, rows)[1]
+    data = load(write_lines(tmp_path / "records.jsonl", [*rows, ALPACA]))
+    assert data.description["not_read"] == "extra"
+
+
+@pytest.mark.parametrize(
+    ("record", "unread"),
+    [
+        ({"messages": [HI, {**YO, "content": PASSAGE}], "full": f"Hi {PASSAGE}"}, []),
+        ({"messages": [HI, {**YO, "content": PASSAGE}], "full": PASSAGE}, []),
+        ({"messages": [HI, {**YO, "content": PASSAGE}], "prompt": "Hi"}, []),
+        ({"messages": [HI, {**YO, "content": PASSAGE}], "conversations": [{"from": "gpt", "value": PASSAGE}]}, []),
+        ({"messages": [{**BE, "content": LONG}, HI, YO], "system": LONG}, []),
+        ({"messages": [{**BE, "content": LONG}, HI, YO], "system": f"{LONG}."}, ["system"]),
+        # it holds the answer because that is taken from it
+        ({"question": WHEN, "answer": "1931", "background": PASSAGE}, ["background"]),
+        ({"question": WHEN, "answer": "1931", "extra": PASSAGE}, ["extra"]),
+        ({"question": WHEN, "answer": "built in 1931 or so", "passage": "It was built in 1931 or so."}, ["passage"]),
+        ({"question": WHEN, "answer": "", "extra": PASSAGE}, ["extra"]),
+        ({"question": "Hi", "answer": "Yo", "input": "o"}, ["input"]),
+        # a text alone is no conversation of which another could be a form
+        ({"text": "Any", "extra": LONG}, ["extra"]),
+        ({"text": LONG, "extra": "are at least four words"}, []),
+        # not read in this layout, or named in vain
+        ({"prompt": [HI], "completion": [YO], "history": [["Hi", "Yo now"]]}, ["history"]),
+        ({"instruction": "Hi", "output": "Yo", "input": 5}, ["input"]),
+        ({"messages": [HI, YO], "tools": [{"name": "move"}]}, ["tools"]),
+        ({"messages": [HI, YO], "functions": [{"name": "move"}]}, ["functions"]),
+        ({"prompt": "Hi", "completion": "Yo", "reasoning": "hm"}, ["reasoning"]),
+    ],
+)
+def test_what_lies_in_the_conversation_is_read(tmp_path: Path, record: dict[str, Any], unread: list[str]) -> None:
+    if unread:
+        assert refused(tmp_path, [record], PLAIN)[0] == unread
+    else:
+        assert learned(tmp_path, [record], PLAIN)
+
+
+def test_a_mapping_says_what_a_key_is_or_is_refused(tmp_path: Path) -> None:
+    record = {"messages": [HI, YO], "word": "why"}
+    assert refused(tmp_path, [record], mapping={"word": "context"})[0] == ["word"], "no instruction to go with"
+    assert learned(tmp_path, [record], mapping={"word": "system"}) == ["s:why;u:Hi;a:[Yo;]"]
+    with pytest.raises(DataError, match=r"^data\.mapping: no record has 'wrod'"):
+        learned(tmp_path, [record], mapping={"word": "system", "wrod": "user"})
+    hidden = {"context": PASSAGE, "ctx": LONG, "instruction": WHEN, "response": "Yo"}
+    assert refused(tmp_path, [hidden], mapping={"ctx": "context"})[0] == ["context"], "another one has its name"
+    both = {"context": "context", "ctx": "context"}
+    assert learned(tmp_path, [hidden], mapping=both) == [f"u:{WHEN}\n\n{PASSAGE}\n\n{LONG};a:[Yo;]"]
+
+
+# ---------------------------------------------------------------------------------------------- what 0.3.0 has left
+
+
+def test_a_cache_of_before_is_built_anew_and_says_whether_a_run_of_before_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_lines(tmp_path / "records.jsonl", [LAYOUTS["openai, calls"][0]])
+    assert "formerly" not in load(path).description, "of this template nothing is known without the old tokens"
+    (made,) = (tmp_path / "cache" / "tokens").iterdir()
+    source = json.loads((made / "meta.json").read_text())["content"]
+    special = {"bos_token": END, "eos_token": END, "pad_token": END}
+    key = digest([source, [1, 1, 0.0, None, "assistant"], ByteTokenizer.fingerprint, [TEMPLATE, special]])
+    before = made.with_name(key)
+    for changed in (False, True):
+        if changed:
+            targets = bytearray((before / "train.targets.bin").read_bytes())
+            targets[5] ^= 1
+            (before / "train.targets.bin").write_bytes(targets)
+            shutil.rmtree(made)
+        else:
+            made.rename(before)
+        caplog.clear()
+        data = load(path)
+        assert len([line for line in caplog.messages if "rules" in line and "made anew" in line]) == 1
+        found = {data.description.get("formerly"), data.fingerprint}
+        assert found == {None if changed else digest([key, 400, "pad", True, "cut"]), data.fingerprint}
+        assert ("are others" in caplog.text) is changed
+    caplog.clear()
+    load(path)
+    assert "made anew" not in caplog.text
+
+
+def test_what_a_checkpoint_of_before_is_compared_with() -> None:
+    """Fingerprints of data before and now, and which rules have made them."""
+
+    def refusal(saved: dict[str, Any], now: dict[str, Any], changed_files: str = "") -> str:
+        refused, _ = compare_configs({"data": saved}, {"data": now}, {"data"}, changed_files)
+        return "".join(refused)
+
+    old, new = {"fingerprint": "1" * 32}, {"fingerprint": "2" * 32, "rules": 2}
+    assert not refusal(old, {**new, "formerly": "1" * 32})
+    assert not refusal(new, {**new, "formerly": "1" * 32})
+    for now in (new, {**new, "formerly": "3" * 32}):
+        assert "read by other rules" in refusal(old, now)
+        assert "a.jsonl (changed); bring them back" in refusal(old, now, "a.jsonl (changed)")
+    assert "other files" in refusal({**new, "fingerprint": "1" * 32}, new)
+    assert "other files" in refusal(old, {"fingerprint": "2" * 32})
