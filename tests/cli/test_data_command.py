@@ -17,7 +17,7 @@ from terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 CHATS = ["data=instruct", "data.files=[chats.jsonl]", "data.chat_template=chatml", "seq_len=160",
-         "data.cache_dir=cache", "model=nano"]  # fmt: skip
+         "data.cache_dir=cache", "model=nano", "data.add_tokens=false"]  # fmt: skip
 EVIL = "a \x1b[31mred\x1b[0m\x07 <b>&amp;</b> \u202e'\" [x]"
 
 

@@ -63,7 +63,7 @@ def test_chats_by_file_with_what_is_cut_and_dropped(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [chat("q", "yes"), chat("q", "a" * 100), chat("q" * 200, "never")])
     write_lines(tmp_path / "b.jsonl", [chat("q", "no")])
     words = ["data=instruct", "data.files=[a.jsonl,b.jsonl]", "data.eval_fraction=0", "data.chat_template=chatml",
-             "seq_len=100", "cache_dir=cache"]  # fmt: skip
+             "data.add_tokens=false", "seq_len=100", "cache_dir=cache"]  # fmt: skip
     train = counted(*words)["train"]
     assert (train.cut, train.dropped) == (1, 1)
     assert train.documents == 4
