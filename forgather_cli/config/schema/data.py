@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 from forgather_cli.config.schema.base import (
     Count,
+    FilePath,
     Fraction,
     OnlyIf,
     PositiveInt,
@@ -41,9 +42,9 @@ _OF_DIRECTORY = only_where("data.tokenizer", lambda name: name not in ("bytes", 
 class CommonData(Settings):
     """What all data have."""
 
-    tokenizer: str = "bytes"  # bytes, bpe, or a directory with tokenizer.json
+    tokenizer: FilePath = "bytes"  # bytes, bpe, or a directory with tokenizer.json
     bpe_vocab_size: Annotated[int, Ge(258), only_if("data.tokenizer", "bpe")] = 4096
-    cache_dir: str | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
+    cache_dir: FilePath | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
     # of iterable data; null: true, rank 0 reads and sends; false: each its shard
     dispatch_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
     dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None  # null: as dispatch_batches
@@ -93,8 +94,8 @@ class TextSettings(_Tokenized):
     """Local text: txt, md, jsonl, parquet; plain or compressed."""
 
     type: Literal["text"] = "text"
-    files: list[str]
-    eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the documents
+    files: list[FilePath]
+    eval_files: list[FilePath] = field(default_factory=list)  # empty: eval_fraction of the documents
     text_key: str = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the documents
@@ -105,12 +106,12 @@ class HfSettings(_Tokenized):
     """The ``datasets`` library: a dataset of the hub, local files, or a directory."""
 
     type: Literal["hf"] = "hf"
-    dataset: str | None = None  # a name on the hub, a directory, or a format of data_files; null: by their suffix
+    dataset: FilePath | None = None  # a name on the hub, a directory, or a format of data_files; null: by their suffix
     dataset_config: str | None = None  # of a dataset with several configurations
     train_split: str = "train"
     eval_split: str | None = None  # null: eval_fraction of the documents, unless streaming
-    data_files: list[str] = field(default_factory=list)
-    eval_files: list[str] = field(default_factory=list)  # in the format of data_files
+    data_files: list[FilePath] = field(default_factory=list)
+    eval_files: list[FilePath] = field(default_factory=list)  # in the format of data_files
     revision: str | None = None  # branch, tag or commit on the hub
     text_key: str = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
@@ -123,7 +124,7 @@ class HfSettings(_Tokenized):
     streaming: bool = False
     shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents; 0: in the dataset's order
     tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as _Tokenized
-    cache_dir: Annotated[str | None, _CACHED] = None
+    cache_dir: Annotated[FilePath | None, _CACHED] = None
 
     @property
     def is_stream(self) -> bool:
@@ -162,8 +163,8 @@ class TokensSettings(_Data):
     """Pre-tokenized memory maps."""
 
     type: Literal["tokens"] = "tokens"
-    files: list[str]
-    eval_files: list[str] = field(default_factory=list)
+    files: list[FilePath]
+    eval_files: list[FilePath] = field(default_factory=list)
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # of .bin files; .npy say their own
     document_separator: int | None = None  # token id that ends a document
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
@@ -174,12 +175,12 @@ class InstructSettings(_Data):
     """Conversations: jsonl, json, parquet; targets are the assistant's turns."""
 
     type: Literal["instruct"] = "instruct"
-    files: list[str]
-    eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the conversations
+    files: list[FilePath]
+    eval_files: list[FilePath] = field(default_factory=list)  # empty: eval_fraction of the conversations
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the conversations
     on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
     messages_key: str | None = None  # null: messages, conversations, or prompt and completion
-    chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
+    chat_template: FilePath | None = None  # a file, or chatml; null: the tokenizer directory's
     train_on: Literal["assistant", "last", "all"] = "assistant"
     too_long: Literal["cut", "drop"] = "cut"  # conversations longer than seq_len
     packing: Literal["concat", "best_fit", "pad"] = "best_fit"
