@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,7 +136,7 @@ class TargetsWriter:
         self._targets: BinaryIO = files.enter_context(stem.with_suffix(".targets.bin").open("wb"))
         self.lengths: list[int] = []  # tokens of each conversation
         self._firsts: list[int] = []
-        self._records: list[tuple[int, int]] = []
+        self._records = array("q")
         self._num_targets = 0
 
     def add(self, ids: NDArray[Any], inside: NDArray[np.bool_], record: tuple[int, int]) -> None:
@@ -146,7 +147,7 @@ class TargetsWriter:
         num_targets = int(inside.sum())
         self.lengths.append(len(ids))
         self._firsts.append(int(inside.argmax()) if num_targets else len(ids))
-        self._records.append(record)
+        self._records.extend(record)
         self._num_targets += num_targets
 
     def finish(self) -> dict[str, Any]:

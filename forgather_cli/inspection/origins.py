@@ -19,11 +19,13 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.data.cache import Cache
 from forgather_cli.data.text.corpus import Documents, Piece, find_corpus, find_files, is_held_out
+from forgather_cli.data.text.hf import hf_corpus, names_of
 from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
 from forgather_cli.data.tokens import Split, Tokenized
 
 Place = tuple[str, int | None]
-"""A file, or the name of a split, and a line or row, from 1; None for a file that is one document."""
+"""A file and a line or record, from 1; None for a file that is one document. Or a split of the datasets library and a
+row, from 0."""
 
 
 class Origins:
@@ -38,10 +40,15 @@ class Origins:
         """Files of records by their numbers."""
         option = self._option
         assert isinstance(option, InstructSettings | Seq2SeqSettings)
-        if isinstance(option, InstructSettings) and not option.files:
-            return ["train split", "eval split"]
+        if not option.files:
+            assert isinstance(option, InstructSettings)
+            return list(names_of(option))
         evaluation = find_files("data.eval_files", option.eval_files) if option.eval_files else []
         return list(map(str, [*find_files("data.files", option.files), *evaluation]))
+
+    @property
+    def _has_files(self) -> bool:
+        return bool(getattr(self._option, "files", True)) and not isinstance(self._option, HfSettings)
 
     @cached_property
     def _corpus(self) -> Documents | None:
@@ -50,8 +57,6 @@ class Origins:
         if isinstance(option, TextSettings | PythonStdlibSettings):
             return find_corpus(option)
         if isinstance(option, HfSettings) and not option.streaming:
-            from forgather_cli.data.text.hf import hf_corpus
-
             return hf_corpus(option, Cache(option.cache_dir))
         return None
 
@@ -93,7 +98,7 @@ class Origins:
     def documents(self, path: Path, line: int | None) -> dict[Split, list[int]]:
         """Numbers of the documents that a record, or a whole file, has become, by split."""
         found: dict[Split, list[int]] = {}
-        if self._data is None:
+        if self._data is None or not self._has_files:
             return found
         for split, tokens in self._data.splits().items():
             if tokens.records is not None:
@@ -149,8 +154,8 @@ class Origins:
         assert self._corpus is not None
         if isinstance(self._option, HfSettings):
             for document in self._corpus.read(piece, Damage()):
-                held_out, row = document.name.split(":")
-                yield (("eval split" if int(held_out) else "train split"), int(row) + 1), document
+                held_out, row = map(int, document.name.split(":"))
+                yield (names_of(self._option)[held_out], row), document
             return
         for part in piece.parts:
             path = Path(self._name(part))

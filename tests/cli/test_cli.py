@@ -179,6 +179,7 @@ def test_completion_offers_settings_options_and_recipes(
         return done.out.split()
 
     assert complete("forgather train max_st") == ["max_steps="]
+    assert complete("forgather data show max_st") == ["max_steps="]
     assert complete("forgather train trainer = ") == ["ddp", "fsdp2", "pipeline", "single"]
     assert complete("forgather train model = 1") == ["160m", "1b"]
     assert "default" in complete("forgather train de")

@@ -17,7 +17,7 @@ from terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 CHATS = ["data=instruct", "data.files=[chats.jsonl]", "data.chat_template=chatml", "seq_len=160",
-         "data.cache_dir=cache", "model=nano"]  # fmt: skip
+         "data.cache_dir=cache", "model=nano", "data.add_tokens=false"]  # fmt: skip
 EVIL = "a \x1b[31mred\x1b[0m\x07 <b>&amp;</b> \u202e'\" [x]"
 
 
@@ -120,6 +120,7 @@ def test_a_page_holds_every_token_for_light_and_dark_and_nothing_of_another_addr
     assert not re.search(r"url\(|@import|//\w", text)
     assert "prefers-color-scheme: dark" in text
     assert "\x1b" not in text
+    assert not re.search(r">[<&]</span", text)  # of a token, as it stands
     real = sample["documents"].count(0)
     assert len(page.tokens) == real
     for at, (attributes, shown) in enumerate(page.tokens):

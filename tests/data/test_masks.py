@@ -183,6 +183,32 @@ def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhe
     assert marked(*ChatTemplate(silent, {}).render_spans(TALKS["empty"])) == ("<user>a?<e><user>c?<e><assistant>⟦d<e>⟧")
 
 
+def test_results_may_be_written_with_the_call_and_tools_with_the_last_question() -> None:
+    ahead = """\
+{%- for m in messages %}{% if m.role == 'assistant' %}{{ '<A>' }}SHOWN{{ '<e>' }}
+{%- if not loop.last and loop.nextitem.role == 'tool' %}{{ '<R>' + loop.nextitem.content }}{% endif %}
+{%- elif m.role == 'user' %}{{ '<U>' + m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<A>' }}{% endif %}""".replace("SHOWN", SHOWN)
+    template = ChatTemplate(ahead, {})
+    assert marked(*template.render_spans(TALKS["tools"])) == '<U>a?<A>⟦[{"f": 1}]<e>⟧<R>r<A>⟦d<e>⟧'
+    text, spans = template.render_spans(TALKS["tools"], train_on="all", unlearned=frozenset([1]))
+    assert marked(text, spans) == '⟦<U>a?⟧<A>[{"f": 1}]<e>⟦<R>r<A>d<e>⟧'
+    tools = """\
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for m in messages %}{% if m.role == 'user' %}
+{%- if tools and m == users[-1] %}{{ '[T]' + tools | tojson }}{% endif %}{{ '[I]' + m.content + '[/I]' }}
+{%- elif m.role == 'tool' %}{{ '[R]' + m.content + '[/R]' }}
+{%- elif m.tool_calls %}{{ '[C]' + m.tool_calls | tojson + '<e>' }}{% else %}{{ m.content + '<e>' }}{% endif %}
+{%- endfor %}"""
+    talk = [*TALKS["tools"], user("c?"), *TALKS["tools"][1:]]
+    assert marked(*ChatTemplate(tools, {}).render_spans(talk, tools=[])) == (
+        '[I]a?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧[I]c?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧'
+    )
+    assert marked(*ChatTemplate(tools, {}).render_spans(talk, tools=["f"])) == (
+        '[I]a?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧[T]["f"][I]c?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧'
+    )
+
+
 # ---------------------------------------------------------------------------------------------------- generation blocks
 
 TURN = "{% generation %}{{ m.content + '<e>' }}{% endgeneration %}"

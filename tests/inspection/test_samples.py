@@ -28,7 +28,7 @@ from forgather_cli.worker import build, read_data
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
-CHATS = ["data=instruct", "data.files=[chats.jsonl]", "data.chat_template=chatml"]
+CHATS = ["data=instruct", "data.files=[chats.jsonl]", "data.chat_template=chatml", "data.add_tokens=false"]
 PAIRS = ["data=seq2seq", "data.files=[pairs.jsonl]", *SHAPE]
 OWN = '''
 import torch
@@ -57,6 +57,8 @@ OPTIONS: dict[str, list[str]] = {
     "hf, streaming": ["data=hf", "data.data_files=[pages.jsonl]", "seq_len=32", "streaming=true", "shuffle_buffer=8",
                       "eval_strategy=no"],
     "instruct": [*CHATS, "seq_len=256"],
+    "instruct, new tokens": [*CHATS[:3], "seq_len=64"],
+    "instruct, rows": ["data=instruct", "data.data_files=[chats.jsonl]", *CHATS[2:], "seq_len=256"],
     "instruct, one each": [*CHATS, "seq_len=128", "packing=pad", "data.tokenizer=tokenizer"],
     "instruct, concat": [*CHATS, "seq_len=160", "packing=concat", "data.train_on=last"],
     "synthetic": ["data=synthetic", "seq_len=16", "ragged=true"],
@@ -193,6 +195,16 @@ def test_a_decoder_is_shown_what_it_is_to_write_with_its_end(tmp_path: Path) -> 
     assert sample.source == f"{tmp_path}/pairs.jsonl:1"
 
 
+def test_of_a_decoder_tokens_that_are_no_targets_are_those_that_it_reads_next() -> None:
+    read = {"input_ids": [7, 8], "decoder_input_ids": [0, 1, 2, 3], "labels": [-100, 2, 3, 4]}
+    rows = [{name: torch.tensor(values) for name, values in read.items()}]
+    sample = next(Samples(settings("data=synthetic"), DataSplits(rows, None, None, "", 4), "train").read())
+    assert (sample.ids, sample.targets) == ([1, 2, 3, 4], [False, True, True, True])
+    assert sample.pieces == ["<1>", "<2>", "<3>", "<4>"]
+    assert sample.encoder is not None
+    assert sample.encoder.ids == [7, 8]
+
+
 # -------------------------------------------------------------------------------------- where documents come from
 
 
@@ -204,7 +216,7 @@ def text_of(sample: Sample, number: int) -> str:
     return "".join(t for t, d in zip(sample.letters, sample.documents, strict=True) if d == number)
 
 
-@pytest.mark.parametrize("kind", ["text", "bpe, packed", "instruct", "hf"])
+@pytest.mark.parametrize("kind", ["text", "bpe, packed", "instruct", "instruct, rows", "hf"])
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_each_document_comes_from_the_line_that_holds_it(
     kind: str, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,12 +224,13 @@ def test_each_document_comes_from_the_line_that_holds_it(
     monkeypatch.setattr(reading, "PIECE", 600)  # so that a file has several pieces
     config = settings(*OPTIONS[kind], "data.eval_fraction=0.2")
     samples = Samples(config, read_data(config), split)  # type: ignore[arg-type]
-    file = tmp_path / f"{'chats' if kind == 'instruct' else 'pages'}.jsonl"
+    file = tmp_path / f"{'chats' if 'instruct' in kind else 'pages'}.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
+    first = 0 if kind in ("hf", "instruct, rows") else 1  # as the library numbers rows
     count = 0
     for sample in samples.read():
         for number, line in enumerate(lines(sample)):
-            record = records[line - 1]
+            record = records[line - first]
             wanted = record["text"] if "text" in record else record["messages"][-1]["content"]
             shown = text_of(sample, number).removesuffix("<|endoftext|>")
             part = sample.parts[number]
@@ -281,9 +294,10 @@ def test_without_an_evaluation_split_there_is_none_to_show() -> None:
         samples_of("data=text", "data.files=[pages.jsonl]", "seq_len=32", "data.eval_fraction=0", split="eval")
 
 
-def test_a_line_of_data_that_nobody_has_noted_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--from"):
-        samples_of(*OPTIONS["tokens"])[0].holding(tmp_path / "tokens.npy", 1)
+@pytest.mark.parametrize("kind", ["tokens", "hf", "instruct, rows"])
+def test_a_line_of_data_that_nobody_has_noted_is_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--from.*--sample"):
+        samples_of(*OPTIONS[kind])[0].holding(tmp_path / "pages.jsonl", 1)
 
 
 def test_a_tokenizer_directory_marks_its_special_tokens() -> None:

@@ -45,7 +45,15 @@ def test_text_by_file_with_the_end_that_is_in_no_sample(tmp_path: Path, monkeypa
     }
     assert train.bytes_per_token == pytest.approx((30 - 5) / 30)  # five ends in the first 30
     assert (found["eval"].tokens, found["eval"].padding) == (9, 1)
+    assert found["eval"].bytes_per_token == pytest.approx(8 / 9)
     assert found["eval"].sources == {str(tmp_path / "c.jsonl"): SourceStats(1, 9, None)}
+
+
+def test_a_document_whose_end_is_held_out_is_of_its_file_in_both_splits(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a line\n" * 20)
+    found = counted("data=text", "data.files=[a.txt]", "data.eval_fraction=0.2", "seq_len=10", "cache_dir=cache")
+    assert [(each.documents, len(each.sources)) for each in found.values()] == [(1, 1), (1, 1)]
+    assert all(each.sources[str(tmp_path / "a.txt")].documents == 1 for each in found.values())
 
 
 def test_chats_by_file_with_what_is_cut_and_dropped(tmp_path: Path) -> None:
@@ -55,7 +63,7 @@ def test_chats_by_file_with_what_is_cut_and_dropped(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [chat("q", "yes"), chat("q", "a" * 100), chat("q" * 200, "never")])
     write_lines(tmp_path / "b.jsonl", [chat("q", "no")])
     words = ["data=instruct", "data.files=[a.jsonl,b.jsonl]", "data.eval_fraction=0", "data.chat_template=chatml",
-             "seq_len=100", "cache_dir=cache"]  # fmt: skip
+             "data.add_tokens=false", "seq_len=100", "cache_dir=cache"]  # fmt: skip
     train = counted(*words)["train"]
     assert (train.cut, train.dropped) == (1, 1)
     assert train.documents == 4

@@ -45,7 +45,6 @@ from forgather_cli.data.text.tokenizer import (
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
-from forgather_cli.labels import IGNORED
 
 _VERSION = 2  # of the files and of the rules that make tokens of a record
 _BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
@@ -179,9 +178,8 @@ def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
         return _Rendered(text, text, [(0, len(text))], conversation.num_bytes, conversation.line, is_document=True)
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
     unlearned = conversation.unlearned
-    if train_on != "all" and not any(
-        each["role"] == "assistant" and i not in unlearned for i, each in enumerate(messages)
-    ):
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if train_on != "all" and unlearned.issuperset(answers):
         raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
     unlearned |= unlearned_turns(messages, chats.option.ignore, lambda key: chats.template.reads(key, messages, tools))
     try:
@@ -190,7 +188,7 @@ def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
         raise DataError(f"{error}; set data.chat_template") from error
     keys.note(conversation, text)
     key = json.dumps([messages, tools], sort_keys=True, default=str)
-    as_before = conversation.read <= _BEFORE and not unlearned and all(len(each) == 2 for each in messages)
+    as_before = conversation.read <= _BEFORE and not unlearned and max(map(len, messages), default=0) == 2
     return _Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, as_before=as_before)
 
 
@@ -341,6 +339,8 @@ def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTabl
 
 def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text of a sample's targets, shortened, between ``[`` and ``]`` what stands together."""
+    from forgather_cli.labels import IGNORED  # here, since it costs torch
+
     found = ""
     for is_target, group in itertools.groupby(labels, lambda label: label != IGNORED):
         if is_target:

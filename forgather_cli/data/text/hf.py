@@ -313,12 +313,15 @@ def without_added(value: Any, feature: Any) -> Any:
 def rows_of(option: DatasetSettings, cache: Cache) -> tuple[Rows, Rows | None]:
     """The splits of an option as records. Raises DataError."""
     train, held_out = open_datasets(option, cache)
+    of_train, of_eval = names_of(option)
+    return Rows(train, of_train), None if held_out is None else Rows(held_out, of_eval)
+
+
+def names_of(option: DatasetSettings) -> tuple[str, str]:
+    """What people are told of the splits."""
     name = option.dataset or ", ".join(option.data_files)
     evaluation = "eval" if option.eval_files else option.eval_split
-    return (
-        Rows(train, f"{name} ({option.train_split})"),
-        None if held_out is None else Rows(held_out, f"{name} ({evaluation})"),
-    )
+    return f"{name} ({option.train_split})", f"{name} ({evaluation})"
 
 
 def content_of_rows(cache: Cache, splits: Sequence[Rows]) -> str:

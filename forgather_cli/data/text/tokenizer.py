@@ -214,7 +214,14 @@ class ByteTokenizer:
         return b"".join(parts).decode("utf-8", "replace")
 
     def bytes_of(self, number: int) -> bytes | None:
-        return bytes((number,)) if 0 <= number < _NUM_BYTES else END.encode() if number == _NUM_BYTES else None
+        if not 0 <= number < self.vocab_size:
+            return None
+        return bytes((number,)) if number < _NUM_BYTES else self._special[number - _NUM_BYTES]
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Of the tokens that are not text, by the name that transformers has for them."""
+        return list(range(_NUM_BYTES, self.vocab_size))
 
     def bytes_of_tokens(self) -> NDArray[np.int64]:
         """Bytes of text that each id stands for; none for special tokens."""
