@@ -118,7 +118,7 @@ def test_the_fingerprint_is_that_of_the_rows(folder: Path) -> None:
 def test_bad_rows_are_named_or_skipped(folder: Path, tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "Hi"}
     path = chats.write_lines(tmp_path / "c.jsonl", [{"messages": [turn]}, {"messages": []}, {"messages": [turn]}])
-    with pytest.raises(DataError, match=r"c\.jsonl \(train\):2: 'messages' must be a list .*on_bad_row=skip"):
+    with pytest.raises(DataError, match=r"c\.jsonl \(train\):1: 'messages' must be a list .*on_bad_row=skip"):
         load(folder, data_files=[str(path)], cache_dir=str(tmp_path))
     data = load(folder, data_files=[str(path)], cache_dir=str(tmp_path), on_bad_row="skip", eval_fraction=0.0)
     assert data.description["train_documents"] == 2
