@@ -44,7 +44,6 @@ from forgather_cli.data.text.tokenizer import (
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
-from forgather_cli.labels import IGNORED
 
 _VERSION = 2  # of the files and of the rules that make tokens of a record
 _BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
@@ -342,6 +341,8 @@ def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTabl
 
 def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text of a sample's targets, shortened, between ``[`` and ``]`` what stands together."""
+    from forgather_cli.labels import IGNORED  # here, since it costs torch, which a plan does without
+
     found = ""
     for is_target, group in itertools.groupby(labels, lambda label: label != IGNORED):
         if is_target:
