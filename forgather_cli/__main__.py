@@ -14,6 +14,9 @@ def run() -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from forgather_cli.bars import doing
+    from forgather_cli.folding import show_all_text
+
+    show_all_text()
 
     with doing("importing the commands"):
         from forgather_cli.cli.app import main

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from io import TextIOWrapper
 from typing import TextIO
 
 _PIECE = re.compile(
@@ -33,6 +34,15 @@ def fold(text: str, width: int, indent: str = "") -> list[str]:
             row, end = longer, found.end()
         rows.append(row)
     return rows
+
+
+def show_all_text() -> None:
+    """Have standard output and standard error write escapes for what their encoding lacks, and for what is no UTF-8 in
+    the name of a file: for a terminal that cannot show a letter nothing fails.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # and no notebook's
+            stream.reconfigure(errors="backslashreplace")
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -196,7 +197,8 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            # the name of a file may hold bytes that are no UTF-8: JSON and YAML have such escapes
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -229,11 +231,11 @@ def _check(value: Any, any_text: bool) -> None:
             todo += ((part, depth + 1) for pair in item.items() for part in pair)
         elif isinstance(item, list):
             todo += ((part, depth + 1) for part in item)
-        elif isinstance(item, str) and not any_text and _has_half(item):
+        elif isinstance(item, str) and not any_text and has_half(item):
             raise ValueError("a text in it holds half of a surrogate pair, which is no character")
 
 
-def _has_half(text: str) -> bool:
+def has_half(text: str) -> bool:
     """True for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
@@ -243,6 +245,8 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with libyaml
+    if re.search(r"\\u[dD][89a-fA-F]", text):  # bytes of a file's name that are no UTF-8, which libyaml refuses
+        loader = yaml.SafeLoader
     try:
         depth = 0
         for event in yaml.parse(text, loader):  # first, since building a tree of it may end the process (libyaml 0.2.5)
@@ -286,7 +290,7 @@ def file_inside(directory: Path, name: object) -> Path:
 
     Raises ValueError for a name that leads out of it, and for one that no file has.
     """
-    if not isinstance(name, str) or not name or "\0" in name or _has_half(name):
+    if not isinstance(name, str) or not name or "\0" in name or has_half(name):
         raise ValueError(f"{name!r} is no name of a file")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:

@@ -50,7 +50,7 @@ def compare_configs(
         others = "other files, another tokenizer, another Python's standard library, or another seed of synthetic data"
         remedy = "bring them back"
         if data.get("rules") != data_now.get("rules") and not changed_files:
-            others = "chats are read by other rules than when it was saved (docs/data.md)"
+            others = "the data are read by other rules than when it was saved (docs/data.md)"
             remedy = "resume with the version of Forgather that saved it"
         refused += _refusals(changed, "data", "leave data out of resume_components") or [
             f"data: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, {content[1][:8]} "

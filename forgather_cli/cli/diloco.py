@@ -131,9 +131,7 @@ def resume_server(run_dir: Path, overrides: list[str], config_dir: Path | None) 
     def compose() -> tuple[Loaded, DilocoServerSettings]:
         from forgather_cli.config.diloco import load_server_settings, split_server_overrides
         from forgather_cli.config.load import reload_config
-        from forgather_cli.launch.run_lock import restore_overwritten
 
-        restore_overwritten(RunDir(run_dir))
         recipes, ours = split_server_overrides(overrides)
         settings = load_server_settings(ours, RunDir(run_dir).diloco)
         return reload_config(run_dir, recipes, config_dir=config_dir), settings

@@ -162,14 +162,15 @@ def _page(lines: Iterable[Text]) -> Text:
     return page.append("\n")
 
 
-def print_json(value: Any) -> None:
+def print_json(value: Any, indent: int | None = 2) -> None:
     """Print the one document of ``--json``; not-a-number becomes null, since JSON has none."""
-    print(json_text(value), flush=True)
+    encoding = (sys.stdout.encoding or "utf-8").lower().replace("-", "")
+    print(json_text(value, indent, ensure_ascii=encoding != "utf8"), flush=True)
 
 
-def json_text(value: Any, indent: int | None = 2) -> str:
+def json_text(value: Any, indent: int | None = 2, *, ensure_ascii: bool = False) -> str:
     """JSON of a value; not-a-number becomes null."""
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False, default=str)
 
 
 def _finite(value: Any) -> Any:

@@ -33,15 +33,17 @@ def resume(
     A DiLoCo server goes on serving. Relative paths count from where the run was first started,
     wherever this is called.
     """
+    if RunDir(run_dir).note_set_aside() is not None:  # the run from before may be of another kind, and of elsewhere
+        from forgather_cli.launch.run_lock import restore_overwritten
+
+        restore_overwritten(RunDir(run_dir))
     directory = RunDir(run_dir).first_directory() or Path.cwd()
     if directory != Path.cwd():
         run_dir, config_dir = run_dir.absolute(), config_dir and config_dir.absolute()
 
     def compose() -> Loaded:
         from forgather_cli.config.load import reload_config
-        from forgather_cli.launch.run_lock import restore_overwritten
 
-        restore_overwritten(RunDir(run_dir))
         return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
 
     if RunDir(run_dir).diloco.is_file():

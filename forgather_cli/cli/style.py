@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -54,6 +56,21 @@ def _without_types(params: list[Any]) -> list[Any]:
     return params
 
 
+def _at_home(value: Any, takes_path: bool) -> Any:
+    """A path, or each of several, with its ``~`` expanded: a shell leaves that of ``--output=~/FILE`` as it is. Of
+    texts, those with a slash where the argument ``takes_path``; ~KEY is an override. Raises ConfigError.
+    """
+    if isinstance(value, list):
+        return [_at_home(each, takes_path) for each in value]
+    text = str(value)
+    is_path = isinstance(value, Path) or (takes_path and isinstance(value, str) and "/" in text.partition("=")[0])
+    if not is_path or not text.startswith("~"):
+        return value
+    if (found := os.path.expanduser(text)).startswith("~"):
+        raise ConfigError(f"{text}: its ~ stands for no home directory; write ./{text} for a file of this name")
+    return Path(found) if isinstance(value, Path) else found
+
+
 class Command(TyperCommand):
     """A command whose usage line shows the metavars of its arguments as they stand."""
 
@@ -83,7 +100,12 @@ class Command(TyperCommand):
             known = {part for setting in settings().values() for part in (setting.path, setting.leaf)}
             if wrong := [f"{word}: settings have no dashes; write {n}=..." for word, n in names.items() if n in known]:
                 raise ConfigError(wrong)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for param in params:
+            takes_path = any(word in str(param.metavar) for word in ("RECIPE", "RUN", "SOURCE"))
+            if param.name in ctx.params:
+                ctx.params[param.name] = _at_home(ctx.params[param.name], takes_path)
+        return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]

@@ -89,7 +89,7 @@ def train(
         _show(loaded, train_command(loaded, words, config_dir), as_json)
         return
     named = [word.partition("=")[2].strip("'\"") for word in words or [] if word.startswith("output_dir=")]
-    run = RunDir(Path(named[-1])) if named else None
+    run = RunDir(Path(named[-1]).expanduser()) if named else None
     raise typer.Exit(run_training(place, partial(load, words, config_dir, trust_config=True), run))
 
 

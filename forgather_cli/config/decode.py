@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from forgather_cli.config.options import GROUPS
 from forgather_cli.config.paths import is_text, walk
 from forgather_cli.config.schema import CallbackSettings, Config, Sampling, Target
 from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import read_yaml
+from forgather_cli.input_files import has_half, read_yaml
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -76,6 +77,14 @@ def _validated(cls: type[_T], tree: dict[str, Any], naming: Naming, problems: li
         if isinstance(value, float) and not math.isfinite(value) and not is_text(path)
     }
     problems += [f"{naming.name(path)}: must be a finite number, got {value}" for path, value in infinite.items()]
+    bytes_in = {path: value for path, value in walk(tree) if isinstance(value, str) and has_half(value)}
+    encoding = sys.getfilesystemencoding()
+    remedy = "rename the file, or name it by a pattern with *" if encoding == "utf-8" else "export LC_ALL=C.UTF-8"
+    problems += [
+        f"{naming.name(path)}: must be text in {encoding}, got {value!r}; {remedy}" for path, value in bytes_in.items()
+    ]
+    if bytes_in:  # the library reports them all as one, of the whole document
+        raise ConfigError(problems)
     try:
         decoded: _T = _adapter(cls).validate_json(json.dumps(tree, default=str))  # type: ignore[arg-type]
     except ValidationError as error:

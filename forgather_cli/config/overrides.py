@@ -56,7 +56,12 @@ def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
     parsed, problems = [], []
     for line in overrides:
         try:
-            parsed.append(parser.parse_override(line))
+            try:
+                parsed.append(parser.parse_override(line))
+            except HydraException:
+                # its grammar has no ~, which no shell expands behind a =
+                at_home = re.sub(r"(?<=[=,\[])[^\s,\[\]{}()'\"=]*~[^\s,\[\]{}()'\"=]*", r"'\g<0>'", line)
+                parsed.append(parser.parse_override(at_home))
         except HydraException as error:
             reason = str(error).partition("\n")[0].partition(" expecting {")[0] or type(error).__name__
             problems.append(f"{line}: not an override ({reason}); write key=value and quote special characters")

@@ -34,11 +34,13 @@ from forgather_cli.data.tokens import SPLITS, Split, Tokenized
 from forgather_cli.errors import DataError
 
 if TYPE_CHECKING:
+    from forgather_cli.data.chat.stream import ChatDocuments
     from forgather_cli.data.paired.rows import Shape
     from forgather_cli.data.samples import Batched
 
 Stored = PythonStdlibSettings | TextSettings | HfSettings | TokensSettings | InstructSettings
 """Options whose tokens are in the cache."""
+_PREFIX_RULES = 2  # of the tokens before a text: 0.3.0 has written them again where the text spells them
 
 
 def load_data(
@@ -67,8 +69,8 @@ def load_data(
         made = _denoised(option, cache, seed, num_sentinels)
     elif isinstance(option, Seq2SeqSettings):
         made = _pairs(option, cache, num_sentinels)
-    elif isinstance(option, HfSettings) and option.streaming:
-        made = _stream(option, cache, seed)
+    elif isinstance(option, HfSettings | InstructSettings) and option.streaming:
+        made = _stream(option, cache, seed, model_tokens)
     else:
         made = _pack(option, *_tokenized(option, cache, model_tokens), cache, seed)
     return replace(made, files=cache.files)
@@ -153,18 +155,34 @@ def _tokenized(option: Stored, cache: Cache, model_tokens: int | None = 0) -> tu
     return tokenize_corpus(corpus, tokenizer, cache, processes=option.tokenize_processes), tokenizer
 
 
-def _stream(option: HfSettings, cache: Cache, seed: int) -> DataSplits:
+def _stream(option: HfSettings | InstructSettings, cache: Cache, seed: int, model_tokens: int | None) -> DataSplits:
     """The splits of a stream, whose documents are tokenized and packed while they are read."""
     from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
-    from forgather_cli.data.text.token_stream import TokenStream
+    from forgather_cli.data.text.token_stream import Texts, TokenStream
 
-    tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
     source, held_out = open_datasets(option, cache)
-    train = TokenStream(source, option, tokenizer, seed=seed, is_eval=False)
-    evaluation = None if held_out is None else TokenStream(held_out, option, tokenizer, seed=seed, is_eval=True)
-    parts = [option.seq_len, option.packing, option.isolate_documents, option.shuffle_buffer]
+    description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
+    parts: list[Any] = [option.seq_len, option.packing, option.isolate_documents, option.shuffle_buffer]
+    documents: Texts | ChatDocuments
+    if isinstance(option, InstructSettings):
+        from forgather_cli.data.chat.stream import ChatDocuments
+
+        documents = ChatDocuments(option, model_tokens, source.features)
+        tokenizer = documents.chats.tokenizer
+        parts += documents.rules
+    else:
+        tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
+        documents = Texts(option, tokenizer)
+        if tokenizer.prefix_tokens:
+            description["rules"] = _PREFIX_RULES
+            parts.append(_PREFIX_RULES)
+    train = TokenStream(source, option, tokenizer, documents, seed=seed, is_eval=False)
+    if not isinstance(documents, Texts):  # now that the stream knows where the source begins
+        documents.check(iter(source))
+    evaluation = None
+    if held_out is not None:
+        evaluation = TokenStream(held_out, option, tokenizer, documents, seed=seed, is_eval=True)
     fingerprint = digest(["stream", stream_identity(option), tokenizer.fingerprint, *parts])
-    description = {"type": "hf", "tokenizer": option.tokenizer, "packing": option.packing}
     return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description | origin_of(option))
 
 
@@ -174,7 +192,6 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     from forgather_cli.data.paired.rows import Shape
     from forgather_cli.data.paired.sentinels import sentinel, with_sentinels
     from forgather_cli.data.paired.ul2 import CorpusWindows, DenoisedRows, StreamWindows, Windows
-    from forgather_cli.data.text.token_stream import TokenStream
 
     inner, prefixes = option.text(), [each.prefix for each in option.mixture_of()]
     description: dict[str, Any] = {"type": "ul2", "source": option.source, "tokenizer": option.tokenizer}
@@ -182,12 +199,14 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     data: Tokenized | None = None
     if isinstance(inner, HfSettings) and inner.streaming:
         from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
+        from forgather_cli.data.text.token_stream import Texts, TokenStream
 
         base = load_tokenizer(option.tokenizer, add_bos=inner.add_bos)
         identity, description = stream_identity(inner), description | origin_of(inner)
         for name, source in zip(SPLITS, open_datasets(inner, cache), strict=True):
             if source is not None:
-                windows[name] = StreamWindows(TokenStream(source, inner, base, seed=seed, is_eval=name == "eval"))
+                stream = TokenStream(source, inner, base, Texts(inner, base), seed=seed, is_eval=name == "eval")
+                windows[name] = StreamWindows(stream)
     else:
         data, base = _tokenized(inner, cache)
         identity = data.fingerprint
@@ -298,12 +317,14 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache, s
             raise nothing_fits(option, data.train, tables["train"])
         rules = [*rules, option.too_long]
         more = {**describe_chats(option, data.meta, tables), "rules": data.meta["rules"]}
-        if data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
-            more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
         # in rows of one conversation, padded on the right, no token sees another document: masks would only cost time
         isolate = isolate and option.packing != "pad"
     made: dict[str, Batched] = {}
     prefix = tokenizer.prefix_tokens if isinstance(option, PythonStdlibSettings | TextSettings | HfSettings) else ()
+    if prefix:
+        more["rules"] = _PREFIX_RULES
+    if (is_chat or prefix) and data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
+        more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
     for name, split in data.splits().items():
         if name == "eval" and len(split.tokens) + len(prefix) < 2:
             continue  # nothing predicts a single token

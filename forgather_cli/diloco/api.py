@@ -245,31 +245,31 @@ class Api:
             worker.last_round = number
             self._service.write_registry()
             self._service.notify()
-        if answer is not None:
-            return _told(answer)
-        used = rounds.check_ranges(worker, number, given["hash"], ranges)
-        with submissions.holding(parts) as lacking:
-            if lacking:
-                return {"status": wire.LACKING, "parts": lacking}
-            submission = Submission(
-                rounds.slots[worker.name], worker.name, number, parts, report["targets"] or 0, used, given["leaves"],
-                problem,
-            )  # fmt: skip
-            async with self._check:
-                submission = await asyncio.to_thread(self._service.examined, submission)
-            worker = rounds.worker(given["generation"], time.monotonic())  # a newer one may have taken over meanwhile
-            answer = rounds.answered(worker, number, parts)
-            if answer is None:  # no pause between this and the answer: it is on disk when the round counts it
-                submission = rounds.arrived(submission, self._service.model.sizes)
-                submissions.write(submission)
-                worker.speed = report["speed"]
-                if report["step"] is not None:
-                    _note(worker, report)
-                rounds.submit(submission, time.monotonic())
+        if answer is None:
+            used = rounds.check_ranges(worker, number, given["hash"], ranges)
+            with submissions.keeping(parts):
+                if lacking := [part for part in parts if not submissions.has(part)]:
+                    return {"status": wire.LACKING, "parts": lacking}
+                submission = Submission(
+                    rounds.slots[worker.name], worker.name, number, parts, report["targets"] or 0, used,
+                    given["leaves"], problem,
+                )  # fmt: skip
+                async with self._check:
+                    submission = await asyncio.to_thread(self._service.examined, submission)
+                # a newer one may have taken over meanwhile
+                worker = rounds.worker(given["generation"], time.monotonic())
                 answer = rounds.answered(worker, number, parts)
-                self._service.notify()
+                if answer is None:  # no pause between this and the answer: it is on disk when the round counts it
+                    submission = rounds.arrived(submission, self._service.model.sizes)
+                    submissions.write(submission)
+                    worker.speed = report["speed"]
+                    if report["step"] is not None:
+                        _note(worker, report)
+                    rounds.submit(submission, time.monotonic())
+                    answer = rounds.answered(worker, number, parts)
+                    self._service.notify()
         assert answer is not None
-        return _told(answer)
+        return {"status": answer[0]} | ({"reason": answer[1]} if answer[1] else {})
 
     def _heartbeat(self, raw: dict[str, Any]) -> dict[str, Any]:
         given = checked(raw, {"generation": int, **_REPORT})
@@ -340,10 +340,6 @@ class Api:
             self._service.received += size
             temporary.unlink(missing_ok=True)
         return 202
-
-
-def _told(answer: tuple[str, str]) -> dict[str, Any]:
-    return {"status": answer[0]} | ({"reason": answer[1]} if answer[1] else {})
 
 
 def _note(worker: Worker, report: dict[str, Any]) -> None:

@@ -6,11 +6,13 @@ which: ``{name: [first row, rows]}``. The parts of a submission hold each row of
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
+import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,9 +39,9 @@ class Submissions:
         self.root, self._shapes, self._compression = root, shapes, compression
         self.most_bytes = sum(num_bytes(shape, "fp32") for shape in shapes.values()) + MAX_PART_HEADER
         """Of one part."""
-        self._held: list[Sequence[str]] = []
-        """Parts of submissions that are looked at, which no manifest names yet."""
         (root / "parts").mkdir(parents=True, exist_ok=True)
+        self._kept: Counter[str] = Counter()
+        self._lock = threading.Lock()  # ``clean`` has a thread of its own
 
     def part(self, sha256: str) -> Path:
         """Where a part is, or will be."""
@@ -53,14 +55,18 @@ class Submissions:
             return False
         return True
 
-    @contextlib.contextmanager
-    def holding(self, parts: Sequence[str]) -> Iterator[list[str]]:
-        """``clean`` deletes none of these parts until their manifest is written; gives those that are not there."""
-        self._held.append(parts)
+    @contextmanager
+    def keeping(self, parts: Sequence[str]) -> Iterator[None]:
+        """Inside, ``clean`` leaves these parts alone, which no manifest names yet."""
+        with self._lock:
+            self._kept.update(parts)
         try:
-            yield [part for part in parts if not self.has(part)]
+            yield
         finally:
-            self._held.remove(parts)
+            for part in parts:
+                self.has(part)  # for one that has read the manifests before
+            with self._lock:
+                self._kept -= Counter(parts)
 
     def write(self, submission: Submission) -> None:
         """Write and sync the manifest of a submission, whose parts are there. Raises OSError."""
@@ -82,15 +88,15 @@ class Submissions:
         """Delete manifests of rounds below ``before`` unless ``keep``, and parts that no manifest names, of those that
         were last asked for before ``older_than`` (seconds since the epoch).
         """
-        named = {part for parts in tuple(self._held) for part in parts}  # before the manifests, which may come now
+        named = set()
         for path in list(self.root.glob("round-*-slot-*.json")):
             if not keep and int(path.name.split("-")[1]) < before:
                 path.unlink()
             else:
                 named |= set(read_json_object(path)["parts"])
         for path in list((self.root / "parts").iterdir()):  # of uploads that were cut too
-            with contextlib.suppress(FileNotFoundError):  # an upload that comes to its end now
-                if path.stem not in named and path.stat().st_mtime < older_than:
+            with self._lock, suppress(FileNotFoundError):  # an upload that comes to its end now
+                if path.stem not in named and not self._kept[path.stem] and path.stat().st_mtime < older_than:
                     path.unlink()
 
     # ---------------------------------------------------------------------------------------------------- their content

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
-from forgather_cli.folding import folded
+from forgather_cli.folding import folded, show_all_text
 
 _GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file: the lines are lost, and there may be room again
@@ -139,7 +139,8 @@ class Tee(_Over):
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, standard output and standard error may go away without an error."""
+    """Inside, standard output and standard error may go away, and may lack letters, without an error."""
+    show_all_text()
     out, err = Lasting(sys.stdout), Lasting(sys.stderr)
     with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, err)):
         yield

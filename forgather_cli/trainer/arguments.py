@@ -19,6 +19,7 @@ from forgather_cli.config.schema import (
     Config,
     CrossEntropySettings,
     DDPSettings,
+    FilePath,
     FP16Settings,
     FP32Settings,
     FSDP2Settings,
@@ -92,7 +93,7 @@ class HFSettings(RunSettings, ScriptSettings):
     ``trainer/hugging_face.py`` has a table of what is done with each of that library's arguments.
     """
 
-    output_dir: str | None = "trainer_output"
+    output_dir: FilePath | None = "trainer_output"
     learning_rate: NonNegative = 5e-5
     weight_decay: NonNegative = 0.0
     num_train_epochs: float = 3.0

@@ -204,7 +204,7 @@ class Checkpoints:
         Raises CheckpointError.
         """
         verify, group = self._run.args.verify_checkpoint, self._run.cpu_group
-        if resume == "":
+        if isinstance(resume, str) and not resume.strip():
             raise CheckpointError("resume_from_checkpoint: is empty; name a checkpoint, or give True for the newest")
         if resume is not True:
             return named(Path(str(resume)), verify, group)

@@ -33,6 +33,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.distributed import on_rank_0, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
+from forgather_cli.folding import show_all_text
 from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
 from forgather_cli.run_dir import RunDir, name_file
@@ -342,6 +343,7 @@ class RunFiles:
         another job holds, and for one with a run that is neither gone on with nor to be overwritten.
         """
         held: RunLock | None = None
+        show_all_text()
         with ExitStack() as stack:
 
             def take() -> None:

@@ -183,8 +183,11 @@ class Campaign:
         mode: str = "",
         control: bool = False,
         launch: Launch = cold,
+        seconds: float = 20.0,
     ) -> None:
+        """``seconds``: over which kills are spread where there is no undisturbed run to compare with."""
         self._work, self._pairs, self._lying, self._mode, self._launch = work, pairs, lying, mode, launch
+        self._seconds = seconds
         self._more = ["diloco.max_change=1e9"] if control else []
 
     def trial(self, seed: int) -> Trial:
@@ -193,7 +196,7 @@ class Campaign:
         try:
             if trial.liar == "plays":
                 shutil.rmtree(root, ignore_errors=True)
-                self._run(trial, root, 20.0)
+                self._run(trial, root, self._seconds)
                 trial.problems += thrown_out(root / "server", allowed={"c"})
                 if not trial.problems:
                     shutil.rmtree(root)

@@ -54,13 +54,13 @@ class HonestCampaign:
         self._work, self._mode, self._control, self._launch = work, mode, control, launch
 
     def trial(self, seed: int, sync_every: int | None = None) -> Trial:
-        """``sync_every``: steps between two exchanges, else drawn."""
+        """``sync_every``: steps between two exchanges, of which a short trial has three; else both are drawn."""
         rng = random.Random(seed)
         mode, compression = self._mode or rng.choice(MODES), rng.choice(("int4", "fp32", "bf16"))
         count = rng.randint(2, 8) if mode == "fragments" else 1
         length = sync_every or rng.choice((60, 60, 120, 240, 500))
         every = math.ceil(length / count) * count
-        rounds = max(3, min(6, _STEPS // every))  # of all fragments
+        rounds = 3 if sync_every else max(3, min(6, _STEPS // every))  # of all fragments
         steps = (rounds - 1) * every + rng.choice((every, every // 3, every // count))
         rate, warmup = 10 ** rng.uniform(-4, -2), rng.choice((0, 10, every))
         rises = mode != "async" and rng.random() < 0.4

@@ -269,14 +269,15 @@ def test_a_wrong_field_of_a_state_is_damage(
 
 
 @pytest.mark.parametrize("content", ["[]", '{"components": [1]}', "{}", '"x'])
+@pytest.mark.parametrize("file", ["state.json", "state-rank-00000.json"])
 def test_a_state_that_is_no_object_is_damage_like_other(
-    here: Path, content: str, capsys: pytest.CaptureFixture[str]
+    here: Path, file: str, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (STEP_2 / "state.json").write_text(content)
+    (STEP_2 / file).write_text(content)
     resign(STEP_2)
     code, text = said(capsys, *READERS["train"])
     assert code == 2
-    assert re.search(rf"{STEP_2}/state.json: .*; use {STEP_1}, ", text)
+    assert re.search(rf"{STEP_2}/{file}: .*; use {STEP_1}, ", text)
 
 
 @pytest.mark.parametrize(

@@ -469,14 +469,23 @@ def test_a_checkpoint_that_is_named(program: Program, trained: Path, kind: str, 
     assert re.match(f"resume_from_checkpoint: {message}", said), said
 
 
-@pytest.mark.parametrize("typed", ["trained/checkpoints/step-2", "trained/step-00000002"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "trained/checkpoints/step-2",
+        "trained/step-00000002",
+        "trained/checkpoint/step-00000002",
+        "trained/checkpoints/x",
+    ],
+)
 def test_a_mistyped_checkpoint_is_told_those_there_are(program: Program, trained: Path, typed: str) -> None:
     said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
     assert said == (f"resume_from_checkpoint: {typed}: no such checkpoint directory; trained has {STEP_1}, {STEP_2}")
 
 
-def test_an_empty_name_of_a_checkpoint_is_a_mistake(program: Program, tmp_path: Path) -> None:
-    said = program.refuses("train", *SYNTHETIC, "resume_from_checkpoint=")
+@pytest.mark.parametrize("typed", ["", "''", "' '"])
+def test_an_empty_name_of_a_checkpoint_is_a_mistake(program: Program, typed: str) -> None:
+    said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
     assert re.match("resume_from_checkpoint: is empty; name a checkpoint", said)
 
 

@@ -162,6 +162,9 @@ CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
     "a text for a number": (edited("MODEL/config.json", hidden_size="64"), PLAN, ["config.json", "hidden_size"]),
     "no number": (edited("MODEL/config.json", vocab_size="x"), GENERATE, ["config.json", "vocab_size", "'x'"]),
     "finalized": (edited("MODEL/config.json", vocab_size="x"), FINALIZE, ["config.json", "vocab_size", "'x'"]),
+    "finalized, a fraction": (edited("MODEL/config.json", vocab_size=0.5), FINALIZE, ["config.json", "vocab_size"]),
+    "finalized, a list": (edited("MODEL/config.json", vocab_size=[260]), FINALIZE, ["config.json", "vocab_size"]),
+    "finalized, of another": (edited("MODEL/config.json", hidden_size="x"), FINALIZE, ["config.json", "hidden_size"]),
     "a fraction": (edited("MODEL/config.json", num_hidden_layers=1.5), GENERATE, ["config.json", "_layers", "1.5"]),
     "a list as header": (header(lambda entries: "[1]"), GENERATE, ["model.safetensors"]),
     "BART": (

@@ -21,6 +21,7 @@ from tiny import metrics
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from forgather_cli.callbacks.textgen import TextgenCallback
+from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.decode import dump_tree, load_tree
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import (
@@ -33,6 +34,9 @@ from forgather_cli.config.schema import (
     Ul2Settings,
 )
 from forgather_cli.data.build import load_data
+from forgather_cli.data.cache import Cache, digest
+from forgather_cli.data.text import tokenize
+from forgather_cli.data.text.corpus import find_corpus
 from forgather_cli.data.text.tokenizer import FileTokenizer, load_tokenizer
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.sample import choose_sample
@@ -253,6 +257,26 @@ def test_what_a_text_spells_at_its_beginning_stands_there_once(tmp_path: Path, k
             ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
             starts = [at for at in range(len(ids)) if ids[at : at + len(begin)] == begin and ids[at - 1] == 257]
             assert all(labels[at + n] == NONE for at in starts for n in range(len(begin)))
+
+
+def test_runs_of_before_go_on_where_no_text_spells_it(corpus: Path, directory: Path, tmp_path: Path) -> None:
+    def formerly(path: Path, tokenizer: Path) -> Any:
+        data = load_data(text(path, tokenizer), seed=0)
+        identity = {"data": {"fingerprint": data.fingerprint, **data.description}}
+        cache = Cache(tmp_path / "cache")
+        found = find_corpus(text(path, tokenizer))
+        tokens = digest([tokenize._VERSION, found.fingerprint(cache), FileTokenizer(tokenizer).fingerprint])
+        before = {"data": {"fingerprint": digest([tokens, 32, "concat", False])}}
+        refused, _ = compare_configs(before, identity, {"data"})
+        return refused
+
+    spelled = tmp_path / "spelled.jsonl"
+    spelled.write_text("".join(json.dumps({"text": each}) + "\n" for each in [*documents(), *SPELLED]))
+    assert formerly(corpus, directory) == []
+    assert formerly(spelled, write_tokenizer(tmp_path / "gpt2", "gpt2")) == []
+    [refused] = formerly(spelled, directory)
+    assert "other rules" in refused
+    assert "resume_components" in refused
 
 
 def test_a_prompt_of_generate_and_of_samples_may_spell_it(

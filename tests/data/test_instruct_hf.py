@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import chats
 import pytest
 from chats import conversation
+from program import forgather
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import InstructSettings
@@ -15,6 +19,7 @@ from forgather_cli.data.build import cached_token_counts, load_data
 from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.run_dir import RunDir
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
 CALLS = (
@@ -54,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train=datasets.Dataset.from_list(rows[:40]), validation=datasets.Dataset.from_list(rows[40:])
     ).save_to_disk(where / "saved")
     chats.write_tokenizer(where / "tokenizer", CALLS)
+    (where / "calls.jinja").write_text(CALLS)
     return where
 
 
@@ -112,7 +118,7 @@ def test_the_fingerprint_is_that_of_the_rows(folder: Path) -> None:
 def test_bad_rows_are_named_or_skipped(folder: Path, tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "Hi"}
     path = chats.write_lines(tmp_path / "c.jsonl", [{"messages": [turn]}, {"messages": []}, {"messages": [turn]}])
-    with pytest.raises(DataError, match=r"c\.jsonl \(train\):1: 'messages' must be a list .*on_bad_row=skip"):
+    with pytest.raises(DataError, match=r"c\.jsonl \(train\):2: 'messages' must be a list .*on_bad_row=skip"):
         load(folder, data_files=[str(path)], cache_dir=str(tmp_path))
     data = load(folder, data_files=[str(path)], cache_dir=str(tmp_path), on_bad_row="skip", eval_fraction=0.0)
     assert data.description["train_documents"] == 2
@@ -141,3 +147,113 @@ def test_settings_that_contradict_each_other() -> None:
         *streams, "packing=pad", "eval_fraction=0.1"
     )
     load_config(None, ["data=instruct", *streams, "packing=concat", "trainer=ddp", "dispatch_batches=false"])
+
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+def stream(folder: Path, *files: str, **settings: Any) -> DataSplits:
+    names = [str(folder / name) for name in files or ("a.jsonl", "b.jsonl")]
+    return load(folder, **{"data_files": names, "streaming": True, "packing": "concat", **settings})
+
+
+@pytest.mark.parametrize("file", ["all.jsonl", "all.parquet"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing": "concat"},
+        {"packing": "concat", "isolate_documents": False, "too_long": "drop", "train_on": "last"},
+        {"packing": "pad"},
+        {"packing": "pad", "too_long": "drop", "tokenizer": "bytes", "chat_template": "calls.jinja", "seq_len": 400},
+    ],
+)
+def test_a_stream_gives_the_samples_of_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("forgather_cli.data.text.token_stream._MANY", 7)  # several chunks
+    monkeypatch.chdir(folder)
+    held_out = [str(folder / f"b.{file.split('.')[1]}")] if file == "all.jsonl" else []
+    cached = load(folder, files=[str(folder / file)], eval_files=held_out, eval_fraction=0.0, **settings)
+    streamed = stream(folder, file, eval_files=held_out, **settings)
+    assert rows_of(streamed.train) == all_rows(cached.train)
+    assert rows_of(streamed.train) == all_rows(cached.train), "a second pass"
+    if held_out:
+        assert rows_of(streamed.eval) == all_rows(cached.eval)
+
+
+@pytest.mark.parametrize("settings", [{}, {"shuffle_buffer": 20}, {"packing": "pad"}])
+@pytest.mark.parametrize("source", ["files", "saved"])
+def test_a_stream_goes_on_exactly_from_anywhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("forgather_cli.data.text.token_stream._MANY", 7)
+    named = {"dataset": str(folder / "saved"), "data_files": []} if source == "saved" else {}
+
+    def opened() -> Any:
+        dataset = stream(folder, **named, **settings).train
+        dataset.set_epoch(3)
+        return dataset
+
+    dataset = opened()
+    expected, states = [], [dataset.state_dict()]
+    for sample in dataset:
+        expected += rows_of([sample])
+        states.append(dataset.state_dict())
+    assert len(expected) > 20
+    for done in (0, 1, 6, 17, len(expected) - 1, len(expected)):
+        again = opened() if done == 6 else dataset
+        again.set_epoch(3)
+        again.load_state_dict(states[done])
+        assert rows_of(again) == expected[done:]
+    assert rows_of(dataset) == expected, "a pass after one that was gone on with begins at the beginning"
+
+
+def test_a_stream_says_what_it_leaves_out_and_refuses_what_files_would(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turn = {"role": "assistant", "content": "Hi"}
+    bad = chats.write_lines(tmp_path / "c.jsonl", [{"messages": [turn]}, {"messages": []}, {"messages": [turn]}])
+    with pytest.raises(DataError, match=r"a row of the stream:2: 'messages' must be a list .*on_bad_row=skip"):
+        list(stream(tmp_path, bad.name, tokenizer=str(folder / "tokenizer")).train)
+    left = stream(tmp_path, bad.name, tokenizer=str(folder / "tokenizer"), on_bad_row="skip", packing="pad")
+    assert len(list(left.train)) == 2
+    assert "1 rows of the stream no conversation" in caplog.text
+    question = {"role": "user", "content": "Why?"}
+    chats.write_lines(tmp_path / "d.jsonl", [{"messages": [question, turn], "passage": "It was built then."}])
+    with pytest.raises(DataError, match=r"'passage' \(in 1 of 1 rows\).*data\.ignore=\[passage\]"):
+        stream(tmp_path, "d.jsonl", tokenizer=str(folder / "tokenizer"))
+    caplog.clear()
+    stream(folder, tokenizer="bytes", chat_template=str(folder / "calls.jinja"))
+    assert "data.add_tokens=true" in caplog.text
+    one, other = (stream(folder, train_on=train_on).fingerprint for train_on in ("last", "all"))
+    assert one != other
+
+
+def test_documents_travel_to_a_data_worker(folder: Path) -> None:
+    dataset = stream(folder).train
+    texts = [{"messages": conversation(4)}]
+    again = pickle.loads(pickle.dumps(dataset._documents))
+    for documents in (dataset._documents, again):
+        ids, lengths, targets = documents.encoded(list(documents.read(iter(texts))))
+        assert len(ids) == len(targets) == lengths.sum() > 20
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_training_on_a_stream_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
+    words = [
+        "model=nano", "hidden_size=32", "data=instruct", f"data.data_files=[{folder}/a.jsonl,{folder}/b.jsonl]",
+        "streaming=true", "packing=concat", f"data.tokenizer={folder}/tokenizer", "seq_len=96", "device=cpu",
+        "precision=fp32", "callbacks=minimal", "max_steps=6", "save_steps=3", "global_batch_size=4",
+        "async_save=false", "shuffle_buffer=10", "eval_strategy=no", "warmup_steps=1", "logging_steps=1",
+    ]  # fmt: skip
+
+    def losses(run: Path) -> list[float]:
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+    assert forgather("train", *words, f"output_dir={tmp_path}/whole") == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(RunDir(tmp_path / "half").checkpoint(6))
+    (tmp_path / "half" / "metrics.jsonl").unlink()
+    assert forgather("resume", str(tmp_path / "half")) == 0
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")[3:]

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.build import load_data
-from forgather_cli.data.chat.conversations import Conversation
-from forgather_cli.data.chat.instruct import _render, find_chats
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.errors import DataError
 
@@ -184,6 +183,32 @@ def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhe
     assert marked(*ChatTemplate(silent, {}).render_spans(TALKS["empty"])) == ("<user>a?<e><user>c?<e><assistant>⟦d<e>⟧")
 
 
+def test_results_may_be_written_with_the_call_and_tools_with_the_last_question() -> None:
+    ahead = """\
+{%- for m in messages %}{% if m.role == 'assistant' %}{{ '<A>' }}SHOWN{{ '<e>' }}
+{%- if not loop.last and loop.nextitem.role == 'tool' %}{{ '<R>' + loop.nextitem.content }}{% endif %}
+{%- elif m.role == 'user' %}{{ '<U>' + m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<A>' }}{% endif %}""".replace("SHOWN", SHOWN)
+    template = ChatTemplate(ahead, {})
+    assert marked(*template.render_spans(TALKS["tools"])) == '<U>a?<A>⟦[{"f": 1}]<e>⟧<R>r<A>⟦d<e>⟧'
+    text, spans = template.render_spans(TALKS["tools"], train_on="all", unlearned=frozenset([1]))
+    assert marked(text, spans) == '⟦<U>a?⟧<A>[{"f": 1}]<e>⟦<R>r<A>d<e>⟧'
+    tools = """\
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for m in messages %}{% if m.role == 'user' %}
+{%- if tools and m == users[-1] %}{{ '[T]' + tools | tojson }}{% endif %}{{ '[I]' + m.content + '[/I]' }}
+{%- elif m.role == 'tool' %}{{ '[R]' + m.content + '[/R]' }}
+{%- elif m.tool_calls %}{{ '[C]' + m.tool_calls | tojson + '<e>' }}{% else %}{{ m.content + '<e>' }}{% endif %}
+{%- endfor %}"""
+    talk = [*TALKS["tools"], user("c?"), *TALKS["tools"][1:]]
+    assert marked(*ChatTemplate(tools, {}).render_spans(talk, tools=[])) == (
+        '[I]a?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧[I]c?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧'
+    )
+    assert marked(*ChatTemplate(tools, {}).render_spans(talk, tools=["f"])) == (
+        '[I]a?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧[T]["f"][I]c?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧'
+    )
+
+
 # ---------------------------------------------------------------------------------------------------- generation blocks
 
 TURN = "{% generation %}{{ m.content + '<e>' }}{% endgeneration %}"
@@ -273,23 +298,31 @@ def test_what_is_found_nowhere_is_refused_with_both_texts(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------ the last turn, and turns left unlearned
 
 
-def made(tmp_path: Path, messages: list[dict[str, Any]], unlearned: tuple[int, ...] = (), **settings: Any) -> str:
-    """The text of a conversation, with what is learned in marks."""
-    (tmp_path / "chats.jsonl").touch()
-    defaults: dict[str, Any] = {"chat_template": "chatml"}
-    chats = find_chats(InstructSettings(files=[str(tmp_path / "chats.jsonl")], **{**defaults, **settings}))
-    rendered = _render(chats, Conversation(messages, None, 1, frozenset(unlearned)))
-    return marked(rendered.text, rendered.spans).replace("<|im_start|>", "<s>").replace("<|im_end|>", "<e>")
+def made(tmp_path: Path, messages: list[dict[str, Any]], **settings: Any) -> str:
+    """The text of a conversation of a file, with what is learned in marks."""
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    option: dict[str, Any] = {"chat_template": "chatml", "seq_len": 512, "eval_fraction": 0.0, "packing": "pad"}
+    cache = str(tmp_path / "cache")
+    option |= {"files": [str(tmp_path / "chats.jsonl")], "cache_dir": cache, **settings}
+    data: Any = load_data(InstructSettings(**option), seed=0).train
+    ids, targets = np.zeros(len(data.tokens), np.int64), np.zeros(len(data.tokens), np.int64)
+    data.tokens.read(0, ids)
+    data.targets.read(0, targets)
+    borders = np.flatnonzero(np.diff(targets, prepend=0, append=0)).tolist()
+    text = marked(bytes(ids.tolist()).decode(), list(zip(borders[::2], borders[1::2], strict=True)))
+    text = text.replace("<⟦|", "⟦<|")  # nothing predicts the first token
+    return text.replace("<|im_start|>", "<s>").replace("<|im_end|>", "<e>")
 
 
 def test_the_last_turn_is_learned_whole(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(RIGHT["thought and answer"])
-    expected = "<s>user\na?<e>\n<s>assistant\nt<t>b<e>\n<s>user\nc?<e>\n<s>assistant\n⟦v<t>⟧⟦d<e>⟧\n"
+    expected = "<s>user\na?<e>\n<s>assistant\nt<t>b<e>\n<s>user\nc?<e>\n<s>assistant\n⟦v<t>d<e>⟧\n"
     assert made(tmp_path, TALKS["thoughts"], train_on="last", chat_template=str(tmp_path / "own.jinja")) == expected
     # as many blocks as turns, of which the last turn has none
     (tmp_path / "own.jinja").write_text(RIGHT["thought and answer"].replace(TURN, "{{ m.content + '<e>' }}"))
     talk = [user("a?"), assistant("b", reasoning_content="t"), user("c?"), assistant("d")]
-    assert "⟦" not in made(tmp_path, talk, train_on="last", chat_template=str(tmp_path / "own.jinja"))
+    with pytest.raises(DataError, match="no conversation has a turn that is to be learned"):
+        made(tmp_path, talk, train_on="last", chat_template=str(tmp_path / "own.jinja"))
     # blocks of a loop over numbers
     loop = "for i in range(messages | length) %}{% set m = messages[i] %}"
     (tmp_path / "own.jinja").write_text(RIGHT["thought and answer"].replace("for m in messages %}", loop))
@@ -309,13 +342,13 @@ def test_the_last_of_each_family(family: str) -> None:
     [
         ({3: {"weight": 0}}, "assistant", "U:a. A:⟦b.⟧ U:c. A:d. "),
         ({1: {"weight": 0.0}, 3: {"weight": 1}}, "assistant", "U:a. A:b. U:c. A:⟦d.⟧ "),
-        ({3: {"train": False}}, "last", "U:a. A:b. U:c. A:d. "),
+        ({3: {"train": False}}, "last", None),
         ({1: {"masked": True}, 3: {"masked": False}}, "all", "⟦U:a. ⟧A:b. ⟦U:c. A:d. ⟧"),
         ({0: {"training": False}, 2: {"loss": False}}, "all", "U:a. ⟦A:b. ⟧U:c. ⟦A:d. ⟧"),
     ],
 )  # fmt: skip
 def test_turns_that_are_marked_are_not_learned(
-    tmp_path: Path, name: str, marks: dict[int, dict[str, Any]], train_on: str, expected: str
+    tmp_path: Path, name: str, marks: dict[int, dict[str, Any]], train_on: str, expected: str | None
 ) -> None:
     if name == "no blocks":
         (tmp_path / "own.jinja").write_text(CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", ""))
@@ -323,6 +356,10 @@ def test_turns_that_are_marked_are_not_learned(
     talk = [user("a"), assistant("b"), user("c"), assistant("d")]
     talk = [{**message, **marks.get(i, {})} for i, message in enumerate(talk)]
     short = {"<s>user\n": "U:", "<s>assistant\n": "A:", "<e>": ".", "\n": " "}
+    if expected is None:
+        with pytest.raises(DataError, match="no conversation has a turn that is to be learned"):
+            made(tmp_path, talk, train_on=train_on, chat_template=name)
+        return
     found = made(tmp_path, talk, train_on=train_on, chat_template=name)
     for long, mark in short.items():
         found = found.replace(long, mark)
@@ -380,6 +417,8 @@ def test_keys_that_may_be_marks_are_refused_unless_the_template_reads_them(tmp_p
         assert "⟦b<e>⟧" in made(tmp_path, talk, chat_template=str(tmp_path / "own.jinja"))
     for key, value in (("index", 1), ("turn_id", 0), ("name", "Ann"), ("logprob", 0.5), ("draft", "no")):
         assert "⟦b<e>⟧" in made(tmp_path, [user("a"), assistant("b", **{key: value})])
+    assert "⟦b<e>⟧" in made(tmp_path, talk, ignore=["draft"])
+    assert "⟦b<e>⟧" in made(tmp_path, [user("a"), assistant("b", weight=0)], ignore=["weight"])
     with pytest.raises(DataError, match="message 2 has 'train_detail'"):
         made(tmp_path, [user("a"), assistant("b", train_detail=[{"begin_offset": 0, "end_offset": 0, "train": False}])])
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from chats import write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from program import forgather
 
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.schema import InstructSettings
@@ -113,6 +114,21 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "s:Be;u:Hi;a:[Yo;]",
     ),
+    "sharegpt, calls": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "function_call", "value": '{"name": "move", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "ok"},
+                {"from": "gpt", "value": "Yo"},
+                {"from": "function_call", "value": '[{"name": "say", "arguments": "{}"}, {"name": "go"}]'},
+            ],
+            "tools": '[{"name": "move"}]',
+        },
+        {},
+        '[{"name": "move"}];u:Hi;a:[{"name": "move", "arguments": {"x": 1}};]t:ok;a:[Yo;]'
+        'a:[{"name": "say", "arguments": {}}{"name": "go"};]',
+    ),
     "alpaca": ({"instruction": "Greet", "input": "Ann", "output": "Yo"}, {}, "u:Greet\n\nAnn;a:[Yo;]"),
     "alpaca, history": (
         {"instruction": "Greet", "input": "", "output": "Yo", "history": [["Hi", "So"], ["More", ""]]},
@@ -142,6 +158,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "trl, list and text": ({"prompt": [HI, YO, MORE], "completion": "So"}, {}, "u:Hi;a:Yo;u:More;a:[So;]"),
     "trl, last": ({"prompt": [HI, YO, MORE], "completion": [SO, HI, YO]}, {"train_on": "last"},
                   "u:Hi;a:Yo;u:More;a:So;u:Hi;a:[Yo;]"),
+    "trl, all": (
+        {"prompt": [BE, HI, YO, MORE], "completion": [SO, HI]},
+        {"train_on": "all"},
+        "s:Be;u:Hi;a:Yo;u:More;[a:So;u:Hi;]",
+    ),
     "question and answer": ({"question": "Hi", "answer": "Yo"}, {}, "u:Hi;a:[Yo;]"),
     "a pair and its reasoning": ({"question": "Hi", "answer": "Yo", "thinking": "hm"}, {}, "u:Hi;a:[(hm)Yo;]"),
     "text": ({"text": "Any text: u:Hi;"}, {}, f"A[ny text: u:Hi;{END}]"),
@@ -213,8 +234,10 @@ def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -
         ({"text": ""}, {}, "'text' is empty"),
         ({"text": 5}, {}, "data.mapping"),
         ({"prompt": [HI, YO], "completion": [MORE]}, {}, "no turn of the assistant"),
+        ({"prompt": [], "completion": []}, {}, "no turn of the assistant"),
         ({"messages": [HI, {**YO, "tool_calls": "move"}]}, {}, "'tool_calls' of message 2"),
         ({"messages": [HI, YO], "tools": ["move"]}, {}, "'tools'"),
+        ({"conversations": [{"from": "function_call", "value": "move"}]}, {}, "the call in message 1 is not JSON"),
         ({"q": [HI], "p": "Hi", "a": "Yo"}, {"mapping": {"q": "user", "p": "user", "a": "assistant"}}, "'q' and 'p'"),
         ({"q": "Hi", "text": "Yo"}, {"mapping": {"q": "user", "a": "assistant"}}, "its keys: q, text"),
     ],
@@ -329,8 +352,8 @@ LONG = "These are at least four words"
 ALPACA = {"instruction": "Greet her kindly", "input": "Ann", "output": "Good morning to you, Ann"}
 TEXT = "Below is a task.\n### Instruction:\nGreet her kindly\n### Input:\nAnn\n### Response:\nGood morning to you, Ann"
 ABOUT = {
-    "id": 7, "conversation_id": LONG, "Idx": LONG, "hash": "a b c d", "source": LONG, "category": LONG, "topic": LONG,
-    "url": "https://a.org/b", "tags": [LONG], "metadata": {"note": LONG}, "split": "train", "score": 0.5,
+    "id": 7, "conversation_id": LONG, "userID": LONG, "Idx": LONG, "hash": "a b c d", "source": LONG, "category": LONG,
+    "topic": LONG, "url": "https://a.org/b", "tags": [LONG], "metadata": {"note": LONG}, "split": "train", "score": 0.5,
 }  # fmt: skip
 
 
@@ -425,6 +448,14 @@ def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) 
     [
         ({"messages": [HI, {**YO, "content": PASSAGE}], "full": f"Hi {PASSAGE}"}, []),
         ({"messages": [HI, {**YO, "content": PASSAGE}], "full": PASSAGE}, []),
+        (
+            {"instruction": "To German", "input": "cat", "output": "Katze", "text": "Do: To German In: cat Out: Katze"},
+            [],
+        ),
+        (
+            {"instruction": "To German", "input": "cat", "output": "Katze", "text": "Do it: To German Out: Katze"},
+            ["text"],
+        ),
         ({"messages": [HI, {**YO, "content": PASSAGE}], "prompt": "Hi"}, []),
         ({"messages": [HI, {**YO, "content": PASSAGE}], "conversations": [{"from": "gpt", "value": PASSAGE}]}, []),
         ({"messages": [{**BE, "content": LONG}, HI, YO], "system": LONG}, []),
@@ -453,6 +484,16 @@ def test_what_lies_in_the_conversation_is_read(tmp_path: Path, record: dict[str,
         assert learned(tmp_path, [record], PLAIN)
 
 
+@pytest.mark.usefixtures("own_directory")
+def test_a_refused_run_has_trained_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_lines(Path("records.jsonl"), [{**DOLLY, "note": LONG}] * 3)
+    words = ["data=instruct", "data.files=[records.jsonl]", "data.chat_template=chatml", "data.cache_dir=cache"]
+    model = ["model=decoder", "hidden_size=8", "num_hidden_layers=1", "num_attention_heads=1", "device=cpu"]
+    assert forgather("train", *words, *model, "output_dir=run", "max_steps=1") == 2
+    assert capfd.readouterr().err.rstrip().endswith("'data.ignore=[note]'")
+    assert not list(Path("run").glob("checkpoints/*"))
+
+
 def test_a_mapping_says_what_a_key_is_or_is_refused(tmp_path: Path) -> None:
     record = {"messages": [HI, YO], "word": "why"}
     assert refused(tmp_path, [record], mapping={"word": "context"})[0] == ["word"], "no instruction to go with"
@@ -476,7 +517,7 @@ def test_a_cache_of_before_is_built_anew_and_says_whether_a_run_of_before_goes_o
     (made,) = (tmp_path / "cache" / "tokens").iterdir()
     source = json.loads((made / "meta.json").read_text())["content"]
     special = {"bos_token": END, "eos_token": END, "pad_token": END}
-    key = digest([source, [1, 1, 0.0, None, "assistant"], ByteTokenizer.fingerprint, [TEMPLATE, special]])
+    key = digest([source, [1, 1, 0.0, None, "assistant"], ByteTokenizer().fingerprint, [TEMPLATE, special]])
     before = made.with_name(key)
     for changed in (False, True):
         if changed:

@@ -1,4 +1,4 @@
-"""A short campaign with a member that lies, and that a campaign sees a lie that has counted."""
+"""Short campaigns with a member that lies, and without."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from diloco_campaign import Campaign
+from diloco_honest import HonestCampaign
 from forks import Program
 
 
@@ -34,3 +35,18 @@ def test_beside_a_liar_the_weights_are_those_without_it_whoever_is_killed(campai
     assert not trial.problems, (
         f"{trial}\nto repeat: scripts/diloco_campaign 1 --lying --layouts single single --seed {trial.seed}"
     )
+
+
+def test_whoever_plays_with_what_may_count_throws_nobody_out_in_async_mode(tmp_path: Path) -> None:
+    seed = int(time.time())
+    pairs = [("single", "single")]
+    trial = Campaign(tmp_path, pairs, lying=True, mode="async", launch=forked, seconds=5.0).trial(seed)
+    assert not trial.problems, (
+        f"{trial}\nto repeat: scripts/diloco_campaign 1 --lying --mode async --layouts single single --seed {seed}"
+    )
+
+
+def test_nobody_who_is_honest_is_rejected(tmp_path: Path) -> None:
+    seed = int(time.time())
+    trial = HonestCampaign(tmp_path, launch=forked).trial(seed, sync_every=4)
+    assert not trial.problems, f"{trial}\nto repeat: scripts/diloco_campaign 1 --honest --seed {seed}"

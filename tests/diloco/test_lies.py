@@ -143,7 +143,7 @@ def trained(
 
 
 def sized(worker: FakeWorker, *norms: float) -> dict[str, Tensor]:
-    """A change with these norms of the two fragments, or of all: the same everywhere in each."""
+    """A change with these norms of the fragments, or of all: the same everywhere in each."""
     names, found = fragments(shapes(worker.client), len(norms)), {}
     for norm, each in zip(norms, names, strict=True):
         count = sum(torch.Size(shapes(worker.client)[name]).numel() for name in each)
@@ -166,24 +166,25 @@ def rejected(run: RunDir) -> list[str]:
     return [who for line in read_ledger(run.rounds) if line.closed for who, _ in line.closed.rejected]
 
 
-TWO = ("num_hidden_layers=2", "diloco.num_fragments=2")
+THREE = ("num_hidden_layers=3", "diloco.num_fragments=3")
 
 
 def test_honest_changes_count_whatever_the_fragments_and_however_the_rate_rises(tmp_path: Path) -> None:
-    """Those of one fragment are 50 times as large as the other's; all grow by 20, and then shrink to a thousandth."""
-    with serving(tmp_path / "run", *SETTINGS, *TWO) as served:
+    """Those of one fragment are 50 times as large as the others'; all grow by 20, and then shrink to a thousandth."""
+    with serving(tmp_path / "run", *SETTINGS, *THREE, "diloco.sync_every=3") as served:
         workers = joined(served.client)
         for factor in (1.0, 1.0, 1.0, 20.0, 0.02):
-            changes = [sized(each, 30 * factor, 0.6 * factor * (1 + at)) for at, each in enumerate(workers)]
-            play(workers, changes, 2), play(workers, changes, 2)
+            changes = [sized(each, 30 * factor, *[0.6 * factor * (1 + at)] * 2) for at, each in enumerate(workers)]
+            for _ in range(3):
+                play(workers, changes, 3)
         for worker in workers:
-            worker.submit(sized(worker, 0.6, 0.012), 10, leaves=True)
+            worker.submit(sized(worker, 0.6, 0.012, 0.012), 10, leaves=True)
         served.client.post("/control", command="stop")
         served.process.wait(60)
         lines = read_ledger(served.run.rounds)
         assert rejected(served.run) == []
         assert lines[-1].closed is not None
-        assert lines[-1].closed.fragments == (0, 1)
+        assert lines[-1].closed.fragments == (0, 1, 2)
 
 
 @pytest.mark.parametrize("lies", [[1e-9] * 7, [1e30] * 7, [0.1 * 1.5**at for at in range(14)], [1e-9, 1e30] * 4])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.parts import Parts
-from forgather_cli.diloco.submissions import Submissions
 
 
 def model() -> nn.Sequential:
@@ -50,19 +45,3 @@ def test_every_row_is_sent_once_and_reaches_every_rank_that_holds_it(layout: str
         assert all(torch.equal(value, 2 * before[name]) for name, value in full.items())
     if layout in ("ddp", "fsdp2"):
         assert all(own for own, _ in found), "the ranks share the work"
-
-
-def test_parts_of_a_submission_that_is_looked_at_stay(tmp_path: Path) -> None:
-    """In async mode rounds end, and saves clean up, while a member's submission is read."""
-    submissions, soon = Submissions(tmp_path, {"w": (2,)}, "fp32"), time.time() + 60
-    submissions.part("one").write_bytes(b"1")
-    (tmp_path / "parts" / ".tmp-two").symlink_to("gone")  # an upload that has just got its name
-    with submissions.holding(["one", "two"]) as lacking:
-        assert lacking == ["two"]
-        submissions.clean(9, soon, keep=False)
-        assert submissions.has("one")
-        submissions.write(Submission(0, "a", 9, ("one",), 10, (), False))
-    submissions.clean(9, soon, keep=False)
-    assert submissions.has("one"), "its manifest names it"
-    submissions.clean(10, soon, keep=False)
-    assert not submissions.has("one")

@@ -182,6 +182,29 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
     assert [member.worker for member in line.members] == ["a", "b"], "in its slot of before"
 
 
+def test_who_has_left_is_not_called_evicted_however_long_it_is_silent_nor_who_is_evicted_left() -> None:
+    """And one that comes back begins anew."""
+    made = two(eviction=10.0)
+    made.registry.workers["b"].left = True
+    made.worker(made.registry.workers["a"].generation, 15.0)
+    assert made.evict(20.0) == []
+    send(made, "a", 20.0)
+    line = step(made, 20.0)
+    assert line is not None
+    assert line.closed is not None
+    assert (line.closed.evicted, line.closed.left) == ((), ("b",))
+    join(made, "b", 20.0)
+    send(made, "a", 21.0)
+    step(made, 21.0)
+    made.worker(made.registry.workers["a"].generation, 30.0)
+    assert [worker.name for worker in made.evict(31.0)] == ["b"]
+    send(made, "a", 31.0)
+    line = step(made, 31.0)
+    assert line is not None
+    assert line.closed is not None
+    assert (line.closed.evicted, line.closed.left) == (("b",), ())
+
+
 def test_where_all_are_gone_the_round_ends_empty_as_soon_as_somebody_comes() -> None:
     made = two(eviction=10.0)
     made.evict(11.0)

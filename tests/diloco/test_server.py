@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from diloco.client import TINY, Client, FakeWorker, Served, serving
-from program import Process
+from program import Process, forgather
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -147,6 +147,35 @@ def test_a_server_killed_as_soon_as_it_has_a_config_is_one_to_resume(tmp_path: P
         job.process.kill()
     with serving(run.root, resume=True) as server:
         assert server.client.status()["state"] == "waiting"
+
+
+@pytest.mark.parametrize("before", ["train", "server"])
+def test_what_was_there_comes_back_where_a_start_of_the_other_kind_in_its_place_is_killed(
+    tmp_path: Path, before: str
+) -> None:
+    """A start with overwrite_output_dir=true that is killed as soon as it has written what its directory is for."""
+    run = RunDir(tmp_path / "run")
+    training = ("train", "default", *TINY, "callbacks=minimal", "device=cpu", f"output_dir={run.root}")
+    server = ("diloco", "server", "default", f"output_dir={run.root}", "diloco.port=0", *SETTINGS)
+    if before == "train":
+        assert forgather(*training, "max_steps=1") == 0
+    else:
+        with serving(run.root, *SETTINGS) as served:
+            assert served.client.status()["checkpoint"] == 0
+            assert served.end() == 75
+    made = run.config.stat().st_ino
+    with Process(*(server if before == "train" else training), "overwrite_output_dir=true") as job:
+        while not run.config.exists() or run.config.stat().st_ino == made:
+            assert job.process.poll() is None, job.output
+            time.sleep(0.001)
+        job.process.kill()
+    if before == "train":
+        assert forgather("resume", str(run.root), "max_steps=2") == 0
+        assert run.checkpoint_steps()[-1] == 2
+        assert not run.diloco.exists()
+    else:
+        with serving(run.root, resume=True) as served:
+            assert served.client.status()["state"] == "waiting"
 
 
 def test_the_weights_are_those_of_plain_pytorch_bit_for_bit_also_after_a_kill(story: Story) -> None:

@@ -65,6 +65,7 @@ def test_too_few_descriptors_are_told_in_one_sentence(words: list[str], more: in
     with Process("train", *SMALL, "max_steps=4", *words, code=LIMITED, env={"MORE_FILES": str(more)}) as job:
         assert job.finish() == MISTAKE, job.output
     assert "Traceback" not in job.output
+    assert "Exception ignored" not in job.output
     [told] = [line for line in job.lines if "error" in line]
     assert re.search(r"^error: ulimit -n: .* \d+ files.*ulimit -n 4096", told)
 

@@ -318,6 +318,24 @@ def test_other_names_of_that_library_are_refused_by_name(mixed_in: bool, tmp_pat
     assert all(";" in problem for problem in refused.value.problems)  # what to do instead
 
 
+@pytest.mark.parametrize("make", [staticmethod, classmethod, property, lambda function: 5])
+def test_a_private_name_is_refused_whatever_it_is_made(make: Any, tmp_path: Path) -> None:
+    """And one of its own is the subclass's to choose."""
+
+    def own(*args: Any) -> None: ...
+
+    kind = type("Mine", (Trainer,), {"_save_rng_state": make(own), "_mine": make(own)})
+    with pytest.raises(ConfigError) as refused:
+        kind(tiny.decoder(), TrainingArguments(str(tmp_path), **QUIET), None, samples())
+    assert [problem.split(":")[0] for problem in refused.value.problems] == ["Mine._save_rng_state"]
+
+
+def test_a_private_name_of_a_class_between_is_refused_too(tmp_path: Path) -> None:
+    between = type("Between", (Trainer,), {"_load_best_model": lambda self: None})
+    with pytest.raises(ConfigError, match=r"Mine\._load_best_model"):
+        type("Mine", (between,), {})(tiny.decoder(), TrainingArguments(str(tmp_path), **QUIET), None, samples())
+
+
 def made(kind: type[Trainer], root: Path, *, strategy: Any = None, **arguments: Any) -> Trainer:
     args = TrainingArguments(str(root), **{**QUIET, **arguments})
     return kind(tiny.decoder(), args, None, samples(), samples(4), strategy=strategy)

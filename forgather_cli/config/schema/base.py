@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, ConfigDict, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function, tagged_union_schema
 from typing_extensions import dataclass_transform
 
@@ -110,6 +111,18 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 _bare_no = BeforeValidator(lambda value: "no" if value is False else value)
 Interval = Annotated[Literal["no", "steps", "epoch"], _bare_no]
 SaveInterval = Annotated[Literal["no", "steps", "epoch", "best"], _bare_no]
+
+
+def _at_home(path: str) -> str:
+    """``~`` and ``~USER`` at a path's beginning are home directories, as in a shell."""
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise PydanticCustomError("home", "a path whose ~ stands for a home directory, or ./~...")
+    return found
+
+
+FilePath = Annotated[str, AfterValidator(_at_home)]
+"""A setting that is a path, or may be one."""
 
 
 @dataclass(frozen=True)

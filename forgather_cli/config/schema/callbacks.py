@@ -16,6 +16,7 @@ from pydantic import BeforeValidator
 from forgather_cli.config.schema.base import (
     NEEDS_EVALUATION,
     Count,
+    FilePath,
     NonNegative,
     OnlyIf,
     PositiveFloat,
@@ -154,7 +155,7 @@ def _once(name: str) -> OnlyIf:
 
 @settings
 class TextgenSettings(Settings):
-    prompts: list[str] | str = field(default_factory=lambda: ["def main(", "class "])  # or a YAML file with a list
+    prompts: list[str] | FilePath = field(default_factory=lambda: ["def main(", "class "])  # or a YAML file with a list
     do_sample: Annotated[bool, _once("do_sample")] = True
     top_k: Annotated[Count, _once("top_k")] = 20
     temperature: Annotated[PositiveFloat, _once("temperature")] = 0.7
@@ -196,7 +197,7 @@ class TextgenSettings(Settings):
 class ProfilerSettings(Settings):
     start_step: Count = 3  # steps of this process that are left out
     num_steps: PositiveInt = 5
-    output_dir: str | None = None  # null: RUN/profile
+    output_dir: FilePath | None = None  # null: RUN/profile
     with_stack: bool = False
     with_flops: bool = False
     record_shapes: bool = True
@@ -253,7 +254,7 @@ class ControlSettings(Settings):
     port: Annotated[Annotated[int, Gt(0), Lt(65536)] | None, _SERVED] = None  # null: the first free of 8900 to 8999
     # null: auth_token_file, else FORGATHER_AUTH_TOKEN, else drawn for each job
     auth_token: Annotated[str | None, _SERVED, _ASKED_FOR] = None
-    auth_token_file: Annotated[str | None, _SERVED, _ASKED_FOR] = None
+    auth_token_file: Annotated[FilePath | None, _SERVED, _ASKED_FOR] = None
     disable_auth: Annotated[bool, _SERVED] = False
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -287,8 +288,8 @@ class ControlSettings(Settings):
 @settings
 class DilocoSettings(Settings):
     server_addr: str | None = None  # HOST:PORT or https://HOST:PORT; null: DILOCO_SERVER
-    token_file: str | None = None  # the server's; null: DILOCO_TOKEN
-    ca_file: str | None = None  # certificates to trust; null: the system's
+    token_file: FilePath | None = None  # the server's; null: DILOCO_TOKEN
+    ca_file: FilePath | None = None  # certificates to trust; null: the system's
     worker_id: str | None = None  # null: DILOCO_WORKER_ID, else made up once
     # the server's, and equal for all its workers; null takes them, others are refused
     sync_every: PositiveInt | None = None

@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 from forgather_cli.config.schema.base import (
     Count,
+    FilePath,
     Fraction,
     OnlyIf,
     PositiveInt,
@@ -41,9 +42,9 @@ _OF_DIRECTORY = only_where("data.tokenizer", lambda name: name not in ("bytes", 
 class CommonData(Settings):
     """What all data have."""
 
-    tokenizer: str = "bytes"  # bytes, bpe, or a directory with tokenizer.json
+    tokenizer: FilePath = "bytes"  # bytes, bpe, or a directory with tokenizer.json
     bpe_vocab_size: Annotated[int, Ge(258), only_if("data.tokenizer", "bpe")] = 4096
-    cache_dir: str | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
+    cache_dir: FilePath | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
     # of iterable data; null: true, rank 0 reads and sends; false: each its shard
     dispatch_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
     dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None  # null: as dispatch_batches
@@ -93,8 +94,8 @@ class TextSettings(_Tokenized):
     """Local text: txt, md, jsonl, parquet; plain or compressed."""
 
     type: Literal["text"] = "text"
-    files: list[str]
-    eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the documents
+    files: list[FilePath]
+    eval_files: list[FilePath] = field(default_factory=list)  # empty: eval_fraction of the documents
     text_key: str = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the documents
@@ -113,13 +114,13 @@ class DatasetSettings(_Data):
     """What the ``datasets`` library reads: a dataset of the hub, local files, or a directory."""
 
     # a name on the hub, a directory, or a format of data_files; null: by their suffix
-    dataset: Annotated[str | None, _OF_DATASET] = None
+    dataset: Annotated[FilePath | None, _OF_DATASET] = None
     dataset_config: Annotated[str | None, _OF_DATASET] = None  # of a dataset with several configurations
     train_split: Annotated[str, _OF_DATASET] = "train"
     # null: eval_fraction of the documents, unless streaming
     eval_split: Annotated[str | None, _OF_DATASET] = None
-    data_files: Annotated[list[str], _OF_DATASET] = field(default_factory=list)
-    eval_files: list[str] = field(default_factory=list)  # in the format of data_files
+    data_files: Annotated[list[FilePath], _OF_DATASET] = field(default_factory=list)
+    eval_files: list[FilePath] = field(default_factory=list)  # in the format of data_files
     revision: Annotated[str | None, _OF_DATASET] = None  # branch, tag or commit on the hub
     eval_fraction: Annotated[
         Fraction,
@@ -129,7 +130,7 @@ class DatasetSettings(_Data):
     ] = 0.05  # of the documents
     streaming: Annotated[bool, _OF_DATASET] = False
     shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents; 0: in the dataset's order
-    cache_dir: Annotated[str | None, _CACHED] = None
+    cache_dir: Annotated[FilePath | None, _CACHED] = None
 
     @property
     def is_stream(self) -> bool:
@@ -181,8 +182,8 @@ class TokensSettings(_Data):
     """Pre-tokenized memory maps."""
 
     type: Literal["tokens"] = "tokens"
-    files: list[str]
-    eval_files: list[str] = field(default_factory=list)
+    files: list[FilePath]
+    eval_files: list[FilePath] = field(default_factory=list)
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # of .bin files; .npy say their own
     document_separator: int | None = None  # token id that ends a document
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
@@ -200,12 +201,12 @@ class InstructSettings(DatasetSettings):
     """Conversations: jsonl, json, parquet, or of the ``datasets`` library; targets are the assistant's turns."""
 
     type: Literal["instruct"] = "instruct"
-    files: list[str] = field(default_factory=list)  # eval_files go with them, or with data_files
+    files: list[FilePath] = field(default_factory=list)  # eval_files go with them, or with data_files
     on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
     messages_key: str | None = None  # null: messages, conversations, or prompt and completion
     mapping: dict[str, ChatKey] = field(default_factory=dict)  # key of the records: role, or key of a known layout
     ignore: list[str] = field(default_factory=list)  # keys of the records that are as if they were not there
-    chat_template: str | None = None  # a file, or chatml; null: the tokenizer directory's
+    chat_template: FilePath | None = None  # a file, or chatml; null: the tokenizer directory's
     # markers of the template that are no tokens yet; auto: added where the model can learn them
     add_tokens: Literal["auto"] | bool = "auto"
     train_on: Literal["assistant", "last", "all"] = "assistant"
@@ -228,7 +229,7 @@ class InstructSettings(DatasetSettings):
             )
         yield from super().problems(config)
         if both := [key for key in self.mapping if key in self.ignore]:
-            yield f"ignore: {both[0]!r} is in data.mapping too, which reads it; leave it out of one of the two"
+            yield f"data.ignore: {both[0]!r} is in data.mapping too, which reads it; leave it out of one of the two"
 
 
 @settings

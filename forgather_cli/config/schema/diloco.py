@@ -10,6 +10,7 @@ from annotated_types import Ge, Le
 
 from forgather_cli.config.schema.base import (
     Count,
+    FilePath,
     Fraction,
     NonNegative,
     PositiveFloat,
@@ -60,9 +61,9 @@ class DilocoServerSettings(Settings):
     max_tokens: PositiveInt | None = None
     keep_submissions: bool = False
     rewind: bool = False
-    token_file: str | None = None
-    tls_certificate: str | None = None
-    tls_key: str | None = None
+    token_file: FilePath | None = None
+    tls_certificate: FilePath | None = None
+    tls_key: FilePath | None = None
     insecure: bool = False
 
     def problems(self, config: Any = None) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     Count,
+    FilePath,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -27,7 +28,7 @@ class EncoderDecoderSettings(Settings):
     """Qwen3 with an encoder: two stacks of one shape and one embedding, from scratch or from a Qwen3 directory."""
 
     type: Literal["qwen3_encdec"] = "qwen3_encdec"
-    init_from: str | None = None  # a Qwen3 directory, whose shape and weights both stacks get
+    init_from: FilePath | None = None  # a Qwen3 directory, whose shape and weights both stacks get
     # of the decoder's attention to the encoder: drawn, a copy of the self-attention, or that with its output at zero
     cross_attention: Annotated[Literal["zero", "self", "fresh"], _FROM_DIRECTORY] = "zero"
     replace_tokenizer: Annotated[bool, _FROM_DIRECTORY] = False  # as of PretrainedSettings

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from forgather_cli.config.schema.base import (
+    FilePath,
     PositiveInt,
     Settings,
     Target,
@@ -26,7 +27,7 @@ class PretrainedSettings(Settings):
     """A Hugging Face directory of the decoder's families."""
 
     type: Literal["pretrained"] = "pretrained"
-    path: str
+    path: FilePath
     replace_tokenizer: bool = False  # whether data.tokenizer may be bytes or bpe though the directory has its own
     resize_vocabulary: bool = False
     # rows; null: as many as the tokenizer has tokens
@@ -38,8 +39,10 @@ class TransformersSettings(Settings):
     """Any causal language model of the transformers library: from a directory, or fresh from a config."""
 
     type: Literal["transformers"] = "transformers"
-    path: str | None = None
-    config: dict[str, Any] | str | None = None  # a mapping, or the path of a config.json or of a directory with one
+    path: FilePath | None = None
+    config: dict[str, Any] | FilePath | None = (
+        None  # a mapping, or the path of a config.json or of a directory with one
+    )
     attn_implementation: str | None = None  # null: transformers' choice
     trust_remote_code: bool = False
     replace_tokenizer: Annotated[bool, _OF_DIRECTORY] = False  # as of PretrainedSettings

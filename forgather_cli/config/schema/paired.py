@@ -10,6 +10,7 @@ from annotated_types import Ge
 
 from forgather_cli.config.schema.base import (
     Count,
+    FilePath,
     Fraction,
     PositiveFloat,
     PositiveInt,
@@ -116,16 +117,16 @@ class Ul2Settings(_PairedData):
 
     type: Literal["ul2"] = "ul2"
     source: Literal["python_stdlib", "text", "hf"] = "python_stdlib"
-    files: Annotated[list[str], only_if("data.source", "text")] = field(default_factory=list)
-    dataset: Annotated[str | None, only_if("data.source", "hf")] = None
+    files: Annotated[list[FilePath], only_if("data.source", "text")] = field(default_factory=list)
+    dataset: Annotated[FilePath | None, only_if("data.source", "hf")] = None
     dataset_config: Annotated[str | None, only_if("data.source", "hf")] = None
     train_split: Annotated[str, only_if("data.source", "hf")] = "train"
     eval_split: Annotated[str | None, only_if("data.source", "hf")] = None
-    data_files: Annotated[list[str], only_if("data.source", "hf")] = field(default_factory=list)
+    data_files: Annotated[list[FilePath], only_if("data.source", "hf")] = field(default_factory=list)
     revision: Annotated[str | None, only_if("data.source", "hf")] = None
     streaming: Annotated[bool, only_if("data.source", "hf")] = False
     shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents
-    eval_files: Annotated[list[str], only_if("data.source", "text", "hf")] = field(default_factory=list)
+    eval_files: Annotated[list[FilePath], only_if("data.source", "text", "hf")] = field(default_factory=list)
     eval_fraction: Annotated[
         Fraction,
         WITHOUT_EVAL_FILES,
@@ -191,8 +192,8 @@ class Seq2SeqSettings(_PairedData):
     """Pairs of a source and a target: jsonl, json, parquet."""
 
     type: Literal["seq2seq"] = "seq2seq"
-    files: list[str]
-    eval_files: list[str] = field(default_factory=list)  # empty: eval_fraction of the pairs
+    files: list[FilePath]
+    eval_files: list[FilePath] = field(default_factory=list)  # empty: eval_fraction of the pairs
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the pairs
     on_bad_row: OnBadRow = "error"  # a record that is no pair; skip: it is left out and counted
     max_encoder_length: Annotated[int, Ge(2)] = 512  # tokens of a source

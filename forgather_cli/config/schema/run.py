@@ -12,6 +12,7 @@ from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.schema.base import (
     NEEDS_EVALUATION,
     Count,
+    FilePath,
     Fraction,
     Interval,
     NonNegative,
@@ -68,8 +69,8 @@ EVALUATED = ("loss", "perplexity", "tokens", "targets", "runtime", "samples_per_
 class RunSettings(Settings):
     """Run-level settings. Steps are optimizer steps, batch sizes are sequences, times are seconds."""
 
-    output_dir: str | None = None  # null: outputs/<recipe>/<date>_<time>
-    logging_dir: str | None = None  # null: output_dir
+    output_dir: FilePath | None = None  # null: outputs/<recipe>/<date>_<time>
+    logging_dir: FilePath | None = None  # null: output_dir
     overwrite_output_dir: Annotated[bool, _NEW_RUN] = False
     job_id: Annotated[str | None, _SERVED] = None  # null: job_<time>_<host>_<pid>
 
@@ -111,7 +112,7 @@ class RunSettings(Settings):
     preserve_n_best: Count = 1
     average_last: Annotated[Annotated[int, Ge(3)] | None, _SAVES] = None  # null: no average
 
-    resume_from_checkpoint: bool | str = False
+    resume_from_checkpoint: bool | FilePath = False
     resume_components: Annotated[
         Literal["all"]
         | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks", "components"]],
@@ -209,7 +210,7 @@ class Config(RunSettings):
         for name, path in {"output_dir": self.output_dir, "logging_dir": self.logging_dir}.items():
             if path == "":
                 yield f"{name}: is empty; name a directory"
-        if self.resume_from_checkpoint == "":
+        if isinstance(self.resume_from_checkpoint, str) and not self.resume_from_checkpoint.strip():
             yield "resume_from_checkpoint: is empty; name a checkpoint, or set true (the newest) or false"
         if self.job_id is not None and not is_name(self.job_id):
             yield (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     Count,
+    FilePath,
     NonNegative,
     PositiveInt,
     Settings,
@@ -290,7 +291,7 @@ class FSDP2Settings(_Trainer):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # null: from precision
     replicate: PositiveInt = 1
     block_classes: list[str] | None = None  # null: the model's repeated blocks
-    accelerate_config: str | None = None
+    accelerate_config: FilePath | None = None
 
     @property
     def shards_parameters(self) -> bool:

@@ -125,7 +125,7 @@ def _conversation(record: Record, option: InstructSettings, is_table: bool) -> C
         num_prompt += num_prompt > 0
         read.add("system")
     messages = [_message(number, turn, is_table) for number, turn in enumerate(turns, 1)]
-    for role in sources.keys() & {"system", "user"} - read:  # texts that go with a list of messages
+    for role in sources and sources.keys() & {"system", "user"} - read:  # texts that go with a list of messages
         below = row[role]
         message = next((each for each in messages if each["role"] == role and isinstance(below, str)), None)
         if message is not None:
@@ -234,6 +234,10 @@ def _message(number: int, turn: Any, is_table: bool) -> dict[str, Any]:
     if not isinstance(role, str):
         raise DataError(f"{what} has no role (its keys: {', '.join(map(str, turn))})")
     role = _CALLED.get(role, role)
+    if role == "function_call" and isinstance(content, str):  # ShareGPT's turn that is a call, or a list of them
+        called = _opened_all(content if content.lstrip().startswith("[") else f"[{content}]", f"the call in {what}")
+        calls = [{"type": "function", "function": call} for call in called]
+        return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
     if role not in ROLES:
         raise DataError(f"{what} has the unknown role {role!r}; roles are {', '.join(ROLES)}; rename it")
     if "tool_calls" in rest:

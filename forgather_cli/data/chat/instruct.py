@@ -11,7 +11,7 @@ import filecmp
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
 from forgather_cli.data.chat.conversations import READ, Conversation, conversations_in, read_conversations
 from forgather_cli.data.chat.keys import Keys, check_keys
 from forgather_cli.data.chat.markers import markers_of
-from forgather_cli.data.chat.marks import unlearned_turns
+from forgather_cli.data.chat.marks import MARKS, unlearned_turns
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
@@ -40,6 +40,7 @@ from forgather_cli.data.text.tokenizer import (
     has_token,
     load_tokenizer,
     special_tokens,
+    unspelled,
 )
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
 from forgather_cli.errors import DataError
@@ -176,19 +177,18 @@ def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
         keys.note(conversation, text)
         return _Rendered(text, text, [(0, len(text))], conversation.num_bytes, conversation.line, is_document=True)
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    learned = [number not in conversation.unlearned for number in turns]
-    if train_on != "all" and not any(learned):
+    unlearned = conversation.unlearned
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if train_on != "all" and unlearned.issuperset(answers):
         raise DataError("no turn of the assistant, so nothing to learn from; set data.train_on=all to train on it")
-    marked = unlearned_turns(messages, lambda key: chats.template.reads(key, messages, tools))
-    unlearned = conversation.unlearned | marked
+    unlearned |= unlearned_turns(messages, chats.option.ignore, lambda key: chats.template.reads(key, messages, tools))
     try:
         text, spans = chats.template.render_spans(messages, tools=tools, train_on=train_on, unlearned=unlearned)
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
     keys.note(conversation, text)
     key = json.dumps([messages, tools], sort_keys=True, default=str)
-    as_before = conversation.read <= _BEFORE and not unlearned and all(len(each) == 2 for each in messages)
+    as_before = conversation.read <= _BEFORE and not unlearned and max(map(len, messages), default=0) == 2
     return _Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, as_before=as_before)
 
 
@@ -222,7 +222,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
     old_rules += ["skip"] if option.on_bad_row == "skip" else []
     # of those that are ignored only keys that may be read decide what is made; the others are in the meta data
-    ignored = sorted(READ.intersection(option.ignore))
+    ignored = sorted((READ | MARKS.keys()).intersection(option.ignore))
     rules = [*old_rules, list(option.mapping.items()), ignored]
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
 
@@ -268,7 +268,6 @@ def _says_same(cache: Cache, key: str, made: Path) -> bool:
 
 def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     tokenizer, dtype = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size)
-    marks = set(markers_of(chats.template))
     changed = chats.option.mapping or (_BEFORE | {"tools"}).intersection(chats.option.ignore)
     as_before, damage, unknown, keys = True, Damage(), set(), Keys(chats.option, shows_tools=chats.template.shows_tools)
     meter = Meter(progress, sum(map(_num_bytes, chats.all_files)))
@@ -277,7 +276,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         for chunk in chunks(_rendered(chats, keys, damage), meter.add):
             texts = [each.text for each in chunk]
             as_before = as_before and all(each.as_before for each in chunk)
-            unknown |= {mark for mark in marks if any(mark in text for text in texts)}
+            unknown.update(unknown_markers(chats, texts))
             encoded = tokenizer.encode_marked(texts, [each.spans for each in chunk])
             for each, (ids, inside) in zip(chunk, encoded, strict=True):
                 ids, inside = _around(ids, tokenizer) if each.is_document else (ids, inside)
@@ -301,18 +300,17 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         "keys": keys.found(),
         "as_before": as_before and chats.template.source == CHATML and not changed and not chats.added,
         "rules": _VERSION,
-        "unknown": sorted(mark for mark in unknown if not has_token(tokenizer, mark)),
+        "unknown": sorted(unknown),
     }
 
 
 def _around(ids: NDArray[Any], tokenizer: Tokenizer) -> Marked:
     """A document with the tokens around it, those that it spells itself once, and of each token whether it is a
     target: all but a begin token."""
-    before, behind = around_documents(tokenizer)
-    before = () if tuple(ids[: len(before)].tolist()) == before else before
+    prefix, behind = around_documents(tokenizer)
     behind = () if tuple(ids[len(ids) - len(behind) :].tolist()) == behind else behind
-    whole = np.concatenate([np.array(before, np.uint32), ids, np.array(behind, np.uint32)])
-    return whole, np.arange(len(whole)) >= len(before)
+    whole = np.concatenate([np.array(unspelled(prefix, ids), np.uint32), ids, np.array(behind, np.uint32)])
+    return whole, np.arange(len(whole)) >= len(prefix)
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
@@ -353,17 +351,28 @@ def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
     return found
 
 
-def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:
-    """What there is to say of the targets and of what was left out, which is warned of too."""
-    if added := meta.get("added"):  # caches of before the setting have none
+def unknown_markers(chats: Chats, texts: Iterable[str]) -> list[str]:
+    """Markers of the template that stand in texts and are no tokens."""
+    unknown = [marker for marker in markers_of(chats.template) if not has_token(chats.tokenizer, marker)]
+    return sorted({marker for text in texts for marker in unknown if marker in text})
+
+
+def tell_markers(added: Sequence[str], unknown: Sequence[str]) -> None:
+    """Say which markers of the template became tokens, and which are none."""
+    if added:
         _log.info("data.add_tokens: the model learns %s of the chat template as new tokens", ", ".join(added))
-    if meta["unknown"]:
+    if unknown:
         _log.warning(
             "data.tokenizer: %s of the chat template %s; encoded as text. Add them with data.add_tokens=true, or with "
             "forgather finalize MODEL DEST --add-tokens FILE, or choose a template whose tokens it has",
-            ", ".join(meta["unknown"]),
-            "is no token of the tokenizer" if len(meta["unknown"]) == 1 else "are no tokens of the tokenizer",
+            ", ".join(unknown),
+            "is no token of the tokenizer" if len(unknown) == 1 else "are no tokens of the tokenizer",
         )
+
+
+def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, PackingTable]) -> dict[str, str]:
+    """What there is to say of the targets and of what was left out, which is warned of too."""
+    tell_markers(meta.get("added", []), meta["unknown"])  # caches of before the setting have none added
     left_out: list[str] = []  # as "of 100 train conversations 3 longer, cut (data.too_long=cut)"
     what = {
         "cut": "longer, cut (data.too_long=cut)",

@@ -9,6 +9,8 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import filterfalse
 from typing import Any
 
 from forgather_cli.config.schema import InstructSettings
@@ -32,7 +34,8 @@ _LEAST_WORDS = 4
 _LEAST_SHARE = 0.01  # of the rows
 _PATH = re.compile(r"(?:~|\.{1,2}|[A-Za-z]:)?[/\\][^\n]*\.\w{1,8}")
 _NO_WORD = re.compile(
-    r".*(?:://|[/\\]).*|www\..*"  # of an address or a path
+    r"[\W\d_]*"
+    r"|.*(?:://|[/\\]).*|www\..*"  # of an address or a path
     r"|(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?|[ap]\.?m|utc|gmt"  # of a date
     r"|jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
     r"|(?:nov|dec)(?:ember)?|\d+(?:st|nd|rd|th)|\d[\d:.-]*[tz][\d:.+z-]*",
@@ -51,7 +54,7 @@ class Keys:
         self._num_rows = 0
         self._by_name: Counter[str] = Counter()  # rows
         self._by_text: Counter[str] = Counter()
-        self._about: dict[str, None] = {}
+        self._others: dict[str, None] = {}
         self._mapped: set[str] = set()
 
     def note(self, conversation: Conversation, text: str) -> None:
@@ -62,23 +65,20 @@ class Keys:
             self._mapped |= record.keys() & self._mapping.keys()
         if len(read) == len(record) and not self._not_shown:
             return
+        seen = _Seen(conversation, text)
         for key, value in record.items():
             if key in read and key not in self._not_shown:
                 continue
-            leaves = list(_leaves(value))
-            if not leaves:
+            by_name = key in self._mapping or key in read or _says(key)
+            if by_name is None and key in self._others:
                 continue
-            name = re.sub("[_-]", "", key.lower())
-            is_about = name in _ABOUT or key.lower().endswith(("_id", "-id")) or key.endswith("Id")
-            by_name = (name in _CARRY and not is_about) or key in self._mapping or key in read
-            if by_name and not all(_is_there(leaf, conversation, text, by_name=True) for leaf in leaves):
+            leaves = list(_leaves(value))
+            if by_name and not all(seen.has(leaf, by_name=True) for leaf in leaves):
                 self._by_name[key] += 1
-            elif by_name or is_about:
-                self._about[key] = None
-            elif any(num_words(leaf) >= _LEAST_WORDS and not _is_there(leaf, conversation, text) for leaf in leaves):
+            elif by_name is False and any(not seen.has(leaf) and _is_text(leaf) for leaf in leaves):
                 self._by_text[key] += 1
-            else:
-                self._about[key] = None
+            elif leaves:
+                self._others[key] = None
 
     def found(self) -> dict[str, Any]:
         """For the cache's meta data: of each key that carries meaning its rows, and the other keys."""
@@ -87,7 +87,7 @@ class Keys:
             "rows": self._num_rows,
             "carry": dict(self._by_name) | texts,
             "others": [
-                key for key in {**self._about, **self._by_text} if key not in self._by_name and key not in texts
+                key for key in {**self._others, **self._by_text} if key not in self._by_name and key not in texts
             ],
             "absent": [key for key in self._mapping if key not in self._mapped],
         }
@@ -107,10 +107,20 @@ def check_keys(option: InstructSettings, found: Mapping[str, Any]) -> None:
             if {"tools", *_mapped_to("tools", option.mapping)} & {*carry}
             else ""
         )
+        setting = "files" if option.files else "dataset"
         raise DataError(
-            f"data.files: records have keys that say something and that nothing reads: {told}; say what they are with "
-            f"data.mapping (docs/data.md){tools}, or train without them: {ignore}"
+            f"data.{setting}: records have keys that say something and that nothing reads: {told}; say what they are "
+            f"with data.mapping (docs/data.md){tools}, or train without them: {ignore}"
         )
+
+
+@cache
+def _says(key: str) -> bool | None:
+    """Whether a name says that what it holds carries meaning; None if it says that it does not."""
+    name = re.sub("[_-]", "", key.lower())
+    if name in _ABOUT or key.lower().endswith(("_id", "-id")) or key.endswith(("Id", "ID")):
+        return None
+    return name in _CARRY
 
 
 def _mapped_to(name: str, mapping: Mapping[str, str]) -> set[str]:
@@ -129,33 +139,43 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def num_words(value: Any) -> int:
-    """Words of a text that are not of an address, a path or a date; of scripts without spaces two letters are one."""
+def _is_text(value: Any) -> bool:
+    """Whether it has at least four words that are not of an address, a path or a date. Of scripts without spaces two
+    letters are one."""
     if not isinstance(value, str) or _PATH.fullmatch(value):
-        return 0
-    words = [word.strip(".,;:!?()[]{}\"'") for word in value[:2000].split()]
-    alone = len(_UNSPACED.findall(value[:2000])) // 2
-    return alone or sum(any(map(str.isalpha, word)) and not _NO_WORD.fullmatch(word) for word in words)
-
-
-def _is_there(leaf: Any, conversation: Conversation, text: str, *, by_name: bool = False) -> bool:
-    """Whether the model sees it in ``text``, or it is the conversation in another form, as Alpaca's own ``text``.
-
-    That a text holds the answer says little of a passage from which the answer is taken, or of a short answer: there it
-    must hold the question too.
-    """
-    if not isinstance(leaf, str):
         return False
-    contents = [
-        value.strip() for message in conversation.messages for value in message.values() if isinstance(value, str)
-    ]
-    if leaf in text and (num_words(leaf) >= _LEAST_WORDS or leaf in contents):
+    if not value.isascii() and len(_UNSPACED.findall(value)) >= 2 * _LEAST_WORDS:
         return True
-    said = {message["role"]: str(message.get("content", "")).strip() for message in conversation.messages}
-    question, answer = said.get("user", ""), said.get("assistant", "")
-    if not (question or answer) or answer not in leaf:
-        return False
-    return question in leaf or (not by_name and num_words(answer) >= _LEAST_WORDS)
+    words = (found[0].strip(".,;:!?()[]{}\"'") for found in re.finditer(r"\S+", value))
+    return any(number == _LEAST_WORDS for number, _ in enumerate(filterfalse(_NO_WORD.fullmatch, words), 1))
+
+
+class _Seen:
+    """What the model sees of a conversation whose rendering is ``text``."""
+
+    def __init__(self, conversation: Conversation, text: str) -> None:
+        self._messages, self._text = conversation.messages, text
+        said = {message["role"]: message.get("content") or "" for message in conversation.messages}
+        self._question, self._answer = said.get("user", "").strip(), said.get("assistant", "").strip()
+
+    def has(self, leaf: Any, *, by_name: bool = False) -> bool:
+        """Whether a text is in it, or it is the conversation in another form, as Alpaca's own ``text``.
+
+        That a text holds the answer says little of a passage, from which the answer is taken, or of a short answer:
+        there it must hold the question too.
+        """
+        if not isinstance(leaf, str):
+            return False
+        if self._messages and self._answer in leaf:
+            parts = self._question.split("\n\n")  # an instruction and its input may stand apart
+            if (self._question or self._answer) and all(part in leaf for part in parts):
+                return True
+            if not by_name and _is_text(self._answer):
+                return True
+        if leaf not in self._text:
+            return False
+        values = (value for message in self._messages for value in message.values() if isinstance(value, str))
+        return _is_text(leaf) or any(leaf == value.strip() for value in values)
 
 
 def _typed(key: str) -> str:

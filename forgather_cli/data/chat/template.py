@@ -240,9 +240,7 @@ class _Made:
 
     def without(self, spans: list[Span], unlearned: Iterable[int]) -> list[Span]:
         """What is left of spans, in order, without these messages."""
-        elsewhere: list[
-            tuple[int, str]
-        ] = []  # contents that are a part of another message, and must not be learned there
+        elsewhere: list[tuple[int, str]] = []  # contents that are a part of another message
         for i in sorted(unlearned):
             begin, end = self.extent(i)
             content = self._messages[i].get("content")
@@ -250,7 +248,7 @@ class _Made:
                 elsewhere.append((i, content.strip()))
             cut = [part for a, b in spans for part in ((a, min(b, begin)), (max(a, end), b))]
             spans = [(a, b) for a, b in cut if a < b]
-        for i, content in elsewhere:
+        for i, content in elsewhere:  # and must not be learned there
             if any(content in self.text[a:b] for a, b in spans):
                 raise self._untold(i, "begins")
         return spans
@@ -283,13 +281,11 @@ class _Made:
 
     def extent(self, i: int) -> Span:
         """All that is written for message ``i``: header, content and what ends it. The first one begins the text."""
-        begin, end = self._written.get(i) or (self._upto(i), self._upto(i + 1))
-        if i == 0:
-            begin = 0
-            if 0 not in self._written and self._written:  # written before the loop over those behind
-                end = min(self._written.values())[0]
-        if i == len(self._messages) - 1:
-            end = len(self.text)
+        begin = 0 if i == 0 else self._written[i][0] if i in self._written else self._upto(i)
+        if i == 0 and 0 not in self._written and self._written:  # written before the loop over those behind
+            end: int | None = min(self._written.values())[0]
+        else:
+            end = self._end(i)
         if begin is None or end is None or end < begin:
             raise self._untold(i, "begins" if begin is None else "ends")
         return begin, end
@@ -314,7 +310,8 @@ class _Made:
 
     @cached_property
     def _written(self) -> dict[int, Span]:
-        """What a loop over the messages writes while it is at each of them, where that is one stretch of text."""
+        """What a loop over the messages writes while it is at each of them, where that is one stretch of text, and they
+        follow one another."""
         numbers = {id(message): i for i, message in enumerate(self._shown)}
         now: dict[int, tuple[int, int]] = {}  # of each loop the step that goes on: its item, its place
         found: dict[int, list[Span]] = {}
@@ -323,7 +320,8 @@ class _Made:
             if last in numbers and self._places[since] < self._places[place]:
                 found.setdefault(numbers[last], []).append((self._places[since], self._places[place]))
             now[loop] = item, place
-        return {i: spans[0] for i, spans in found.items() if len(spans) == 1}
+        written = {i: found[i][0] for i in sorted(found) if len(found[i]) == 1}
+        return written if sorted(written.values()) == [*written.values()] else {}
 
     def _upto(self, count: int) -> int | None:
         """Where the text of the first messages ends, if the whole one begins with it."""
@@ -339,15 +337,15 @@ class _Made:
             return len(prompt)
         around = self._around(self._messages, i)
         content = len(around[0]) if around and self.text.startswith(around[0]) else None
-        if prompt is None or i not in self._written:
+        shown = self._rendered(before)
+        if prompt is None or shown is None or i not in self._written:
             return content
         # earlier messages are shown otherwise, but the prompt ends with what begins this one, or with more than that:
         # <think>, which is taken out of turns that are not the last
-        shown = self._rendered(before)
-        header = prompt[len(shown) :] if shown and prompt.startswith(shown) else ""
-        given = commonprefix([header, self.text[begin:end]])  # noqa: RUF071 - of characters
-        if given != header and content is None and given.rfind("<") > given.rfind(">"):
-            given = given[: given.rfind("<")]  # not a part of a token
+        written, header = self.text[begin:end], prompt[len(_shared(prompt, shown)) :]
+        if not header:
+            return end - len(written.lstrip())
+        given = _shared(header, written)
         if not given:
             return content
         return begin + len(given) if content is None or given == header else min(begin + len(given), content)
@@ -358,7 +356,7 @@ class _Made:
         upto = self._messages[: i + 1]
         if len(upto) == len(self._messages):
             return len(self.text)
-        if i in self._written:
+        if i in self._written and i + 1 in self._written:  # else the next may be written where the loop is at this one
             return self._written[i][1]
         if (end := self._upto(i + 1)) is not None:
             return end
@@ -381,6 +379,14 @@ class _Made:
             return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
         except DataError:
             return None
+
+
+def _shared(one: str, other: str) -> str:
+    """What both begin with, whole tokens."""
+    found: str = commonprefix([one, other])  # noqa: RUF071 - of characters
+    if found not in (one, other) and found.rfind("<") > found.rfind(">"):
+        found = found[: found.rfind("<")]
+    return found
 
 
 def _short(text: str) -> str:

@@ -49,6 +49,8 @@ class Encoded:
     lengths: dict[Split, list[Ints]] = field(default_factory=lambda: {"train": [], "eval": []})
     """Tokens of each document, those around it included."""
     num_chars: int = 0
+    num_spelled: int = 0
+    """Tokens before documents that stand in their text already, so that they were not written again."""
     damage: Damage = field(default_factory=Damage)
     assumed_later: bool = False
     """Its first document is held out, which is right only if a piece before it has documents: the very first one of a
@@ -78,14 +80,15 @@ class Encoder:
                 made.num_chars += len(document.text)
                 taken["eval" if held_out else "train"].append(ids)
             for split in SPLITS:
-                made.lengths[split].append(self.write(taken[split], outputs[split]))
+                self.write(taken[split], split, outputs[split], made)
         return made
 
-    def write(self, documents: Sequence[NDArray[Any]], output: BinaryIO) -> Ints:
-        """Append documents, each with the tokens around it; their lengths."""
+    def write(self, documents: Sequence[NDArray[Any]], split: Split, output: BinaryIO, made: Encoded) -> None:
+        """Append documents, each with the tokens around it, and note them in ``made``."""
         out, lengths = joined(documents, self.around, self.dtype)
         output.write(out.data)
-        return lengths
+        made.lengths[split].append(lengths)
+        made.num_spelled += sum(map(len, documents)) + len(documents) * sum(map(len, self.around)) - len(out)
 
 
 def joined(

@@ -67,9 +67,18 @@ def tokenize_corpus(
     """
 
     def write(temporary: Path) -> Meta:
-        return _write(temporary, corpus, tokenizer, cache, processes) | {"content": corpus.content(cache)}
+        made = _write(temporary, corpus, tokenizer, cache, processes) | {"content": corpus.content(cache)}
+        if tokenizer.prefix_tokens and cache.find("tokens", before):
+            same = "are the same as before" if made["formerly"] else "differ: some texts spell it"
+            _log.warning(
+                "data.tokenizer: a begin token that a text spells stands there once now; tokens were made anew, and %s",
+                same,
+            )
+        return made | {"formerly": before if made["formerly"] else None}
 
-    key = digest([_VERSION, corpus.fingerprint(cache), tokenizer.fingerprint])
+    rules = [_VERSION, corpus.fingerprint(cache), tokenizer.fingerprint]
+    before = digest(rules)  # the key that 0.3.0 has given them
+    key = digest([*rules, "a prefix once"]) if tokenizer.prefix_tokens else before
     return cached_tokens(*cache.build_once("tokens", key, write, resumable=True))
 
 
@@ -90,8 +99,7 @@ def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cach
             files.drop_last("train")
             made = Encoded()
             for split, document in cut_last(corpus, last, journal.chars, any_held_out=False):
-                ids = tokenizer.encode_arrays([document.text])
-                made.lengths[split].append(encoder.write(ids, files.outputs[split]))
+                encoder.write(tokenizer.encode_arrays([document.text]), split, files.outputs[split], made)
             files.commit(made)
     finally:
         files.close()
@@ -104,7 +112,8 @@ def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cach
     for line in damage.values():
         _log.warning("%s", line)
     counts: Meta = {name: {"tokens": journal.tokens[name], "documents": journal.documents[name]} for name in SPLITS}
-    return {"dtype": dtype, **counts, "pieces": journal.of_pieces, "origin": corpus.origin, **damage}
+    more: Meta = {"pieces": journal.of_pieces, "origin": corpus.origin, "formerly": not journal.num_spelled}
+    return {"dtype": dtype, **counts, **more, **damage}
 
 
 def _encode(
@@ -162,6 +171,7 @@ class Journal:
     of_pieces: dict[Split, list[int]] = field(default_factory=lambda: {"train": [], "eval": []})
     """The documents of each piece. An end of the last document that is held out counts as a piece of its own."""
     chars: int = 0
+    num_spelled: int = 0
     damage: Damage = field(default_factory=Damage)
 
     def add(self, made: Encoded) -> None:
@@ -173,6 +183,7 @@ class Journal:
                 self.last = self.done
         self.done += 1
         self.chars += made.num_chars
+        self.num_spelled += made.num_spelled
         self.damage.join(made.damage)
 
 

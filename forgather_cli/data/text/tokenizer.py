@@ -288,8 +288,6 @@ class FileTokenizer:
         parts: list[Any] = [hashlib.sha256(content).hexdigest(), special]
         if self.prefix_tokens or self.suffix_tokens:
             parts.append([self.prefix_tokens, self.suffix_tokens])
-        if self.prefix_tokens:
-            parts.append("once")  # also where the text spells it
         if added:
             parts.append({"added": self._added})
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,148 @@
+"""``~`` is a home directory in each setting and argument that is a path."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import typer
+from program import forgather
+
+from forgather_cli import TrainingArguments
+from forgather_cli.cli import app
+from forgather_cli.cli.style import Command
+from forgather_cli.config.decode import dump_saved, load_saved
+from forgather_cli.config.diloco import load_server_settings
+from forgather_cli.config.load import load_config
+from forgather_cli.config.paths import alternatives, settings
+from forgather_cli.config.schema import FilePath
+from forgather_cli.errors import ConfigError
+
+_PATH = re.compile(r"(_dir|_file|files|\.path|tokenizer|dataset|chat_template|init_from|certificate|tls_key|prompts"
+                   r"|resume_from_checkpoint|accelerate_config|model\.config)$")  # fmt: skip
+_OTHER = {"model.replace_tokenizer", "overwrite_output_dir"}
+
+
+@pytest.fixture(autouse=True)
+def _here(own_directory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Path("home").mkdir()
+
+
+def _is_path(annotation: Any) -> bool:
+    return "_at_home" in str(annotation)
+
+
+def test_each_setting_that_is_a_path_expands_it() -> None:
+    named = {path for path in settings() if _PATH.search(path)} - _OTHER
+    assert len(named) > 20
+    assert {path for path in named if not _is_path(settings()[path].annotation)} == set()
+    marked = {path for path, setting in settings().items() if _is_path(setting.annotation)}
+    assert marked == named
+    assert str in alternatives(FilePath)
+
+
+WORDS = {
+    "output_dir=~/x": lambda c: c.output_dir,
+    "logging_dir=~/x": lambda c: c.logging_dir,
+    "resume_from_checkpoint=~/x": lambda c: c.resume_from_checkpoint,
+    "data.tokenizer=~/x": lambda c: c.data.tokenizer,
+    "data=text files=[~/x,b]": lambda c: c.data.files[0],
+    "data=text 'files=[a,\"~/x\"]'": lambda c: c.data.files[1],
+    "data=instruct files=[a] chat_template=~/x": lambda c: c.data.chat_template,
+    "data=hf dataset=~/x": lambda c: c.data.dataset,
+    "model=pretrained model.path=~/x": lambda c: c.data.tokenizer,
+    "model=transformers model.config=~/x": lambda c: c.model.config,
+    "callbacks.textgen.prompts=~/x": lambda c: c.callbacks.textgen.prompts,
+    "++callbacks.profiler.output_dir=~/x": lambda c: c.callbacks.profiler.output_dir,
+    "'output_dir=~'": lambda c: f"{c.output_dir}/x",
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_words_of_the_command_line_and_of_a_saved_config(words: str) -> None:
+    home = Path("home/x").resolve()
+    if "prompts" in words:
+        home.write_text("[a]\n")
+    loaded = load_config(None, shlex.split(words))
+    assert WORDS[words](loaded.config) == str(home)
+    Path("config.yaml").write_text(dump_saved(loaded.tree).replace(str(home), "~/x"))
+    assert WORDS[words](load_saved(Path("config.yaml"))) == str(home)
+
+
+def test_what_is_nobodys_home_is_refused_and_what_is_no_path_stays() -> None:
+    with pytest.raises(ConfigError, match=r"output_dir: .*~.*'~nobody-here/x'"):
+        load_config(None, ["output_dir='~nobody-here/x'"])
+    assert load_config(None, ["callbacks.textgen.prompts=['~/x','a=~b']"]).config.callbacks.textgen is not None
+    assert load_config(None, ["output_dir=./~x"]).config.output_dir == "./~x"
+    assert TrainingArguments(output_dir="~/x").output_dir == str(Path("home/x").resolve())
+    found = load_server_settings(["diloco.token_file=~/t", "diloco.tls_certificate='~/c'", "diloco.tls_key=~/k"])
+    files = found.token_file, found.tls_certificate, found.tls_key
+    assert files == tuple(str(Path("home", name).resolve()) for name in "tck")
+
+
+def _commands(group: typer.Typer) -> Iterator[Any]:
+    yield from group.registered_commands
+    for each in group.registered_groups:
+        assert each.typer_instance is not None
+        yield from _commands(each.typer_instance)
+
+
+def test_each_argument_of_each_command_expands_it() -> None:
+    """One class of commands does it; what takes a path says so by its type, or by its name."""
+    seen = 0
+    for info in _commands(app.app):
+        assert info.cls is Command, info.callback
+        for name, hint in get_type_hints(info.callback, include_extras=False).items():
+            if "Path" not in str(hint):
+                continue
+            seen += 1
+            command = typer.main.get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode="rich")
+            (param,) = (each for each in command.params if each.name == name)
+            option = param.param_type_name == "option"
+            value = param.opts[-1] if option else None
+            others = [
+                "x" for each in command.params
+                if each.param_type_name == "argument" and each.required and each.name != name
+            ]  # fmt: skip
+            words = [*([value] if value else []), "~/x"]
+            first = [each.name for each in command.params if each.param_type_name == "argument"]
+            order = [*words, *others] if option or first.index(name) == 0 else [*others, *words]
+            context = command.make_context("it", order, resilient_parsing=True)
+            got = context.params[name]
+            assert (got[0] if isinstance(got, list | tuple) else got) == Path("home/x").resolve(), (info.callback, name)
+    assert seen > 15
+
+
+def test_commands_find_what_lies_at_home(capfd: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "model=nano", "precision=fp32", "data=synthetic", "seq_len=16", "num_samples=64", "global_batch_size=4",
+        "callbacks=minimal", "max_steps=1", "device=cpu", "eval_strategy=no",
+    ]  # fmt: skip
+    recipe = Path("home/mine.yaml")
+    recipe.write_text("defaults: [train, _self_]\noutput_dir: ~/run\n")
+    assert forgather("train", "~/mine.yaml", *words) == 0
+    assert sorted(os.listdir()) == ["home"]
+    assert forgather("eval", "~/run", "--output=~/report.json") == 0
+    assert (
+        forgather(
+            "train",
+            "~/run",
+            *words,
+            "max_steps=2",
+            "output_dir=~/again",
+            "resume_from_checkpoint=~/run/checkpoints/step-00000001",
+        )
+        == 0
+    )
+    assert forgather("config", "diff", "~/run", "~/mine.yaml") in (0, 1)
+    assert {"run", "again", "report.json"} <= set(os.listdir("home"))
+    assert sorted(os.listdir()) == ["home"]
+    capfd.readouterr()
+    assert forgather("eval", "~nobody-here/run") == 2
+    assert "~nobody-here/run" in capfd.readouterr().err

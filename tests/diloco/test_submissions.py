@@ -1,0 +1,71 @@
+"""What workers have sent stays as long as anybody looks at it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from diloco.test_rounds import MODEL, SIZES
+
+from forgather_cli.config.schema import DilocoServerSettings
+from forgather_cli.diloco.api import Api, Service
+from forgather_cli.diloco.global_model import GlobalModel
+from forgather_cli.diloco.outer_step import OuterStep
+from forgather_cli.diloco.rounds import Rounds
+from forgather_cli.diloco.submissions import Submissions
+from forgather_cli.diloco.wire import VERSION_HEADER, WIRE_VERSION
+from forgather_cli.run_dir import RunDir
+
+
+class ModelInASave:
+    """A global model that saves just when a submission is looked at; in async mode newer rounds have opened by then."""
+
+    def __init__(self, root: Path, settings: DilocoServerSettings) -> None:
+        shapes = {"w": (3,)}
+        self.outer, self.sizes = OuterStep(settings, shapes), SIZES
+        self.submissions = Submissions(root, shapes, "fp32")
+
+    def most_targets(self, ranges: Any, stated: int) -> int:
+        self.clean()
+        return 100
+
+    def clean(self) -> None:
+        self.submissions.clean(0, float("inf"), keep=False)
+
+
+def test_a_save_deletes_no_part_that_is_being_looked_at(tmp_path: Path) -> None:
+    settings = DilocoServerSettings(mode="async", workers=1)
+    model, rounds = ModelInASave(tmp_path / "submissions", settings), Rounds(settings, initial="i", model=MODEL)
+    generation, _ = rounds.register("a", "a", batch=4, model=MODEL, now=0.0)
+    line = rounds.opening("t")
+    rounds.append(line, 0.0)
+    content = safetensors.torch.save({"w": torch.ones(3)}, {"rows": json.dumps({"w": [0, 3]})})
+    part = hashlib.sha256(content).hexdigest()
+    model.submissions.part(part).write_bytes(content)
+    told = {"generation": generation, "round": 0, "hash": line.hash, "parts": [part], "ranges": [], "targets": 1,
+            "leaves": False}  # fmt: skip
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(told).encode()}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = {"authorization": "Bearer t", VERSION_HEADER: str(WIRE_VERSION)}
+    scope = {"type": "http", "method": "POST", "path": "/submit",
+             "headers": [(key.lower().encode(), value.encode()) for key, value in headers.items()]}  # fmt: skip
+    api = Api(Service(RunDir(tmp_path), settings, cast(GlobalModel, model), rounds), "t")
+    asyncio.run(api(scope, receive, send))
+    assert json.loads(sent[1]["body"]) == {"status": "counted"}
+    (model.submissions.root / "parts" / ".tmp-b").symlink_to("gone")  # an upload that has just got its name
+    model.clean()
+    assert model.submissions.has(part), "its manifest names it"
+    (model.submissions.root / "round-00000000-slot-0000.json").unlink()
+    model.clean()
+    assert not model.submissions.has(part)
