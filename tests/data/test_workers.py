@@ -1,0 +1,100 @@
+"""Data workers that end: the run ends at once, and says what is short and which setting counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import tiny
+from program import Process
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=cpu", "max_steps=5", "output_dir=run",
+         "save_strategy=no", "eval_strategy=no", "dataloader_num_workers=2"]  # fmt: skip
+ROWS = ["data=synthetic", "seq_len=256", "num_samples=512"]
+
+
+@pytest.fixture(autouse=True)
+def _here(own_directory: None) -> None: ...
+
+
+def _can_mount() -> bool:
+    words = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    try:
+        return subprocess.run(words, check=False, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _can_mount(), reason="needs a mount namespace of its own")
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ("64k", ["global_batch_size=32", "per_device_train_batch_size=32"]),  # not one batch
+        ("600k", ["global_batch_size=32", "per_device_train_batch_size=32"]),  # one, and not those that are read ahead
+        ("64k", ["global_batch_size=64", "trainer=ddp", "nproc_per_node=2"]),
+        ("64k", ["global_batch_size=8", "eval_strategy=steps", "eval_on_start=true", "per_device_eval_batch_size=64"]),
+    ],
+)
+def test_room_for_batches_is_looked_at_before_the_first_step(size: str, words: list[str]) -> None:
+    program = [sys.executable, "-m", "forgather_cli", *TRAIN, *ROWS, *words]
+    script = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    begun = time.monotonic()
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", *program],
+        capture_output=True, text=True, check=False, timeout=120, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert time.monotonic() - begun < 60
+    assert "Traceback" not in done.stderr
+    (told,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert told.startswith("error: dataloader_num_workers: ")
+    assert "/dev/shm" in told
+    assert "--shm-size" in told
+
+
+class Ends(tiny.RandomTokens):
+    """A worker that comes to the sample ``at`` ends."""
+
+    def __init__(self, at: int, how: str) -> None:
+        super().__init__(64)
+        self.at, self.how = at, how
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == self.at and get_worker_info() is not None:
+            if self.how == "raises":
+                raise RuntimeError("the row is bad")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def data(at: int, how: str = "killed") -> dict[str, Any]:
+    return {"train": Ends(at, how), "seq_len": 16, "vocab_size": 64}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_worker_that_is_killed_ends_the_run_at_once(ranks: int) -> None:
+    words = ["data._target_=test_workers.data", "+data.at=63"]
+    more = ["trainer=ddp", "nproc_per_node=2"] if ranks == 2 else []
+    begun = time.monotonic()
+    with Process(*TRAIN, *words, *more, "global_batch_size=4", "max_steps=16", "seed=1") as process:
+        code = process.finish()
+    assert code in (1, 2), process.output
+    assert time.monotonic() - begun < 60
+    assert "Traceback" not in process.output
+    assert "dataloader_num_workers: a worker has ended" in process.output
+
+
+def test_what_a_dataset_raises_in_a_worker_is_its_own() -> None:
+    words = ["data._target_=test_workers.data", "+data.at=63", "+data.how=raises"]
+    with Process(*TRAIN, *words, "global_batch_size=4", "max_steps=16") as process:
+        assert process.finish() != 0
+    assert "the row is bad" in process.output
+    assert "dataloader_num_workers" not in process.output
