@@ -17,7 +17,6 @@ from forgather_cli.cli.output import (
     console,
     human_bytes,
     interruptible,
-    json_text,
     only_json,
     print_facts,
     print_json,
@@ -96,7 +95,7 @@ def show(
             found = [next(samples.read(number)) for number in samples.holding(*_record(origin))[:count]]
     if as_json:
         documents = [each.document() for each in found]
-        print(json_text({"split": split, "seq_len": data.seq_len, "samples": documents}, indent=None), flush=True)
+        print_json({"split": split, "seq_len": data.seq_len, "samples": documents}, indent=None)
     elif html is not None:
         from forgather_cli.inspection.page import page_of
 

@@ -162,10 +162,10 @@ def _page(lines: Iterable[Text]) -> Text:
     return page.append("\n")
 
 
-def print_json(value: Any) -> None:
+def print_json(value: Any, indent: int | None = 2) -> None:
     """Print the one document of ``--json``; not-a-number becomes null, since JSON has none."""
     encoding = (sys.stdout.encoding or "utf-8").lower().replace("-", "")
-    print(json_text(value, ensure_ascii=encoding != "utf8"), flush=True)
+    print(json_text(value, indent, ensure_ascii=encoding != "utf8"), flush=True)
 
 
 def json_text(value: Any, indent: int | None = 2, *, ensure_ascii: bool = False) -> str:

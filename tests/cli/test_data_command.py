@@ -185,10 +185,15 @@ def test_a_run_shows_what_it_trains_on(capsys: pytest.CaptureFixture[str]) -> No
     assert of_run == of_words != of_others
 
 
-def test_a_pipe_that_is_closed_and_an_encoding_that_lacks_letters_are_no_tracebacks() -> None:
-    with Process("data", "show", *CHATS, env={"PYTHONIOENCODING": "ascii"}) as shown:
+def test_letters_that_an_encoding_lacks_are_replaced_on_a_terminal_and_kept_in_json() -> None:
+    words = ["data", "show", *CHATS, "--count", "1", "--from", "chats.jsonl:17"]
+    with Process(*words, env={"PYTHONIOENCODING": "ascii"}, cold=True) as shown:
         assert shown.finish() == 0, shown.output
-    assert "Traceback" not in shown.output
+    assert "assistant" in shown.output
+    with Process(*words, "--json", env={"PYTHONIOENCODING": "ascii"}, cold=True) as shown:
+        assert shown.finish() == 0, shown.output
+    [line] = [line for line in shown.lines if line.startswith("{")]
+    assert json.loads(line)["samples"]
 
 
 # ------------------------------------------------------------------------------------------------- counts, and caches

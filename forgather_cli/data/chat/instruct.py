@@ -339,7 +339,7 @@ def nothing_fits(option: InstructSettings, split: TokenSplit, table: PackingTabl
 
 def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text of a sample's targets, shortened, between ``[`` and ``]`` what stands together."""
-    from forgather_cli.labels import IGNORED  # here, since it costs torch
+    from forgather_cli.labels import IGNORED  # here, since it costs torch, which a plan does without
 
     found = ""
     for is_target, group in itertools.groupby(labels, lambda label: label != IGNORED):
