@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.data.chat.template import ChatTemplate
-from forgather_cli.data.text.tokenizer import Tokenizer, has_token
+from forgather_cli.data.text.tokenizer import Tokenizer, add_to_directory, has_token
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.options import read_given
 from forgather_cli.input_files import parse_json, read_json_object
@@ -104,14 +104,7 @@ def check_new(tokens: Iterable[NewToken], tokenizer: Tokenizer, path: Path) -> N
 
 def add_to_tokenizer(directory: Path, tokens: Sequence[NewToken]) -> dict[str, int]:
     """Add tokens to the ``tokenizer.json`` in ``directory``; their ids follow the vocabulary's."""
-    from tokenizers import AddedToken, Tokenizer
-
-    file = str(directory / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
-    for token in tokens:  # one by one: in the order of the file, special or not
-        added = AddedToken(token.text, special=token.special, normalized=False)
-        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([added])
-    tokenizer.save(file)
+    tokenizer = add_to_directory(directory, [(token.text, token.special) for token in tokens])
     return {token.text: tokenizer.token_to_id(token.text) or 0 for token in tokens}
 
 

@@ -24,6 +24,7 @@ from forgather_cli.data.chat.markers import markers_of
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from forgather_cli.errors import DataError
+from forgather_cli.finalize.tokens import NewToken, add_to_tokenizer
 from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 from forgather_cli.source import load_source
@@ -268,6 +269,30 @@ def test_bytes_with_markers_are_those_that_are_saved(tmp_path: Path) -> None:
     assert own.bytes_of_tokens().tolist() == saved.bytes_of_tokens().tolist()  # type: ignore[union-attr]
     assert own.vocab_size == saved.vocab_size == 260
     assert len({ByteTokenizer().fingerprint, own.fingerprint, ByteTokenizer(added=["<a>"]).fingerprint}) == 3
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("adds", ["data", "finalize"])
+def test_a_list_of_added_tokens_in_the_config_has_them_too(kind: str, adds: str, tmp_path: Path) -> None:
+    """As Qwen's files have it."""
+    source, made = tmp_path / "source", tmp_path / "made"
+    write_tokenizer(source, None, POOR)
+    path = source / "tokenizer_config.json"
+    added = {"0": {"content": POOR[0], "special": True, "normalized": False, "lstrip": False, "rstrip": False}}
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "tokenizer_class": kind, "added_tokens_decoder": added})
+    )
+    if adds == "data":
+        load_tokenizer(str(source), added=[START, END]).save(made)
+    else:
+        load_tokenizer(str(source)).save(made)
+        add_to_tokenizer(made, [NewToken(START, True, 1), NewToken(END, False, 2)])
+    ours, theirs = FileTokenizer(made), transformers.AutoTokenizer.from_pretrained(made)
+    assert type(theirs).__name__ in (kind, "TokenizersBackend")
+    text = f"{START}user\nHi{END}"
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    assert len(ours.encode(START)) == len(ours.encode(END)) == 1
+    assert (END in theirs.decode(ours.encode(text), skip_special_tokens=True)) is (adds == "finalize")
 
 
 def test_a_token_that_is_there_but_not_taken_whole_keeps_its_id(tmp_path: Path) -> None:

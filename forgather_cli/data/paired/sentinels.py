@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgather_cli.data.cache import Cache, Meta, digest
-from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, add_special_tokens
+from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, add_to_directory
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_json_object
 
@@ -38,13 +38,8 @@ def with_sentinels(tokenizer: Tokenizer, name: str, count: int, prefixes: Sequen
         )
 
     def write(temporary: Path) -> Meta:
-        from tokenizers import Tokenizer as File
-
         tokenizer.save(temporary)
-        file = str(temporary / "tokenizer.json")
-        added = File.from_file(file)
-        add_special_tokens(added, tokens)
-        added.save(file)
+        add_to_directory(temporary, [(token, True) for token in tokens])
         return {"tokenizer": name, "added": len(tokens)}
 
     key = digest(["sentinels", _VERSION, tokenizer.fingerprint, tokens])

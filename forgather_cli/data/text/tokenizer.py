@@ -124,10 +124,34 @@ def has_token(tokenizer: Tokenizer, text: str) -> bool:
 
 def add_special_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
     """Put special tokens behind those of a tokenizer, in this order."""
+    _add(tokenizer, [(token, True) for token in tokens])
+
+
+def _add(tokenizer: tokenizers.Tokenizer, tokens: Iterable[tuple[str, bool]]) -> None:
     from tokenizers import AddedToken
 
-    for token in tokens:  # one by one: several at once are sorted
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+    for text, special in tokens:  # one by one: several at once are sorted
+        token = AddedToken(text, special=special, normalized=False)
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
+
+
+def add_to_directory(directory: Path, tokens: Iterable[tuple[str, bool]]) -> tokenizers.Tokenizer:
+    """Put tokens, (text, whether it is special) each, behind those of a directory's files, in this order; returns the
+    tokenizer."""
+    from tokenizers import Tokenizer
+
+    file, config = str(directory / "tokenizer.json"), directory / "tokenizer_config.json"
+    tokenizer: tokenizers.Tokenizer = Tokenizer.from_file(file)
+    _add(tokenizer, tokens)
+    tokenizer.save(file)
+    settings = _read_object(config)
+    if "added_tokens_decoder" in settings:  # to some classes of transformers (5.23, Qwen2Tokenizer) it is all there are
+        for number, added in tokenizer.get_added_tokens_decoder().items():
+            names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+            entry = {name: getattr(added, name) for name in names}
+            settings["added_tokens_decoder"].setdefault(str(number), entry)
+        config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return tokenizer
 
 
 def around_documents(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -405,12 +429,7 @@ class FileTokenizer:
             if source.is_file() and source.resolve() != (directory / name).resolve():
                 shutil.copyfile(source, directory / name)
         if self._added:
-            import tokenizers
-
-            file = str(directory / "tokenizer.json")
-            tokenizer = tokenizers.Tokenizer.from_file(file)  # with the truncation and padding it came with
-            add_special_tokens(tokenizer, self._added)
-            tokenizer.save(file)
+            add_to_directory(directory, [(token, True) for token in self._added])
         templates = self._directory / "additional_chat_templates"
         if templates.is_dir() and self._directory.resolve() != directory.resolve():
             shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)
