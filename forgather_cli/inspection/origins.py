@@ -24,7 +24,7 @@ from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
 from forgather_cli.data.tokens import Split, Tokenized
 
 Place = tuple[str, int | None]
-"""A file, or a split of the datasets library, and a line, record or row, from 1; None for a file that is one document."""
+"""A file or a split of the datasets library, and a line or row, from 1; None for a file that is one document."""
 
 
 class Origins:
