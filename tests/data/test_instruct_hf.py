@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.build import cached_token_counts, load_data
 from forgather_cli.data.chat.template import CHATML
+from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.run_dir import RunDir
@@ -118,7 +120,7 @@ def test_the_fingerprint_is_that_of_the_rows(folder: Path) -> None:
 def test_bad_rows_are_named_or_skipped(folder: Path, tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "Hi"}
     path = chats.write_lines(tmp_path / "c.jsonl", [{"messages": [turn]}, {"messages": []}, {"messages": [turn]}])
-    with pytest.raises(DataError, match=r"c\.jsonl \(train\):2: 'messages' must be a list .*on_bad_row=skip"):
+    with pytest.raises(DataError, match=r"c\.jsonl \(train\):1: 'messages' must be a list .*on_bad_row=skip"):
         load(folder, data_files=[str(path)], cache_dir=str(tmp_path))
     data = load(folder, data_files=[str(path)], cache_dir=str(tmp_path), on_bad_row="skip", eval_fraction=0.0)
     assert data.description["train_documents"] == 2
@@ -213,7 +215,7 @@ def test_a_stream_says_what_it_leaves_out_and_refuses_what_files_would(
 ) -> None:
     turn = {"role": "assistant", "content": "Hi"}
     bad = chats.write_lines(tmp_path / "c.jsonl", [{"messages": [turn]}, {"messages": []}, {"messages": [turn]}])
-    with pytest.raises(DataError, match=r"a row of the stream:2: 'messages' must be a list .*on_bad_row=skip"):
+    with pytest.raises(DataError, match=r"the stream .*:2: 'messages' must be a list .*on_bad_row=skip"):
         list(stream(tmp_path, bad.name, tokenizer=str(folder / "tokenizer")).train)
     left = stream(tmp_path, bad.name, tokenizer=str(folder / "tokenizer"), on_bad_row="skip", packing="pad")
     assert len(list(left.train)) == 2
@@ -236,6 +238,19 @@ def test_documents_travel_to_a_data_worker(folder: Path) -> None:
     for documents in (dataset._documents, again):
         ids, lengths, targets = documents.encoded(list(documents.read(iter(texts))))
         assert len(ids) == len(targets) == lengths.sum() > 20
+
+
+def test_data_workers_divide_the_files_and_go_on_exactly(folder: Path) -> None:
+    def steps(state: Any = None) -> list[tuple[Any, Any]]:
+        given: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "seed": 1, "num_workers": 2}
+        loader = TrainLoader(stream(folder, shuffle_buffer=8).train, rank=0, size=1, data_ranks=None, **given)
+        if state is not None:
+            loader.load_state_dict(state)
+        return [([b["labels"].tolist() for b in step.microbatches], loader.state_dict()) for step in islice(loader, 9)]
+
+    whole = steps()
+    assert steps(whole[1][1])[: len(whole) - 2] == whole[2:]
+    assert len(whole) > 5
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -29,6 +29,7 @@ from forgather_cli.data.text.hf import without_added
 from forgather_cli.data.text.read import Damage, Record
 from forgather_cli.data.text.token_stream import is_told
 
+_NAME = "the stream (rows from where it was opened)"
 _LOOKED_AT = 1000  # rows, for keys that nothing reads
 _log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
@@ -62,6 +63,7 @@ class ChatDocuments:
         texts = [each.text for each in self._rendered(islice(rows, _LOOKED_AT), keys)]
         check_keys(chats.option, keys.found())
         tell_markers(chats.added, unknown_markers(chats, texts))
+        self._left_out.clear()  # they are read again
 
     def read(self, rows: Iterator[dict[str, Any]]) -> Iterator[_Rendered]:
         return self._rendered(rows, Keys(self.chats.option, shows_tools=self.chats.template.shows_tools))
@@ -72,7 +74,7 @@ class ChatDocuments:
         for number, row in enumerate(rows, 1):
             # one by one, since a stream is not read to its end to find all that are bad
             record = Record(number, without_added(row, features), 0)
-            yield from conversations_in([record], "a row of the stream", option, use, damage, is_table=False)
+            yield from conversations_in([record], _NAME, option, use, damage, is_table=False)
             if damage.skipped:
                 self._note("skipped", f"no conversation, left out ({damage.skipped.pop()})")
 

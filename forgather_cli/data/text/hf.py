@@ -279,7 +279,7 @@ def _content(cache: Cache, datasets: list[Any], rules: list[str], texts: Callabl
 
 @dataclass(frozen=True)
 class Rows:
-    """A split as records, numbered from 1 as lines are."""
+    """A split as records, numbered from 0 as the library does."""
 
     dataset: Any
     name: str
@@ -290,7 +290,7 @@ class Rows:
         return int(self.dataset.data.nbytes)
 
     def records(self) -> Iterator[Record]:
-        share, number = self.num_bytes // max(1, len(self.dataset)), 1
+        share, number = self.num_bytes // max(1, len(self.dataset)), 0
         for batch in self.dataset.with_format(None).iter(batch_size=256):
             for values in zip(*batch.values(), strict=True):
                 row = dict(zip(batch, values, strict=True))
