@@ -24,7 +24,8 @@ from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
 from forgather_cli.data.tokens import Split, Tokenized
 
 Place = tuple[str, int | None]
-"""A file or a split of the datasets library, and a line or row, from 1; None for a file that is one document."""
+"""A file and a line or record, from 1; None for a file that is one document. Or a split of the datasets library and a
+row, from 0 as the library numbers them."""
 
 
 class Origins:
@@ -154,7 +155,7 @@ class Origins:
         if isinstance(self._option, HfSettings):
             for document in self._corpus.read(piece, Damage()):
                 held_out, row = map(int, document.name.split(":"))
-                yield (names_of(self._option)[held_out], row + 1), document
+                yield (names_of(self._option)[held_out], row), document
             return
         for part in piece.parts:
             path = Path(self._name(part))
