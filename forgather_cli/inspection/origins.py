@@ -24,8 +24,8 @@ from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
 from forgather_cli.data.tokens import Split, Tokenized
 
 Place = tuple[str, int | None]
-"""A file and a line or record, from 1; None for a file that is one document. Or a split of the datasets library and a
-row, from 0 as the library numbers them."""
+"""A file and a line or record from 1, None where it is one document; or a split of the datasets library and a row from
+0, as the library has them."""
 
 
 class Origins:

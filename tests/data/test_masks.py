@@ -383,6 +383,17 @@ def test_spellings_of_marks(tmp_path: Path, key: str, off: Any) -> None:
             made(tmp_path, [user("a"), assistant("b", **{key: value})])
 
 
+def test_marks_of_sharegpt_and_of_tables(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    turns = [("human", "a", None), ("gpt", "b", 0), ("human", "c", None), ("gpt", "d", None)]
+    talk = [{"from": role, "value": text, **({} if mark is None else {"weight": mark})} for role, text, mark in turns]
+    table = arrow.Table.from_pylist([{"conversations": talk}])
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    found = made(tmp_path, talk)
+    assert found == made(tmp_path, talk, files=[str(tmp_path / "chats.parquet")])
+    assert found.endswith("\nb<e>\n<s>user\nc<e>\n<s>assistant\n⟦d<e>⟧\n")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_a_prompt_nothing_is_learned_under_all(family: str) -> None:
     template = ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS)

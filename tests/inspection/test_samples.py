@@ -228,11 +228,10 @@ def test_each_document_comes_from_the_line_that_holds_it(
     samples = Samples(config, read_data(config), split)  # type: ignore[arg-type]
     file = tmp_path / f"{'chats' if 'instruct' in kind else 'pages'}.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    first = 0 if kind in ("hf", "instruct, rows") else 1  # as the library numbers rows
     count = 0
     for sample in samples.read():
         for number, line in enumerate(lines(sample)):
-            record = records[line - first]
+            record = records[line if kind in ("hf", "instruct, rows") else line - 1]  # rows of the library, from 0
             wanted = record["text"] if "text" in record else record["messages"][-1]["content"]
             shown = text_of(sample, number).removesuffix("<|endoftext|>")
             part = sample.parts[number]

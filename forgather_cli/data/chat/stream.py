@@ -25,6 +25,7 @@ from forgather_cli.data.chat.instruct import (
     unknown_markers,
 )
 from forgather_cli.data.chat.keys import Keys, check_keys
+from forgather_cli.data.chat.marks import MARKS
 from forgather_cli.data.text.hf import without_added
 from forgather_cli.data.text.read import Damage, Record
 from forgather_cli.data.text.token_stream import is_told
@@ -49,7 +50,11 @@ class ChatDocuments:
     def rules(self) -> list[Any]:
         """What decides, beside rows and tokenizer, which ids and targets are made of them."""
         option, template = self.chats.option, self.chats.template
-        keys = [option.messages_key, list(option.mapping.items()), sorted(READ.intersection(option.ignore))]
+        keys = [
+            option.messages_key,
+            list(option.mapping.items()),
+            sorted((READ | MARKS.keys()).intersection(option.ignore)),
+        ]
         return [_VERSION, option.train_on, option.too_long, *keys, [template.source, template.special_tokens]]
 
     def __reduce__(self) -> Any:  # to a data worker: a compiled template cannot travel
