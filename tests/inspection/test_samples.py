@@ -59,6 +59,8 @@ OPTIONS: dict[str, list[str]] = {
     "instruct": [*CHATS, "seq_len=256"],
     "instruct, new tokens": [*CHATS[:3], "seq_len=64"],
     "instruct, rows": ["data=instruct", "data.data_files=[chats.jsonl]", *CHATS[2:], "seq_len=256"],
+    "instruct, streaming": ["data=instruct", "data.data_files=[chats.jsonl]", *CHATS[2:], "seq_len=256",
+                            "streaming=true", "packing=pad", "eval_strategy=no"],
     "instruct, one each": [*CHATS, "seq_len=128", "packing=pad", "data.tokenizer=tokenizer"],
     "instruct, concat": [*CHATS, "seq_len=160", "packing=concat", "data.train_on=last"],
     "synthetic": ["data=synthetic", "seq_len=16", "ragged=true"],
