@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -67,6 +69,12 @@ def run_agent(layout: Layout, job: Job, config: Path | None) -> dict[int, int]:
         where = f"{layout.endpoint} ({layout.backend})"
         raise SetupError(f"rdzv_endpoint: the nodes do not meet at {where}: {reason}") from error
     return {}
+
+
+def exit_code(pid: int) -> int | None:
+    """Of a rank that the agent has waited for, of whichever start: what holds the process knows it (torch 2.13)."""
+    handlers = (each for each in gc.get_objects() if type(each) is SubprocessHandler and each.proc.pid == pid)
+    return next((each.proc.wait() for each in handlers), None)
 
 
 class _OneNode(RendezvousHandler):

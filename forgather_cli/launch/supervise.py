@@ -113,10 +113,16 @@ class Supervisor:
 
         def watch_exit(pid: int) -> None:
             """Note a rank's exit code, in a thread: the agent returns those of the last start only."""
-            with contextlib.suppress(OSError):  # the agent was faster, or this system has no waitid
+            try:
                 end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leave it for the agent
-                if end is not None:
-                    self._exit_codes[pid] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            except ChildProcessError:  # which was faster
+                from forgather_cli.launch.agent import exit_code
+
+                if (code := exit_code(pid)) is not None:
+                    self._exit_codes[pid] = code
+                return
+            if end is not None:
+                self._exit_codes[pid] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
         for rank, pid in pids.items():
             if pid not in self._watched:

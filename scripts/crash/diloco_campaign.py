@@ -102,11 +102,12 @@ class Member:
 
     def kill(self, rng: random.Random) -> str:
         """SIGKILL for the process, or for one of its ranks; returns which."""
-        pids = [self.process.pid, *_children(self.process.pid)]
+        is_one = self.name == "server" or "trainer=single" in self.words  # what else it has started is no rank
+        pids = [self.process.pid, *([] if is_one else _children(self.process.pid))]
         pid = rng.choice(pids)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        if pid == self.process.pid or self.name == "server":
+        if pid == self.process.pid:
             self.process.wait(_LIMIT)
         else:  # the launcher sees that a rank is gone, ends the others and itself
             self.process.wait(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -145,10 +146,13 @@ def test_a_browser_shows_the_page(capsys: pytest.CaptureFixture[str], tmp_path: 
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        "--disable-dev-shm-usage",
         "--dump-dom",
         f"file://{tmp_path}/page.html",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    environment = {**os.environ, "TMPDIR": "/tmp"}  # its socket's path has a short limit
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
     assert len(Page(done.stdout).tokens) > 100
 
 

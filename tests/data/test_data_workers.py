@@ -81,7 +81,7 @@ def data(at: int, how: str = "killed") -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_worker_that_is_killed_ends_the_run_at_once(ranks: int) -> None:
-    words = ["data._target_=test_workers.data", "+data.at=63"]
+    words = ["data._target_=test_data_workers.data", "+data.at=63"]
     more = ["trainer=ddp", "nproc_per_node=2"] if ranks == 2 else []
     begun = time.monotonic()
     with Process(*TRAIN, *words, *more, "global_batch_size=4", "max_steps=16", "seed=1") as process:
@@ -93,7 +93,7 @@ def test_a_worker_that_is_killed_ends_the_run_at_once(ranks: int) -> None:
 
 
 def test_what_a_dataset_raises_in_a_worker_is_its_own() -> None:
-    words = ["data._target_=test_workers.data", "+data.at=63", "+data.how=raises"]
+    words = ["data._target_=test_data_workers.data", "+data.at=63", "+data.how=raises"]
     with Process(*TRAIN, *words, "global_batch_size=4", "max_steps=16") as process:
         assert process.finish() != 0
     assert "the row is bad" in process.output
