@@ -7,12 +7,12 @@ import fcntl
 import os
 import pty
 import re
-import select
 import shlex
 import struct
 import subprocess
 import sys
 import termios
+from multiprocessing.connection import wait
 
 from forks import Program
 
@@ -44,7 +44,7 @@ class Terminal:
     def read_until(self, pattern: str | None) -> None:
         """Read until the output matches; None: to the end. Fails after two minutes of silence."""
         while pattern is None or not re.search(pattern, self.output):
-            assert select.select([self.master], [], [], 120)[0], f"no {pattern!r} in {self.output!r}"
+            assert wait([self.master], 120), f"no {pattern!r} in {self.output!r}"
             try:
                 chunk = os.read(self.master, 65536)
             except OSError:  # Linux's end of a pseudo terminal

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 
 class Proxy:
@@ -43,7 +43,8 @@ class Proxy:
         with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self._target)) as server:
             other = {client: server, server: client}
             while left is None or left > 0:
-                for source in select.select(list(other), [], [])[0]:
+                for source in wait(list(other)):  # select takes no descriptor above 1,023
+                    assert isinstance(source, socket.socket)
                     content = source.recv(4096)[:left]
                     if not content:
                         return
