@@ -84,7 +84,7 @@ def show(
     if html is not None:
         writable(html, "--html")
     with only_json(as_json):
-        config, data = _read(words, config_dir, trust_config=trust_config)
+        config, data = _read(load(words, config_dir, trust_config=trust_config).config)
     from forgather_cli.inspection.samples import Samples
 
     samples = Samples(config, data, cast("Split", split))
@@ -109,12 +109,11 @@ def show(
             print_sample(each, split, samples.length, screen)
 
 
-def _read(words: list[str] | None, config_dir: Path | None, *, trust_config: bool) -> tuple[Config, DataSplits]:
-    """The config that words stand for, with models of the hub as directories here, and its data, cached now."""
+def _read(config: Config) -> tuple[Config, DataSplits]:
+    """The config, with models of the hub as directories here, and its data, cached now."""
     from forgather_cli.hub import with_local_model
     from forgather_cli.worker import read_data
 
-    config = load(words, config_dir, trust_config=trust_config).config
     with doing("importing torch"), interruptible():
         config = with_local_model(config, weights=False)
         return config, read_data(config)
@@ -148,7 +147,7 @@ def stats(
     if plot is not None:
         check_name(plot, "--plot")
     with only_json(as_json):
-        config, data = _read(words, config_dir, trust_config=trust_config)
+        config, data = _read(load(words, config_dir, trust_config=trust_config).config)
     from forgather_cli.inspection.stats import stats_of
 
     with Bar("counting samples") as bar, interruptible():
@@ -240,10 +239,11 @@ def build(words: Words = None, config_dir: ConfigDir = None, trust_config: Trust
     """
     from forgather_cli.data.cache import Cache, entries
 
-    root = Cache(getattr(load(words, config_dir, trust_config=trust_config).config.data, "cache_dir", None)).root
+    config = load(words, config_dir, trust_config=trust_config).config
+    root = Cache(getattr(config.data, "cache_dir", None)).root
     with doing("looking into the cache"):
         before = {entry.path for entry in entries(root)}
-    _, data = _read(words, config_dir, trust_config=trust_config)
+    _, data = _read(config)
     made = [entry for entry in entries(root) if entry.path not in before and entry.kind != "content"]
     if data.tokenized is None and not made:
         tell("nothing to make: these data are read, and tokenized, while a run trains on them")

@@ -158,12 +158,12 @@ def _tokenized(option: Stored, cache: Cache, model_tokens: int | None = 0) -> tu
 def _stream(option: HfSettings | InstructSettings, cache: Cache, seed: int, model_tokens: int | None) -> DataSplits:
     """The splits of a stream, whose documents are tokenized and packed while they are read."""
     from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
-    from forgather_cli.data.text.token_stream import Texts, TokenStream
+    from forgather_cli.data.text.token_stream import TextDocuments, TokenStream
 
     source, held_out = open_datasets(option, cache)
     description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
     parts: list[Any] = [option.seq_len, option.packing, option.isolate_documents, option.shuffle_buffer]
-    documents: Texts | ChatDocuments
+    documents: TextDocuments | ChatDocuments
     if isinstance(option, InstructSettings):
         from forgather_cli.data.chat.stream import ChatDocuments
 
@@ -172,12 +172,12 @@ def _stream(option: HfSettings | InstructSettings, cache: Cache, seed: int, mode
         parts += documents.rules
     else:
         tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
-        documents = Texts(option, tokenizer)
+        documents = TextDocuments(option, tokenizer)
         if tokenizer.prefix_tokens:
             description["rules"] = _PREFIX_RULES
             parts.append(_PREFIX_RULES)
     train = TokenStream(source, option, tokenizer, documents, seed=seed, is_eval=False)
-    if not isinstance(documents, Texts):  # now that the stream knows where the source begins
+    if not isinstance(documents, TextDocuments):  # now that the stream knows where the source begins
         documents.check(iter(source))
     evaluation = None
     if held_out is not None:
@@ -199,13 +199,13 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
     data: Tokenized | None = None
     if isinstance(inner, HfSettings) and inner.streaming:
         from forgather_cli.data.text.hf import open_datasets, origin_of, stream_identity
-        from forgather_cli.data.text.token_stream import Texts, TokenStream
+        from forgather_cli.data.text.token_stream import TextDocuments, TokenStream
 
         base = load_tokenizer(option.tokenizer, add_bos=inner.add_bos)
         identity, description = stream_identity(inner), description | origin_of(inner)
         for name, source in zip(SPLITS, open_datasets(inner, cache), strict=True):
             if source is not None:
-                stream = TokenStream(source, inner, base, Texts(inner, base), seed=seed, is_eval=name == "eval")
+                stream = TokenStream(source, inner, base, TextDocuments(inner, base), seed=seed, is_eval=name == "eval")
                 windows[name] = StreamWindows(stream)
     else:
         data, base = _tokenized(inner, cache)

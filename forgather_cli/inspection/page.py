@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from forgather_cli.inspection.samples import Sample
+from forgather_cli.inspection.samples import ShownSample
 from forgather_cli.inspection.terminal import counts_of, heading_of, visible
 
 _STYLE = """
@@ -29,7 +29,7 @@ pre span:hover { background: var(--hover); color: var(--hover-ink); outline: 1px
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser would ask nobody for anything
 
 
-def page_of(samples: Sequence[Sample], split: str, length: int | None) -> str:
+def page_of(samples: Sequence[ShownSample], split: str, length: int | None) -> str:
     """``length``: samples in the split, where that is known."""
     of = "" if length is None else f" of {length:,}"
     body = "".join(
@@ -49,7 +49,7 @@ def page_of(samples: Sequence[Sample], split: str, length: int | None) -> str:
     )
 
 
-def _documents(sample: Sample) -> Iterable[str]:
+def _documents(sample: ShownSample) -> Iterable[str]:
     if sample.encoder is not None:
         yield "<h3>encoder</h3>\n<pre>"
         for at, (number, piece) in enumerate(zip(sample.encoder.ids, sample.encoder.pieces, strict=True)):

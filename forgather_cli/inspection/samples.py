@@ -33,7 +33,7 @@ _BLOCK = 1 << 18  # samples of an order that are looked through at once
 
 
 @dataclass(frozen=True)
-class Part:
+class Excerpt:
     """A document of a sample, or what the sample has of it."""
 
     start: int
@@ -64,7 +64,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSample:
     """One sample. Of an encoder-decoder the tokens are those that the decoder is to write: it reads each one later."""
 
     index: int
@@ -81,7 +81,7 @@ class Sample:
     """(T,), the pieces with no letter divided, ``data.text.pieces.letters_of``."""
     special: list[bool]
     """(T,), of each token: it stands for no text, as begin and end tokens."""
-    parts: list[Part]
+    parts: list[Excerpt]
     """One for each document."""
     encoder: Side | None = None
 
@@ -124,7 +124,7 @@ class Samples:
         """None of what can only be read in order."""
         self._order = Order(self.length or 0, self._seed, 0, shuffle=split == "train")
 
-    def read(self, first: int = 0) -> Iterator[Sample]:
+    def read(self, first: int = 0) -> Iterator[ShownSample]:
         """Samples from a number on, through the loader of training. Raises DataError where there is none of it."""
         is_train = self._split == "train"
         loader = TrainLoader(
@@ -182,7 +182,7 @@ class Samples:
 
     # ------------------------------------------------------------------------------------------------------ one sample
 
-    def _sample(self, index: int, batch: Batch, row: int, counts: Counts | None) -> Sample:
+    def _sample(self, index: int, batch: Batch, row: int, counts: Counts | None) -> ShownSample:
         """``counts``: of the row alone, where they are known."""
         labels = batch["labels"][row]
         is_target = labels != IGNORED
@@ -203,10 +203,10 @@ class Samples:
         is_token = torch.arange(len(ids)) < num_tokens if mask is None else mask[row] > 0
         parts = self._parts(index, num_tokens)
         if parts is None:
-            parts = [Part(start) for start in self._starts(ids, None if documents is None else documents[row])]
+            parts = [Excerpt(start) for start in self._starts(ids, None if documents is None else documents[row])]
         starts = np.array([part.start for part in parts])
         owners = (starts.searchsorted(np.arange(len(ids)), "right") - 1).tolist()
-        return Sample(
+        return ShownSample(
             index,
             ids.tolist(),
             is_target.tolist(),
@@ -231,13 +231,13 @@ class Samples:
     def _is_paired(self) -> bool:
         return isinstance(self._dataset, PairRows | DenoisedRows)
 
-    def _parts(self, index: int, num_tokens: int) -> list[Part] | None:
+    def _parts(self, index: int, num_tokens: int) -> list[Excerpt] | None:
         """The documents of a sample by the cache; None where it does not say."""
         dataset = self._dataset
         if isinstance(dataset, PairRows):
             number, start, found = self._order[index : index + 1][0], 0, []
             for pair, length, cut in dataset.pairs(number):
-                found.append(Part(start, self._origins.place(self._split, pair), behind=cut, is_cut=cut > 0))
+                found.append(Excerpt(start, self._origins.place(self._split, pair), behind=cut, is_cut=cut > 0))
                 start += length
             return found
         if self._borders is None or not isinstance(dataset, PackedDataset | ConcatDataset):
@@ -255,7 +255,7 @@ class Samples:
                 place = self._origins.place(self._split, document)
                 behind = max(end - stop, 0)
                 is_cut = behind > 0 and not self._rows_of(stop, stop + 1)
-                found.append(Part(at + max(begin - start, 0), place, max(start - begin, 0), behind, is_cut))
+                found.append(Excerpt(at + max(begin - start, 0), place, max(start - begin, 0), behind, is_cut))
             at += length
         return found
 

@@ -8,14 +8,14 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from forgather_cli.inspection.samples import Part, Sample
+from forgather_cli.inspection.samples import Excerpt, ShownSample
 from forgather_cli.run_dir import shown
 
 _TARGET = "black on green"
 _SPECIAL = "magenta"  # begin and end tokens and the like; among targets they are bold
 
 
-def print_sample(sample: Sample, split: str, length: int | None, screen: Console) -> None:
+def print_sample(sample: ShownSample, split: str, length: int | None, screen: Console) -> None:
     """``length``: samples in the split, where that is known."""
     marks = not screen.is_terminal or screen.no_color or screen.is_dumb_terminal
     of = "" if length is None else f" of {length:,}"
@@ -36,7 +36,7 @@ def print_sample(sample: Sample, split: str, length: int | None, screen: Console
     screen.print()
 
 
-def counts_of(sample: Sample) -> str:
+def counts_of(sample: ShownSample) -> str:
     """``256 tokens, 3 documents, 57 targets``."""
     counts = {
         "token": len(sample.ids), "document": len(sample.parts), "target": sum(sample.targets),
@@ -46,7 +46,7 @@ def counts_of(sample: Sample) -> str:
     return ", ".join(f"{n:,} {' '.join([f'{word}s' if n != 1 else word, *rest])}" for (word, *rest), n in named)
 
 
-def heading_of(part: Part, number: int, sample: Sample) -> str:
+def heading_of(part: Excerpt, number: int, sample: ShownSample) -> str:
     what = "decoder" if sample.encoder is not None else "document"
     source = "" if part.place is None else shown(part.source or "")
     begins = f"from its token {part.before:,} on" if part.before else ""
@@ -58,7 +58,7 @@ def _rule(text: str, screen: Console) -> Text:
     return Text(f"── {text} ".ljust(width, "─"), style="dim", no_wrap=True, overflow="ignore")
 
 
-def _tokens(sample: Sample, tokens: Sequence[int], *, marks: bool) -> Text:
+def _tokens(sample: ShownSample, tokens: Sequence[int], *, marks: bool) -> Text:
     found = Text()
     for is_target, group in groupby(tokens, key=lambda at: sample.targets[at]):
         found.append("[" if marks and is_target else "")

@@ -73,8 +73,9 @@ def run_agent(layout: Layout, job: Job, config: Path | None) -> dict[int, int]:
 
 def exit_code(pid: int) -> int | None:
     """Of a rank that the agent has waited for, of whichever start: what holds the process knows it (torch 2.13)."""
-    handlers = (each for each in gc.get_objects() if type(each) is SubprocessHandler and each.proc.pid == pid)
-    return next((each.proc.wait() for each in handlers), None)
+    handlers = [each for each in gc.get_objects() if type(each) is SubprocessHandler]
+    started = (each.proc for each in handlers if hasattr(each, "proc"))  # another may be starting in the agent's thread
+    return next((process.wait() for process in started if process.pid == pid), None)
 
 
 class _OneNode(RendezvousHandler):

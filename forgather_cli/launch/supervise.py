@@ -115,7 +115,7 @@ class Supervisor:
             """Note a rank's exit code, in a thread: the agent returns those of the last start only."""
             try:
                 end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leave it for the agent
-            except ChildProcessError:  # which was faster
+            except OSError:  # which was faster, or this system has no waitid
                 from forgather_cli.launch.agent import exit_code
 
                 if (code := exit_code(pid)) is not None:

@@ -27,7 +27,7 @@ from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
 from forgather_cli.models.files import read_rows, tensor_files
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import read_config, read_settings
-from forgather_cli.models.resize import grown_vocabulary
+from forgather_cli.models.resize import NOISE, grown_vocabulary
 from forgather_cli.shards import not_finite
 from forgather_cli.targets import import_target, make
 
@@ -239,12 +239,9 @@ def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0, num_k
     settings = read_settings(directory)
     names = _names_in_files(directory, settings, files)
     targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if n in names}
-    rows = settings.vocab_size
-    if num_known is None:
-        read_rows(targets, names, files, vocab_size=rows, seed=seed, remedy=_REMEDY)
-    else:
-        known = dict.fromkeys(_OF_TOKENS, num_known)
-        read_rows(targets, names, files, vocab_size=rows, known=known, noise=0.0, seed=seed, remedy=_REMEDY)
+    rows, known = settings.vocab_size, {} if num_known is None else dict.fromkeys(_OF_TOKENS, num_known)
+    noise = 0.0 if known else NOISE
+    read_rows(targets, names, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
 
 
 @torch.no_grad()

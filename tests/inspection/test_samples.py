@@ -21,7 +21,7 @@ from forgather_cli.config.load import load_config
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text import read as reading
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.inspection.samples import Sample, Samples
+from forgather_cli.inspection.samples import Samples, ShownSample
 from forgather_cli.loss.base import ModelWithLoss
 from forgather_cli.run_dir import RunDir
 from forgather_cli.worker import build, read_data
@@ -210,11 +210,11 @@ def test_of_a_decoder_tokens_that_are_no_targets_are_those_that_it_reads_next() 
 # -------------------------------------------------------------------------------------- where documents come from
 
 
-def lines(sample: Sample) -> list[int]:
+def lines(sample: ShownSample) -> list[int]:
     return [part.place[1] or 0 for part in sample.parts if part.place is not None]
 
 
-def text_of(sample: Sample, number: int) -> str:
+def text_of(sample: ShownSample, number: int) -> str:
     return "".join(t for t, d in zip(sample.letters, sample.documents, strict=True) if d == number)
 
 

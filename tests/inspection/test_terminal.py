@@ -10,22 +10,22 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from forgather_cli.inspection.samples import Part, Sample, Side
+from forgather_cli.inspection.samples import Excerpt, ShownSample, Side
 from forgather_cli.inspection.terminal import print_sample, visible
 
 
-def sample(letters: list[str], targets: str, **changes: Any) -> Sample:
+def sample(letters: list[str], targets: str, **changes: Any) -> ShownSample:
     """``targets``: x for each target, - for each other token, a blank for padding."""
     count = len(letters)
     values: dict[str, Any] = {
         "index": 4, "ids": [*range(count)], "targets": [mark == "x" for mark in targets], "pieces": letters,
-        "letters": letters, "special": [False] * count, "parts": [Part(0, ("/data/a.jsonl", 3))],
+        "letters": letters, "special": [False] * count, "parts": [Excerpt(0, ("/data/a.jsonl", 3))],
         "documents": [None if mark == " " else 0 for mark in targets],
     }  # fmt: skip
-    return Sample(**(values | changes))
+    return ShownSample(**(values | changes))
 
 
-def shown(what: Sample, **console: Any) -> str:
+def shown(what: ShownSample, **console: Any) -> str:
     screen = Console(file=io.StringIO(), width=80, highlight=False, **console)
     print_sample(what, "train", 12, screen)
     text: str = screen.file.getvalue()  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def test_lines_fit_a_terminal_whose_letters_are_wide() -> None:
 
 
 def test_what_is_cut_and_what_an_encoder_reads_is_told() -> None:
-    parts = [Part(0, None, before=7, behind=5), Part(1, ("b.txt", None), behind=9, is_cut=True)]
+    parts = [Excerpt(0, None, before=7, behind=5), Excerpt(1, ("b.txt", None), behind=9, is_cut=True)]
     text = shown(sample(["a", "b"], "xx", parts=parts, documents=[0, 1], encoder=Side([1], ["q"], ["question"])))
     for number in ("7", "5", "9"):
         assert re.search(rf"\b{number}\b.*token|token.*\b{number}\b", text)

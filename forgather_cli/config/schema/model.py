@@ -40,9 +40,8 @@ class TransformersSettings(Settings):
 
     type: Literal["transformers"] = "transformers"
     path: FilePath | None = None
-    config: dict[str, Any] | FilePath | None = (
-        None  # a mapping, or the path of a config.json or of a directory with one
-    )
+    # a mapping, or the path of a config.json or of a directory with one
+    config: dict[str, Any] | FilePath | None = None
     attn_implementation: str | None = None  # null: transformers' choice
     trust_remote_code: bool = False
     replace_tokenizer: Annotated[bool, _OF_DIRECTORY] = False  # as of PretrainedSettings

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgather_cli.config.schema import InstructSettings
+from forgather_cli.data.text.hf import without_added
 from forgather_cli.data.text.read import BadRow, Damage, Part, Record, kind_of, read_records, read_rows, sound_rows
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import parse_json
@@ -227,7 +228,7 @@ def _message(number: int, turn: Any, is_table: bool) -> dict[str, Any]:
     what = f"message {number}"
     if not isinstance(turn, Mapping):
         raise DataError(f"{what} is {type(turn).__name__}, not an object with role and content")
-    rest = _without_nulls(turn) if is_table else {key: value for key, value in turn.items() if value is not None}
+    rest = without_added(turn) if is_table else {key: value for key, value in turn.items() if value is not None}
     role = rest.pop("role", None) or rest.pop("from", None)
     content = rest.pop("content", None)
     content = rest.pop("value", None) if content is None else content
@@ -254,7 +255,7 @@ def _message(number: int, turn: Any, is_table: bool) -> dict[str, Any]:
 
 
 def _tools(tools: Any, is_table: bool) -> list[Any] | None:
-    return _opened_all(_without_nulls(tools) if is_table else tools, "'tools'") or None
+    return _opened_all(without_added(tools) if is_table else tools, "'tools'") or None
 
 
 def _opened_all(entries: Any, what: str) -> list[Any]:
@@ -290,15 +291,4 @@ def _object(value: Any) -> Any:
         with suppress(ValueError):
             found = parse_json(value)
             return found if isinstance(found, dict) else value
-    return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Without the None that the type of a table's column puts where a row's object lacks a key, at every depth."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list):
-        if value and isinstance(value[0], tuple):  # pyarrow's form of a map, whose type adds nothing
-            return dict(value)
-        return [_without_nulls(part) for part in value]
     return value

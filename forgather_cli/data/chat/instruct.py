@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, T
 from forgather_cli.errors import DataError
 from forgather_cli.input_files import read_text
 
-_VERSION = 2  # of the files and of the rules that make tokens of a record
+RULES = 2  # of the files and of the rules that make tokens of a record
 _BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
 """Keys that 0.3.0 has read as they are read now, where each message has a role and a content and no more."""
 _SHOWN = 100  # characters
@@ -67,6 +67,16 @@ class Chats:
     template: ChatTemplate
     added: tuple[str, ...]
     """Markers of the template that the tokenizer has for it."""
+
+    @cached_property
+    def unknown(self) -> list[str]:
+        """Markers of the template that are no tokens."""
+        return [marker for marker in markers_of(self.template) if not has_token(self.tokenizer, marker)]
+
+    @property
+    def ignored(self) -> list[str]:
+        """Of ``data.ignore`` the keys that may be read, which alone decide what is made of a record."""
+        return sorted((READ | MARKS.keys()).intersection(self.option.ignore))
 
     @property
     def all_files(self) -> tuple[Source, ...]:
@@ -147,7 +157,7 @@ def _template(option: InstructSettings) -> ChatTemplate:
 
 
 @dataclass
-class _Rendered:
+class Rendered:
     """A conversation as text."""
 
     key: str
@@ -168,14 +178,14 @@ class _Rendered:
     split: Split = "train"
 
 
-def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
+def render(chats: Chats, keys: Keys, conversation: Conversation) -> Rendered:
     """Raises DataError for a conversation that cannot be trained on."""
     if conversation.text is not None:
         text = encodable(conversation.text)
         if not text:
             raise DataError("'text' is empty")
         keys.note(conversation, text)
-        return _Rendered(text, text, [(0, len(text))], conversation.num_bytes, conversation.line, is_document=True)
+        return Rendered(text, text, [(0, len(text))], conversation.num_bytes, conversation.line, is_document=True)
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
     unlearned = conversation.unlearned
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -189,14 +199,14 @@ def _render(chats: Chats, keys: Keys, conversation: Conversation) -> _Rendered:
     keys.note(conversation, text)
     key = json.dumps([messages, tools], sort_keys=True, default=str)
     as_before = conversation.read <= _BEFORE and not unlearned and max(map(len, messages), default=0) == 2
-    return _Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, as_before=as_before)
+    return Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, as_before=as_before)
 
 
-def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[_Rendered]:
+def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[Rendered]:
     """All conversations, each with its split."""
 
-    def read(files: tuple[Source, ...], first: int) -> Iterator[_Rendered]:
-        option, use = chats.option, partial(_render, chats, keys)
+    def read(files: tuple[Source, ...], first: int) -> Iterator[Rendered]:
+        option, use = chats.option, partial(render, chats, keys)
         for number, source in enumerate(files, first):
             if isinstance(source, SourceFile):
                 conversations = read_conversations(source.path, option, use, damage)
@@ -221,9 +231,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     content = _content(cache, chats)
     old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
     old_rules += ["skip"] if option.on_bad_row == "skip" else []
-    # of those that are ignored only keys that may be read decide what is made; the others are in the meta data
-    ignored = sorted((READ | MARKS.keys()).intersection(option.ignore))
-    rules = [*old_rules, list(option.mapping.items()), ignored]
+    rules = [*old_rules, list(option.mapping.items()), chats.ignored]  # other keys are in the meta data
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
 
     before = digest([content, [1, *old_rules], *others])  # the key that 0.3.0 has given them
@@ -233,7 +241,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
         same = _says_same(cache, before, temporary) or made["as_before"]
         return made | {"content": content, "formerly": before if same else None}
 
-    key = digest([content, [_VERSION, *rules], *others])
+    key = digest([content, [RULES, *rules], *others])
     directory, meta = cache.build_once("tokens", key, write)
     check_keys(option, meta["keys"])
     return cached_tokens(directory, meta, has_targets=True)
@@ -277,9 +285,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
             texts = [each.text for each in chunk]
             as_before = as_before and all(each.as_before for each in chunk)
             unknown.update(unknown_markers(chats, texts))
-            encoded = tokenizer.encode_marked(texts, [each.spans for each in chunk])
-            for each, (ids, inside) in zip(chunk, encoded, strict=True):
-                ids, inside = _around(ids, tokenizer) if each.is_document else (ids, inside)
+            for each, (ids, inside) in zip(chunk, encoded(chunk, tokenizer), strict=True):
                 writers[each.split].add(ids, inside, (each.file, each.line))
     meter.end()
     if not writers["train"].lengths:
@@ -299,9 +305,16 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         "added": list(chats.added),
         "keys": keys.found(),
         "as_before": as_before and chats.template.source == CHATML and not changed and not chats.added,
-        "rules": _VERSION,
+        "rules": RULES,
         "unknown": sorted(unknown),
     }
+
+
+def encoded(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Marked]:
+    """Of each conversation its tokens, and which of them are targets."""
+    found = tokenizer.encode_marked([each.text for each in chunk], [each.spans for each in chunk])
+    for each, (ids, inside) in zip(chunk, found, strict=True):
+        yield _around(ids, tokenizer) if each.is_document else (ids, inside)
 
 
 def _around(ids: NDArray[Any], tokenizer: Tokenizer) -> Marked:
@@ -353,8 +366,7 @@ def targets_in_words(labels: Sequence[int], tokenizer: Tokenizer) -> str:
 
 def unknown_markers(chats: Chats, texts: Iterable[str]) -> list[str]:
     """Markers of the template that stand in texts and are no tokens."""
-    unknown = [marker for marker in markers_of(chats.template) if not has_token(chats.tokenizer, marker)]
-    return sorted({marker for text in texts for marker in unknown if marker in text})
+    return sorted({marker for text in texts for marker in chats.unknown if marker in text})
 
 
 def tell_markers(added: Sequence[str], unknown: Sequence[str]) -> None:

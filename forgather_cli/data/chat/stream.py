@@ -13,19 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.chat.conversations import READ, conversations_in
+from forgather_cli.data.chat.conversations import conversations_in
 from forgather_cli.data.chat.instruct import (
-    _VERSION,
+    RULES,
     Chats,
-    _around,
-    _render,
-    _Rendered,
+    Rendered,
+    encoded,
     find_tokenizer,
+    render,
     tell_markers,
     unknown_markers,
 )
 from forgather_cli.data.chat.keys import Keys, check_keys
-from forgather_cli.data.chat.marks import MARKS
 from forgather_cli.data.text.hf import without_added
 from forgather_cli.data.text.read import Damage, Record
 from forgather_cli.data.text.token_stream import is_told
@@ -50,12 +49,8 @@ class ChatDocuments:
     def rules(self) -> list[Any]:
         """What decides, beside rows and tokenizer, which ids and targets are made of them."""
         option, template = self.chats.option, self.chats.template
-        keys = [
-            option.messages_key,
-            list(option.mapping.items()),
-            sorted((READ | MARKS.keys()).intersection(option.ignore)),
-        ]
-        return [_VERSION, option.train_on, option.too_long, *keys, [template.source, template.special_tokens]]
+        keys = [option.messages_key, list(option.mapping.items()), self.chats.ignored]
+        return [RULES, option.train_on, option.too_long, *keys, [template.source, template.special_tokens]]
 
     def __reduce__(self) -> Any:  # to a data worker: a compiled template cannot travel
         return ChatDocuments, self._given
@@ -70,12 +65,12 @@ class ChatDocuments:
         tell_markers(chats.added, unknown_markers(chats, texts))
         self._left_out.clear()  # they are read again
 
-    def read(self, rows: Iterator[dict[str, Any]]) -> Iterator[_Rendered]:
+    def read(self, rows: Iterator[dict[str, Any]]) -> Iterator[Rendered]:
         return self._rendered(rows, Keys(self.chats.option, shows_tools=self.chats.template.shows_tools))
 
-    def _rendered(self, rows: Iterator[dict[str, Any]], keys: Keys) -> Iterator[_Rendered]:
+    def _rendered(self, rows: Iterator[dict[str, Any]], keys: Keys) -> Iterator[Rendered]:
         option, _, features = self._given
-        use, damage = partial(_render, self.chats, keys), Damage()
+        use, damage = partial(render, self.chats, keys), Damage()
         for number, row in enumerate(rows, 1):
             # one by one, since a stream is not read to its end to find all that are bad
             record = Record(number, without_added(row, features), 0)
@@ -88,16 +83,14 @@ class ChatDocuments:
         if is_told(self._left_out[kind]):
             _log.warning("data=instruct: %d rows of the stream %s", self._left_out[kind], what)
 
-    def size(self, document: _Rendered) -> int:
+    def size(self, document: Rendered) -> int:
         return len(document.text)
 
-    def encoded(self, documents: Sequence[_Rendered]) -> tuple[Ints, Ints, Ints]:
-        option, tokenizer = self.chats.option, self.chats.tokenizer
-        texts, spans = [each.text for each in documents], [each.spans for each in documents]
+    def encoded(self, documents: Sequence[Rendered]) -> tuple[Ints, Ints, Ints]:
+        option = self.chats.option
         kept: list[NDArray[Any]] = []
         targets: list[NDArray[Any]] = []
-        for each, (ids, inside) in zip(documents, tokenizer.encode_marked(texts, spans), strict=True):
-            ids, inside = _around(ids, tokenizer) if each.is_document else (ids, inside)
+        for ids, inside in encoded(documents, self.chats.tokenizer):
             inside[:1] = False  # nothing predicts the first token
             if len(ids) > option.seq_len:
                 how = "cut (data.too_long=cut)" if option.too_long == "cut" else "left out (data.too_long=drop)"

@@ -298,13 +298,16 @@ class Rows:
                 number += 1
 
 
-def without_added(value: Any, feature: Any) -> Any:
-    """A row, or a part of one, without the None that the type of its column puts where an object lacks a key. What is
-    of no type (``Json``, from datasets 4.7 on) is as it was written. ``feature``: the library's; None where unknown."""
+def without_added(value: Any, feature: Any = None) -> Any:
+    """A row of a table, or a part of one, without the None that the type of its column puts where an object lacks a
+    key, at every depth. What is of no type (``Json``, from datasets 4.7 on) is as it was written. ``feature``: the
+    library's; None where unknown, as of parquet files."""
     if isinstance(value, dict) and (feature is None or isinstance(feature, dict)):
         types = feature or {}
         return {key: without_added(part, types.get(key)) for key, part in value.items() if part is not None}
     if isinstance(value, list) and (feature is None or isinstance(feature, list) or hasattr(feature, "feature")):
+        if value and isinstance(value[0], tuple):  # pyarrow's form of a map, whose type adds nothing
+            return dict(value)
         inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
         return [without_added(part, inner) for part in value]
     return value

@@ -57,7 +57,7 @@ class _Position:
     """Samples handed out of the chunk."""
 
 
-class Documents(Protocol):
+class StreamDocuments(Protocol):
     """What a stream's rows are to the model."""
 
     def read(self, rows: Iterator[dict[str, Any]]) -> Iterator[Any]:
@@ -71,7 +71,7 @@ class Documents(Protocol):
         all are, and documents may be cut anywhere."""
 
 
-class Texts:
+class TextDocuments:
     """Rows with a column of text, which is learned whole."""
 
     def __init__(self, option: HfSettings, tokenizer: Tokenizer) -> None:
@@ -124,7 +124,7 @@ class TokenStream(IterableDataset[Sample]):
         source: Any,
         option: DatasetSettings,
         tokenizer: Tokenizer,
-        documents: Documents,
+        documents: StreamDocuments,
         *,
         seed: int,
         is_eval: bool,
