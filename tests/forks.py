@@ -70,6 +70,8 @@ class Program:
 
     def poll(self) -> int | None:
         code: int | None = self._process.exitcode
+        if code is not None:
+            atexit.unregister(self.kill)  # which keeps this, with its pipes, as long as pytest runs
         return code
 
     def wait(self, timeout: float | None = None) -> int:
