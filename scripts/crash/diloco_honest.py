@@ -62,7 +62,7 @@ class HonestCampaign:
         every = math.ceil(length / count) * count
         rounds = 3 if sync_every else max(3, min(6, _STEPS // every))  # of all fragments
         steps = (rounds - 1) * every + rng.choice((every, every // 3, every // count))
-        rate, warmup = 10 ** rng.uniform(-4, -2), rng.choice((0, 10, every))
+        rate, warmup = 10 ** rng.uniform(-4, -2), min(rng.choice((0, 10, every)), steps)  # a short trial has few
         rises = mode != "async" and rng.random() < 0.4
         workers = {}
         for name in "abc"[: rng.choice((2, 3))]:

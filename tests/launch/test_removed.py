@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def is_at_rest(pid: int) -> bool:
+    """Whether all threads of a process are stopped, or it has ended."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(thread.read_text().rpartition(")")[2].split()[0] in "TZX" for thread in threads)
+
+
 @pytest.mark.parametrize("words", [[], ["trainer=ddp", "nproc_per_node=2"]], ids=["single", "ddp"])
 @pytest.mark.parametrize("how", ["moved", "removed"])
 def test_a_directory_that_goes_away_ends_the_run_with_one_message(how: str, words: list[str]) -> None:
@@ -32,6 +39,8 @@ def test_a_directory_that_goes_away_ends_the_run_with_one_message(how: str, word
         pids = [job.process.pid, *(int(pid) for task in tasks for pid in task.read_text().split())]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
+        while not all(map(is_at_rest, pids)):  # each thread stops when it is its turn
+            time.sleep(0.01)
         os.rename("run", "elsewhere") if how == "moved" else shutil.rmtree("run")
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
