@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import get_context
+from multiprocessing.resource_sharer import DupFd, _resource_sharer  # type: ignore[attr-defined]
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,8 @@ import tiny
 from program import Process
 from torch import Tensor
 from torch.utils.data import get_worker_info
+
+from forgather_cli.data.loaders.workers import _begin
 
 TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=cpu", "max_steps=5", "output_dir=run",
          "save_strategy=no", "eval_strategy=no", "dataloader_num_workers=2"]  # fmt: skip
@@ -90,6 +97,26 @@ def test_a_worker_that_is_killed_ends_the_run_at_once(ranks: int) -> None:
     assert time.monotonic() - begun < 60
     assert "Traceback" not in process.output
     assert "dataloader_num_workers: a worker has ended" in process.output
+
+
+def _pass_to_nobody(folder: Path) -> None:
+    _begin(os.getppid(), folder, 0)
+    DupFd(0)
+    for _ in range(20):
+        with socket.socket(socket.AF_UNIX) as taker:
+            taker.connect(_resource_sharer._address)  # type: ignore[attr-defined]
+    threading.Event().wait(0.5)
+    sys.excepthook(ValueError, ValueError("an error of another kind"), None)
+
+
+def test_a_worker_does_not_say_that_nobody_takes_its_tensors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    worker = get_context("fork").Process(target=_pass_to_nobody, args=(tmp_path,))
+    worker.start()
+    worker.join(60)
+    told = capfd.readouterr().err
+    assert worker.exitcode == 0, told
+    assert "resource_sharer" not in told
+    assert "an error of another kind" in told
 
 
 def test_what_a_dataset_raises_in_a_worker_is_its_own() -> None:

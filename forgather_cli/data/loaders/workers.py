@@ -17,6 +17,7 @@ from multiprocessing.connection import wait as wait_for
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,6 +78,15 @@ def _begin(trainer: int, folder: Path, worker: int) -> None:
 
     # multiprocessing prints the traceback of a batch that cannot be sent, and the trainer would wait for it for ever
     Queue._on_queue_feeder_error = staticmethod(failed)  # type: ignore[attr-defined]
+    show = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ConnectionError | EOFError):
+            show(kind, error, trace)
+
+    # the thread that passes tensors comes here where a trainer that is about to end takes no more of them
+    # (Python 3.11 to 3.14, multiprocessing.resource_sharer._serve)
+    sys.excepthook = shown
 
 
 def _end_with_trainer_alone(trainer: int) -> None:
