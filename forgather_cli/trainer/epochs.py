@@ -95,28 +95,29 @@ class Epochs:
 
     def next_step(self) -> StepData | None:
         """Collective. The next step's data, after which the position is behind it; None once a rank has none left."""
-        step, position = self._ahead or self._fetch()
-        has_data, counts = True, None
-        if self._sync is not None:
-            agreed = self._sync.read()
-            assert agreed is not None
-            has_data, counts = agreed.has_data, agreed.counts
-            self._sync.clear()
-        self._ahead = None
-        if step is None or not has_data:
-            return None
-        self._position = position
-        if self._sync is not None:
-            self._fetch()
-        return StepData(step.microbatches, counts or step.counts)
-
-    def _fetch(self) -> tuple[Step | None, dict[str, Any]]:
         if self._stream is None:
             self._stream = iter(self.loader)
-        step = next(self._stream, None)
+        if self._sync is None:  # alone: there is nobody to agree with
+            step = next(self._stream, None)
+            if step is None:
+                return None
+            self._position = self.loader.state_dict()
+            return StepData(step.microbatches, step.counts)
+        step, position = self._ahead or self._fetch(self._stream, self._sync)
+        agreed = self._sync.read()
+        assert agreed is not None
+        self._sync.clear()
+        self._ahead = None
+        if step is None or not agreed.has_data:
+            return None
+        self._position = position
+        self._fetch(self._stream, self._sync)
+        return StepData(step.microbatches, agreed.counts)
+
+    def _fetch(self, stream: Iterator[Step], sync: StepSync) -> tuple[Step | None, dict[str, Any]]:
+        step = next(stream, None)
         self._ahead = step, self.loader.state_dict()
-        if self._sync is not None:
-            self._sync.start(step, save_done=self._save_done())
+        sync.start(step, save_done=self._save_done())
         return self._ahead
 
     # ------------------------------------------------------------------------------------------------------- position

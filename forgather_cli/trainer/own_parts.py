@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import Config, Target
+from forgather_cli.config.schema import Target
 from forgather_cli.errors import DataError, ForgatherError, PartError
 from forgather_cli.strategies.base import Batch
 from forgather_cli.targets import raised
@@ -36,7 +36,7 @@ def explain_part(error: Exception, run: Run, when: str, batches: Sequence[Batch]
     root = _unwrapped(error)
     if isinstance(root, DataError):
         named, _, problem = str(root).partition(": ")
-        if isinstance(run.args, Config) and named in ("train_dataset", "eval_dataset") and _own(run, "data"):
+        if not run.is_script and named in ("train_dataset", "eval_dataset") and _own(run, "data"):
             raise _completed(PartError("data", "", problem), run, when) from root
     if isinstance(root, PartError):
         if _own(run, root.part) is None and root.part in ("data", "model"):
@@ -53,7 +53,7 @@ def explain_part(error: Exception, run: Run, when: str, batches: Sequence[Batch]
 
 def _completed(error: PartError, run: Run, when: str) -> PartError:
     """With what only the Trainer knows."""
-    is_script = not isinstance(run.args, Config)
+    is_script = run.is_script
     if not (is_script and error.name):
         error.name = _own(run, error.part) or error.name
     error.part = _IN_SCRIPTS.get(error.part, error.part) if is_script else error.part
@@ -124,8 +124,8 @@ def _has_row(ids: Tensor, given: Tensor) -> bool:
 def _own(run: Run, part: str) -> str | None:
     """The name of a part that is the user's own: the path of a recipe's ``_target_``, or the class that a script gave;
     None for one of ours."""
-    if isinstance(run.args, Config):
-        option = getattr(run.args, part, None)
+    if not run.is_script:
+        option = getattr(run.config, part, None)
         return option.path if isinstance(option, Target) else None
     if part == "loss":
         return "the loss"
