@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with checkpoints at 2 and 4."""
     run = tmp_path_factory.mktemp("trained") / "run"
     settings = ["max_steps=4", "save_steps=2", "eval_steps=2", f"output_dir={run}"]
-    assert launch(load_config("default", [*SMALL, *settings]), work) == 0
+    assert launch(lambda: load_config("default", [*SMALL, *settings]), work) == 0
     return run
 
 
