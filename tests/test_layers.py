@@ -236,3 +236,15 @@ def closure(name: str) -> set[str]:
         packages = {".".join(parts[:n]) for n in range(1, len(parts))}
         todo |= (ours(MODULES[current], lazy=False) | packages & set(MODULES)) - seen
     return seen
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """Those of the encoder-decoder's modeling file aside: it stands alone in a model directory."""
+    homes: dict[str, list[str]] = {}
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    doubled = {name: where for name, where in homes.items() if len(where) > 1}
+    alone = {"Qwen3DecoderLayer", "Qwen3EncoderLayer", "Qwen3ForSeq2SeqLM"}
+    assert doubled == {key: ["models.encoder_decoder", "models.hf.modeling_qwen3_encdec"] for key in alone}

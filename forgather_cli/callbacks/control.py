@@ -15,7 +15,7 @@ from forgather_cli.callbacks.json_logger import plain
 from forgather_cli.config.schema import ControlSettings
 from forgather_cli.control import command_record, registry
 from forgather_cli.control.command_queue import CommandQueue
-from forgather_cli.control.command_record import ABORT, SAVE, STOP, Command
+from forgather_cli.control.command_record import ABORT, SAVE, STOP, ControlCommand
 from forgather_cli.control.registry import Entry
 from forgather_cli.control.server import PORTS, ControlServer
 from forgather_cli.errors import ForgatherError
@@ -113,7 +113,7 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
         assert self._queue is not None
         return self._queue
 
-    def _unfinished(self) -> list[Command]:
+    def _unfinished(self) -> list[ControlCommand]:
         return [] if self._queue is None else self._queue.open()
 
     def _answer_saves(self, state: TrainerState, control: TrainerControl) -> None:
@@ -131,7 +131,7 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
             elif (why := self._failure(step)) is not None:
                 self._commands.finish(command.failed(f"the checkpoint of step {step} was not saved: {why}"))
 
-    def _answer_at_end(self, command: Command, last: int) -> None:
+    def _answer_at_end(self, command: ControlCommand, last: int) -> None:
         """Answer a command after training ended at step ``last``, when no checkpoint is being written any more."""
         step = self._save_steps.get(command.id, last)
         path, why = self._published.get(last) or self._published.get(step), self._failure(step)

@@ -41,7 +41,7 @@ from forgather_cli.strategies.base import Strategy
 from forgather_cli.targets import name_of
 from forgather_cli.trainer.arguments import TrainingArguments
 from forgather_cli.trainer.optimizers import OptimizerRecipe
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class RunFiles:
 
     @contextmanager
     def taken(
-        self, run: Run, callbacks: CallbackList, finish: Callable[[], ExitStatus], *, resume: bool
+        self, run: TrainingRun, callbacks: CallbackList, finish: Callable[[], ExitStatus], *, resume: bool
     ) -> Iterator[None]:
         """Collective. Hold the directory while training lasts, and leave how it ended. Raises SetupError for one that
         another job holds, and for one with a run that is neither gone on with nor to be overwritten.

@@ -71,7 +71,7 @@ from forgather_cli.trainer.own_components import StateComponent, own_components
 from forgather_cli.trainer.own_parts import explain_part
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
-from forgather_cli.trainer.run import Run, describe
+from forgather_cli.trainer.run import TrainingRun, describe
 from forgather_cli.trainer.step_end import StepEnd
 from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 from forgather_cli.trainer.subclass import checked_overrides
@@ -196,7 +196,7 @@ class Trainer:
         self.num_parameters = num_parameters(strategy.parts, group)
         self._collate_fn = collate_fn(script, self.model, data_collator)
 
-        self.run = Run(
+        self.run = TrainingRun(
             args=self.args,
             script=script,
             run_dir=run_dir,
