@@ -51,7 +51,7 @@ class Start:
 
 
 def run_rank(rank: RankContext, find: Start | Callable[[RankContext], Start], work: Work) -> ExitStatus:
-    """Do ``work`` on ``find``, or what it returns. Never raises: an error is announced, shown, returned as the status."""
+    """Do ``work`` on ``find``, or what it returns. Never raises: an error is announced, shown and returned."""
     with ExitStack() as stack:
         try:
             stack.enter_context(failures.watch_signals_and_ranks(rank))
