@@ -59,7 +59,7 @@ CASES = {
     "plan": ("forgather_cli.data.build", "planning the run"),
     "eval run": ("forgather_cli.evaluation", "importing torch"),
     "generate run --prompt a --json": ("forgather_cli.generation", "importing torch"),
-    "finalize run final": ("forgather_cli.finalize", "importing torch"),
+    "finalize run final": ("forgather_cli.finalize.run", "importing torch"),
     "doctor --json": ("forgather_cli.precision.convert", "importing torch"),
     "checkpoint list run": ("forgather_cli.checkpoint.retention", "reading the run"),
     "checkpoint verify run": ("forgather_cli.checkpoint.retention", "reading the run"),
