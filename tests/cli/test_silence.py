@@ -34,6 +34,8 @@ class Slow:
 slow, bars.SILENCE = sys.argv.pop(1), 0.05
 for name in [name for name in sys.modules if slow and (name + ".").startswith(slow + ".")]:
     del sys.modules[name]
+    package, _, module = name.rpartition(".")
+    vars(sys.modules[package]).pop(module, None)
 sys.meta_path.insert(0, Slow())
 from forgather_cli.__main__ import run
 run()
