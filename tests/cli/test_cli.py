@@ -22,7 +22,7 @@ from forgather_cli.cli.multirun import SweepJob, _cells
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.exit_status import State, read_exit_record, write_exit_record
 from forgather_cli.launch.start import launch
-from forgather_cli.plan import make_plan
+from forgather_cli.plan.run import make_plan
 from forgather_cli.report.summary import summarize
 from forgather_cli.run_dir import RunDir
 from forgather_cli.worker import work
@@ -660,7 +660,7 @@ run()
 """
 
 
-@pytest.mark.parametrize("module", ["forgather_cli.cli.plan", "hydra", "numpy._core.multiarray"])
+@pytest.mark.parametrize("module", ["forgather_cli.cli.train", "hydra", "numpy._core.multiarray"])
 def test_ctrl_c_while_modules_are_imported_ends_the_command_without_a_word(module: str, tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, module], cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
