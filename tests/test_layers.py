@@ -54,7 +54,8 @@ ALLOWED = {
         "launch.exit_status", "launch.layout", "launch.processes",
         "models", "optim.groups", "precision", "trainer.metrics",
     },
-    "report": {"callbacks.columns", "launch.exit_status", "launch.processes"},
+    "pictures": {"runs"},
+    "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "worker": {"*"},
     "api": {"*"},
     "evaluation": {"*"},
@@ -96,7 +97,7 @@ ALLOWED = {
 
 # third-party package -> the only layer that may import it
 ONLY_IN = {
-    "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "report",
+    "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "pictures",
     "h11": "control", "uvicorn": "http_server",
 }  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = (
@@ -108,7 +109,8 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "launch",
     "plan",
     "targets",
-    "report",
+    "pictures",
+    "runs",
     "worker",
     "api",
     "hardware",

@@ -229,7 +229,7 @@ def _room(findings: list[Finding]) -> Facts:
     from forgather_cli.control.server import PORTS
     from forgather_cli.data.cache import Cache
     from forgather_cli.plan.fit import available_memory
-    from forgather_cli.report.runs import OUTPUTS
+    from forgather_cli.runs.find import OUTPUTS
 
     remedies = {"outputs": "set output_dir", "cache": "set data.cache_dir or XDG_CACHE_HOME"}
     room = {}
@@ -262,7 +262,7 @@ def _leftovers(findings: list[Finding]) -> None:
     from forgather_cli.data.cache import Cache, entries
     from forgather_cli.launch.processes import abandoned_folders
     from forgather_cli.launch.run_lock import is_held
-    from forgather_cli.report.runs import OUTPUTS, runs_below
+    from forgather_cli.runs.find import OUTPUTS, runs_below
 
     def clean(what: str, remedy: str) -> None:
         findings.append(Finding("to clean", what, remedy))

@@ -35,8 +35,8 @@ from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.processes import available_cores, end_with_parent
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.signals import STOP_SIGNALS
-from forgather_cli.report.summary import Summary, state_of, summarize, summarize_or_state
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import Summary, state_of, summarize, summarize_or_state
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

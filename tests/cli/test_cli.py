@@ -23,8 +23,8 @@ from forgather_cli.config.load import load_config
 from forgather_cli.launch.exit_status import State, read_exit_record, write_exit_record
 from forgather_cli.launch.start import launch
 from forgather_cli.plan import make_plan
-from forgather_cli.report.summary import summarize
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import summarize
 from forgather_cli.worker import work
 
 SMALL = ["model=nano", "precision=fp32",

@@ -65,8 +65,8 @@ CASES = {
     "checkpoint verify run": ("forgather_cli.checkpoint.retention", "reading the run"),
     "checkpoint average --last 2 run -o mean": ("forgather_cli.checkpoint.average", "importing torch"),
     "checkpoint edit run learning_rate=1": ("forgather_cli.checkpoint.edit", "reading and writing the state"),
-    "logs slow run": ("forgather_cli.report.slow", "reading the run"),
-    "logs plot run": ("forgather_cli.report.curves", "drawing"),
+    "logs slow run": ("forgather_cli.runs.slow", "reading the run"),
+    "logs plot run": ("forgather_cli.pictures.curves", "drawing"),
     f"train {' '.join(SMALL)}": ("forgather_cli.callbacks.build", "importing torch"),
     f"train trainer=ddp nproc_per_node=2 {' '.join(SMALL)}": (
         "forgather_cli.launch.agent", "importing torch to start the ranks",

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import saving
+from logged import make_run
 from program import forgather
 from rich.console import RenderableType
-from test_logs_summary import make_run
 
 from forgather_cli.cli import diloco, multirun
 from forgather_cli.cli.output import console
