@@ -106,8 +106,8 @@ def _print_resume_command() -> None:
 @doing("composing the jobs")
 def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None) -> list[Job]:
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
-    from forgather_cli.config.overrides import expand, job_name
     from forgather_cli.launch.layout import gpus, plan_layout
+    from forgather_cli.sweeps.expand import expand, job_name
 
     there = bool(gpus())
     jobs: list[Job] = []
