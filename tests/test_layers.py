@@ -47,6 +47,11 @@ ALLOWED = {
         "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
+    "housekeeping": {
+        "callbacks.console", "checkpoint.files", "cli.output", "cli.style", "cli.words", "control.registry",
+        "control.server", "data.cache", "launch.exit_status", "launch.layout", "launch.processes", "launch.run_lock",
+        "plan.fit", "runs.find", "runs.summary",
+    },
     "inspection": {"data"},
     "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed"},
     "plan": {
@@ -101,8 +106,8 @@ ALLOWED = {
 
 # third-party package -> the only layers that may import it, a room with commands beside cli
 ONLY_IN = {
-    "typer": "cli sweeps", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "pictures",
-    "h11": "control", "uvicorn": "http_server",
+    "typer": "cli housekeeping sweeps", "hydra": "config", "omegaconf": "config", "pydantic": "config",
+    "matplotlib": "pictures", "h11": "control", "uvicorn": "http_server",
 }  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = (
     "cli",
@@ -113,6 +118,7 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "launch",
     "plan",
     "targets",
+    "housekeeping",
     "pictures",
     "runs",
     "sweeps",

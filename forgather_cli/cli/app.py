@@ -9,24 +9,22 @@ import typer
 
 from forgather_cli import __version__
 from forgather_cli.cli import (
-    cache,
     checkpoint,
     config,
     control,
     data,
     diloco,
-    doctor,
     evaluate,
     finalize,
     generate,
     logs,
     plan,
     resume,
-    runs,
     train,
 )
 from forgather_cli.cli.style import Command, Group, as_mistake
 from forgather_cli.errors import ForgatherError, too_few_descriptors
+from forgather_cli.housekeeping import cache, doctor, runs
 from forgather_cli.launch.error_report import report_error
 
 _HELP = """Train language models from composed configs.

@@ -60,7 +60,7 @@ CASES = {
     "eval run": ("forgather_cli.evaluation", "importing torch"),
     "generate run --prompt a --json": ("forgather_cli.generation", "importing torch"),
     "finalize run final": ("forgather_cli.finalize", "importing torch"),
-    "doctor --json": ("forgather_cli.precision.convert", "importing torch"),
+    "doctor --json": ("forgather_cli.hardware", "importing torch"),
     "checkpoint list run": ("forgather_cli.checkpoint.retention", "reading the run"),
     "checkpoint verify run": ("forgather_cli.checkpoint.retention", "reading the run"),
     "checkpoint average --last 2 run -o mean": ("forgather_cli.checkpoint.average", "importing torch"),
