@@ -116,11 +116,11 @@ def train_command(loaded: Loaded, words: list[str] | None, config_dir: Path | No
 def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
     """Print the plan, the command and the config, for ``--dry-run``."""
     from forgather_cli.cli.config import print_config
-    from forgather_cli.cli.plan import plan_document, print_plan
     from forgather_cli.hub import check_model
     from forgather_cli.launch.layout import plan_layout
     from forgather_cli.launch.start import check_best_metric, output_dir
-    from forgather_cli.plan import make_plan
+    from forgather_cli.plan.command import plan_document, print_plan
+    from forgather_cli.plan.run import make_plan
 
     check_best_metric(loaded.config)
     check_model(loaded.config)

@@ -226,7 +226,7 @@ def _room(findings: list[Finding]) -> Facts:
     from forgather_cli.checkpoint.files import size_of
     from forgather_cli.control.server import PORTS
     from forgather_cli.data.cache import Cache
-    from forgather_cli.plan.fit import available_memory
+    from forgather_cli.launch.processes import available_memory
     from forgather_cli.runs.find import OUTPUTS
 
     remedies = {"outputs": "set output_dir", "cache": "set data.cache_dir or XDG_CACHE_HOME"}

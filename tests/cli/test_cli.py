@@ -19,7 +19,7 @@ from program import modules_after
 from forgather_cli.cli import app
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.start import launch
-from forgather_cli.plan import make_plan
+from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import summarize
 from forgather_cli.worker import work
@@ -519,7 +519,7 @@ run()
 """
 
 
-@pytest.mark.parametrize("module", ["forgather_cli.cli.plan", "hydra", "numpy._core.multiarray"])
+@pytest.mark.parametrize("module", ["forgather_cli.cli.train", "hydra", "numpy._core.multiarray"])
 def test_ctrl_c_while_modules_are_imported_ends_the_command_without_a_word(module: str, tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, module], cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

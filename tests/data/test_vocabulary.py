@@ -18,7 +18,7 @@ from forgather_cli.config.schema import DataTarget
 from forgather_cli.data.build import load_data
 from forgather_cli.data.text.tokenizer import train_bpe
 from forgather_cli.errors import ModelError, PartError
-from forgather_cli.plan import make_plan
+from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 
 

@@ -16,8 +16,8 @@ from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ConfigError
-from forgather_cli.plan import RunPlan, make_plan
 from forgather_cli.plan.pipeline import in_flight
+from forgather_cli.plan.run import RunPlan, make_plan
 from forgather_cli.run_dir import RunDir
 from forgather_cli.shards import local
 
@@ -234,7 +234,7 @@ def test_a_pipeline_that_the_layers_do_not_allow_is_refused(tmp_path: Path) -> N
 
 
 def test_the_command_prints_every_rank_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    from forgather_cli.cli.plan import plan as command
+    from forgather_cli.plan.command import plan as command
 
     words = ["model=nano", "data=synthetic", "trainer=pipeline", "nproc_per_node=2"]
     command(words, None, params=False, as_json=True)

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from forgather_cli import worker
 from forgather_cli.config.schema import Config
-from forgather_cli.plan import make_plan
 from forgather_cli.plan.fit import Budget, Fit, budget_of, find_fit
+from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 
 MIB = 2**20
