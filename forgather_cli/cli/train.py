@@ -76,7 +76,7 @@ def train(
         typer.echo(sbatch_file(loaded, train_command(loaded, words, config_dir)[1:], limit or LIMIT))
         return
     if multirun:
-        from forgather_cli.cli.multirun import run_sweep
+        from forgather_cli.sweeps.run import run_sweep
 
         recipe, overrides = split_words(words)
         raise typer.Exit(
