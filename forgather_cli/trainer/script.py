@@ -50,7 +50,7 @@ from forgather_cli.trainer.optimizers import (
 )
 from forgather_cli.trainer.own_components import StateComponent, own_components
 from forgather_cli.trainer.run import describe
-from forgather_cli.trainer.step_sync import StepSync
+from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 from forgather_cli.trainer.subclass import checked_overrides
 from forgather_cli.trainer.trainer import Loop
 
@@ -63,7 +63,8 @@ class Trainer(Loop):
     dataloaders of dicts with ``input_ids`` and ``labels``. ``loss_fn(logits, labels)`` returns the mean over its own
     targets, or takes ``num_items_in_batch``. ``callbacks`` are objects, classes, or (name, object) pairs.
     ``should_stop`` is polled after every step: a truthy value (a signal number) on any rank saves and ends training on
-    all, and ``on_stop`` is called with it. ``run_files`` takes the run directory while a recipe's settings are trained.
+    all, and ``on_stop`` is called with it; where a command has started the run, its ``job`` is asked and told instead.
+    ``run_files`` takes the run directory while a recipe's settings are trained.
 
     In a job of several ranks all of them make a Trainer and call its methods alike; the process group exists before.
     """
@@ -97,6 +98,7 @@ class Trainer(Loop):
         data_description: dict[str, Any] | None = None,
         data_files: dict[str, str] | None = None,
         run_files: from_python.RunFiles | None = None,
+        job: TrainingJob | None = None,
         **unknown: Any,
     ) -> None:
         from_python.check_kinds(dict(locals()))
@@ -139,7 +141,7 @@ class Trainer(Loop):
         super().__init__(
             config, script_settings(self.args), objects, hooks, run_dir=run_dir, config_tree=config_tree or {},
             data_description=data_description or {}, data_files=data_files or {},
-            should_stop=should_stop, on_stop=on_stop,
+            job=job or from_python.ScriptJob(should_stop, on_stop, run_dir if self._files else None),
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------- callbacks and components

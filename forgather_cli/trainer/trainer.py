@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +37,9 @@ from forgather_cli.trainer.outer import outer_loop
 from forgather_cli.trainer.own_parts import explain_part
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 from forgather_cli.trainer.step_end import StepEnd
-from forgather_cli.trainer.step_sync import StepSync
+from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +67,12 @@ class Loop:
         config_tree: dict[str, Any],
         data_description: dict[str, Any],
         data_files: dict[str, str],
-        should_stop: Callable[[], int | None],
-        on_stop: Callable[[int], None],
+        job: TrainingJob,
     ) -> None:
-        """``script``: a script's TrainingArguments, or the defaults of what only these have. The others: see ``Run``
-        and ``StepSync``.
+        """``script``: a script's TrainingArguments, or the defaults of what only these have. The others: see
+        ``TrainingRun``.
         """
         self._hooks, self.processing_class = hooks, objects.processing_class
-        self._should_stop, self._on_stop = should_stop, on_stop
         self._warned_no_targets = self._is_training = False
 
         # The strategy joins the ranks: from here on they can agree on something.
@@ -104,10 +101,10 @@ class Loop:
         self.model: nn.Module = strategy.parts[0]
         self.num_parameters = num_parameters(strategy.parts, group)
 
-        self.run = Run(
+        self.run = TrainingRun(
             config=config, script=script, run_dir=run_dir, config_tree=config_tree, data_description=data_description,
             data_files=data_files, world=here, cpu_group=group, strategy=strategy, seed=seed, scaler=scaler,
-            seed_rank=here.rank, emit=self.emit,
+            seed_rank=here.rank, job=job, emit=self.emit,
             write_model_files=lambda directory: write_side_files(self.model, self.processing_class, directory),
         )  # fmt: skip
         self._start_over()
@@ -131,8 +128,7 @@ class Loop:
         run.state.is_local_process_zero = int(os.environ.get("LOCAL_RANK", "0")) == 0
         run.sync = StepSync(
             run.control,
-            self._should_stop,
-            self._on_stop,
+            run.job,
             group=run.cpu_group,
             world_size=run.world.size,
             copies=run.world.size // run.strategy.data_size,

@@ -7,6 +7,7 @@ the whole list: who adds to it says here why the step cannot do without.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections import Counter
@@ -17,13 +18,13 @@ from typing import Any
 import pytest
 import tiny
 import torch.distributed as dist
-from program import forgather
+from program import Process
 from ranks import run_ranks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgather_cli
-from forgather_cli import Trainer, TrainingArguments, worker
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.run_dir import RunDir
 
@@ -97,7 +98,7 @@ def step_of(root: str, *overrides: str) -> tuple[dict[str, int], dict[str, int],
     )  # fmt: skip
     layout = (f"nproc_per_node={dist.get_world_size()}",) if dist.is_initialized() else ()
     config = tiny.config(Path(root), *layout, *settings, *overrides, callbacks="default")
-    worker.run(config, RunDir(Path(root)))
+    tiny.train(config, RunDir(Path(root)))
     watch = sys.modules["test_step_costs"].Watch.newest
     return dict(watch.operations.sent), dict(watch.operations.waits), dict(watch.methods.reads)
 
@@ -189,48 +190,23 @@ def test_a_step_goes_through_few_functions(tmp_path: Path) -> None:
     assert calls.found.total() <= CALLS, calls.found.most_common()
 
 
-class Way(TrainerCallback):
-    """Our functions that are called from one step's end to the next's, and those on the way to the first forward."""
-
-    newest: Way
-
-    def __init__(self) -> None:
-        self.steps: dict[int, Counter[str]] = {}
-        self.frames: list[str] = []
-        Way.newest = self
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        sys.setprofile(None)
-        if 11 <= state.global_step < 25:
-            self._now = self.steps.setdefault(state.global_step + 1, Counter())
-            sys.setprofile(self._count)
-
-    def _count(self, frame: FrameType | None, event: str, arg: Any) -> None:
-        if frame is None or event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
-            return
-        self._now[f"{frame.f_code.co_filename}: {frame.f_code.co_qualname}"] += 1
-        if not self.frames and frame.f_code.co_qualname == "Decoder.forward":
-            while frame is not None:
-                if frame.f_code.co_filename.startswith(PACKAGE):
-                    self.frames.insert(0, frame.f_code.co_qualname)
-                frame = frame.f_back
-
-
 def test_the_way_from_the_command_to_the_model_is_short(tmp_path: Path) -> None:
     """What a reader of the loop goes through (Python 3.11, where each comprehension is a call)."""
     words = (
         "train", "model=nano", "seq_len=64", "precision=fp32", "optimizer=muon", "eval_strategy=no", "save_strategy=no",
-        "max_steps=26", f"output_dir={tmp_path / 'run'}", "device=cpu", "+callbacks.way._target_=test_step_costs.Way",
+        "max_steps=26", f"output_dir={tmp_path / 'run'}", "device=cpu", "+callbacks.way._target_=step_calls.Way",
     )  # fmt: skip
-    assert forgather(*words) == 0
-    way: Way = sys.modules["test_step_costs"].Way.newest
-    inner = way.frames[way.frames.index("Loop.train") :]
+    train = Process(*words)
+    assert train.finish() == 0, train.output
+    way = json.loads((tmp_path / "run" / "way.json").read_text())
+    inner = way["frames"][way["frames"].index("Loop.train") :]
     assert inner == [
         "Loop.train", "Loop._train_epoch", "Loop.step", "SingleDevice.forward_backward", "ModelWithLoss.forward",
         "CrossEntropy.total", "Decoder.forward",
     ]  # fmt: skip
-    assert sorted(way.steps) == list(range(12, 26))
-    calls = statistics.median(each.total() for each in way.steps.values())
-    functions = statistics.median(map(len, way.steps.values()))
-    assert calls <= 170, way.steps[12].most_common()
-    assert functions <= 95, sorted(way.steps[12])
+    assert len(way["frames"]) <= 14, way["frames"]
+    assert list(way["steps"]) == [str(step) for step in range(12, 26)]
+    calls = statistics.median(sum(each.values()) for each in way["steps"].values())
+    functions = statistics.median(map(len, way["steps"].values()))
+    assert calls <= 170, way["steps"]["12"]
+    assert functions <= 95, sorted(way["steps"]["12"])
