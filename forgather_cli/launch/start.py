@@ -30,7 +30,6 @@ from forgather_cli.config.schema import (
     Target,
 )
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
-from forgather_cli.folding import tell
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
@@ -52,6 +51,7 @@ from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.run_dir import RunDir, resume_command, shown
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

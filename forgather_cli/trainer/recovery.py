@@ -20,9 +20,9 @@ from forgather_cli.checkpoint.load import Reader, healthy_ones, whole_ones
 from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
 from forgather_cli.distributed import gather, on_rank_0
-from forgather_cli.encoding import Encoded, decode
+from forgather_cli.documents.encoding import Encoded, decode
+from forgather_cli.documents.fields import FieldError
 from forgather_cli.errors import CheckpointError, DivergenceError
-from forgather_cli.input_files import FieldError
 from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import resume_command, step_of
 from forgather_cli.trainer.checkpoints import COMPONENTS, Checkpoints
