@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,8 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
     config_name = "control"
     kind = ControlSettings
 
-    def __init__(self, *args: Any, stacks: Callable[[], dict[str, Any]] | None = None, **kwargs: Any) -> None:
-        """``stacks()``: where all ranks stand, for JSON; called in any thread."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stacks = stacks
         self._trainer: Any = None
         self._queue: CommandQueue | None = None
         self._server: ControlServer | None = None
@@ -167,7 +164,8 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
             "started_at": command_record.now(),
             "run_dir": str(self._trainer.run_dir.root.resolve()),
         }
-        reports = {"status": self.status} | ({} if self._stacks is None else {"stacks": self._stacks})
+        stacks = self._trainer.run.job.stacks
+        reports = {"status": self.status} | ({} if stacks is None else {"stacks": stacks})
         try:
             token = None if settings.disable_auth else settings.given_token() or secrets.token_hex(32)
             self._server = ControlServer(job_id, self._commands, reports, host=settings.host, ports=ports, token=token)

@@ -26,6 +26,7 @@ from forgather_cli.errors import (
     OutOfMemoryError,
     PartError,
     SetupError,
+    not_installed,
     too_few_descriptors,
 )
 from forgather_cli.run_dir import RunDir
@@ -142,7 +143,7 @@ def from_error(rank: int, error: BaseException) -> ExitStatus:
     """The status of a rank that an error ended, whatever other ranks did; Ctrl-C in a script is one."""
     if isinstance(error, KeyboardInterrupt):
         return ExitStatus(rank, Kind.CUT, 128 + signal.SIGINT, "KeyboardInterrupt")
-    error = too_few_descriptors(error) or error
+    error = too_few_descriptors(error) or not_installed(error) or error
     if not isinstance(error, ForgatherError):
         text = "".join(traceback.format_exception(error))
         return ExitStatus(rank, Kind.ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=text)

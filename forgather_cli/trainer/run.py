@@ -26,7 +26,7 @@ from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments
 from forgather_cli.trainer.epochs import Epochs
 from forgather_cli.trainer.metrics import TrainMetrics
 from forgather_cli.trainer.outer import OuterLoop
-from forgather_cli.trainer.step_sync import StepSync
+from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 
 
 @dataclass
@@ -47,6 +47,7 @@ class TrainingRun:
     """Of all ranks, for host tensors and objects; None on one device."""
     strategy: Strategy
     seed: int
+    job: TrainingJob
     emit: Callable[..., None]
     """``emit(event, **facts)`` sends an event to the callbacks (``Trainer.emit``)."""
     write_model_files: Callable[[Path], None]

@@ -66,6 +66,7 @@ class StepEnd:
         control.should_log |= schedule.log_due(args, step)
         control.should_evaluate |= schedule.eval_due(args, step) and self._can_evaluate
         control.should_save |= schedule.save_due(args, step)
+        self._run.job.stepped(step)
         self._run.emit("on_step_end")
         self._do_what_is_due()
 

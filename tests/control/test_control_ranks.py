@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiny
 from ranks import RankError, run_ranks
 
-from forgather_cli import worker
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
 from forgather_cli.control import command_record, registry
@@ -54,7 +54,7 @@ class Seen:
 
 def trained(config: Config, path: Path) -> Seen:
     """One rank's run."""
-    trainer = worker.run(config, RunDir(path))
+    trainer = tiny.train(config, RunDir(path))
     orders = trainer.callbacks.by_name["orders"]
     evaluations = sum("eval_loss" in record for record in trainer.state.log_history)
     return Seen(trainer.state.global_step, evaluations, orders.states, orders.given)

@@ -13,9 +13,9 @@ from typing import Any
 from forgather_cli.callbacks.columns import TIMES
 from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import SetupError
-from forgather_cli.report.records import Record, is_number, records_of
-from forgather_cli.report.runs import settings_of
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.find import settings_of
+from forgather_cli.runs.records import Record, is_number, records_of
 
 _MUCH = 0.10  # of the time
 _SMALL_BATCH = 4096  # tokens at a time, below which the host and the launches of kernels may take longest

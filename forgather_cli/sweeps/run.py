@@ -33,8 +33,8 @@ from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.processes import available_cores, end_with_parent
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.signals import STOP_SIGNALS
-from forgather_cli.report.summary import Summary, state_of, summarize, summarize_or_state
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import Summary, state_of, summarize, summarize_or_state
 from forgather_cli.terminal.bars import doing
 from forgather_cli.terminal.folding import tell
 
@@ -106,8 +106,8 @@ def _print_resume_command() -> None:
 @doing("composing the jobs")
 def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None) -> list[SweepJob]:
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
-    from forgather_cli.config.overrides import expand, job_name
     from forgather_cli.launch.layout import gpus, plan_layout
+    from forgather_cli.sweeps.expand import expand, job_name
 
     there = bool(gpus())
     jobs: list[SweepJob] = []
