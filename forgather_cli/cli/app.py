@@ -22,16 +22,16 @@ COMMANDS = {
     "eval": "forgather_cli.cli.evaluate:evaluate",
     "generate": "forgather_cli.cli.generate:generate",
     "finalize": "forgather_cli.finalize.command:finalize",
-    "doctor": "forgather_cli.cli.doctor:doctor",
+    "doctor": "forgather_cli.housekeeping.doctor:doctor",
     "config": "forgather_cli.cli.config:app",
     "recipe": "forgather_cli.cli.config:recipe_app",
     "data": "forgather_cli.cli.data:app",
     "control": "forgather_cli.cli.control:app",
     "checkpoint": "forgather_cli.cli.checkpoint:app",
-    "runs": "forgather_cli.cli.runs:app",
+    "runs": "forgather_cli.housekeeping.runs:app",
     "logs": "forgather_cli.cli.logs:app",
     "diloco": "forgather_cli.cli.diloco:app",
-    "cache": "forgather_cli.cli.cache:app",
+    "cache": "forgather_cli.housekeeping.cache:app",
 }
 """The commands, as help lists them: the function of each, or the app of its subcommands."""
 
