@@ -48,7 +48,7 @@ ALLOWED = {
         "strategies.single", "trainer.evaluate", "trainer.setup",
     },
     "inspection": {"data"},
-    "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed"},
+    "launch": {"checkpoint.choice", "config", "distributed"},
     "plan": {
         "config.batch", "config.decode", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments",
         "launch.exit_status", "launch.layout", "launch.processes",
