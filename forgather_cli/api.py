@@ -15,9 +15,9 @@ from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
 from forgather_cli.config.schema import SingleSettings, Target
 from forgather_cli.errors import ConfigError, PartError, SetupError
 from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
-from forgather_cli.report.records import Record, check_logged, metric_names, records_of
-from forgather_cli.report.runs import find_runs, settings_of
 from forgather_cli.run_dir import RunDir, name_file
+from forgather_cli.runs.find import find_runs, settings_of
+from forgather_cli.runs.records import Record, check_logged, metric_names, records_of
 
 if TYPE_CHECKING:
     from torch import nn

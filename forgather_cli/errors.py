@@ -188,6 +188,14 @@ def too_few_descriptors(error: BaseException | None) -> SetupError | None:
     return None
 
 
+def not_installed(error: BaseException) -> ConfigError | None:
+    """What to tell of an import of a part of ours that has been taken out of this installation; None for any other."""
+    if not isinstance(error, ModuleNotFoundError) or not str(error.name).startswith("forgather_cli."):
+        return None
+    path = str(error.name).replace(".", "/")
+    return ConfigError(f"{path}: is not part of this installation, and this needs it; install all of forgather")
+
+
 def ranks_named(ranks: Sequence[int]) -> str:
     """``rank 1`` or ``ranks 0, 2``, at most eight of them."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -25,7 +25,6 @@ from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pick_device, world
 from forgather_cli.errors import DataError, ModelError
-from forgather_cli.finalize.quantize import is_quantized
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.loss import EvalMetrics, build_loss
@@ -33,7 +32,7 @@ from forgather_cli.models.build import construct, directory_option, fill, most_t
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.pretrained import num_sentinels, read_config
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import Located, load_located, locate
+from forgather_cli.source import Located, is_quantized, load_located, locate
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer.build import eval_loader, model_spec

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import platform
+import re
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import AutoSettings, BF16Settings, FP32Settings, PrecisionOption
+
+if TYPE_CHECKING:
+    import torch
 
 _INSTRUCTIONS = {
     "avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "avx512_fp16": "AVX512-FP16",
@@ -56,6 +61,17 @@ def bf16_on(device: str) -> tuple[bool, str]:
         # (family 6, model 207, torch 2.13); a step of the default recipe takes 1.41 times as long.
         return False, "this Intel has no AMX, without which its bf16 is slower than fp32"
     return bool(found), f"this processor has {found[0] if found else 'neither AVX512-BF16 nor AMX'}"
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether the device multiplies float8 matrices: NVIDIA from Ada and Hopper on, AMD from MI300 on."""
+    import torch
+
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is not None:
+        return re.match(r"gfx(94|95|12)", torch.cuda.get_device_properties(device).gcnArchName) is not None
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def without_auto(option: PrecisionOption, device: str) -> tuple[PrecisionOption, str]:

@@ -45,7 +45,7 @@ class FieldError(ValueError):
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldKind:
     """What a field may hold; ``name`` says it."""
 
     holds: Callable[[Any], bool]
@@ -53,20 +53,20 @@ class Kind:
 
 
 _LARGEST = sys.float_info.max
-COUNT = Kind(lambda value: type(value) is int and 0 <= value < 1 << 63, "a whole number from 0 on")
-NUMBER = Kind(lambda value: type(value) in (int, float) and -_LARGEST <= value <= _LARGEST, "a finite number")
-AMOUNT = Kind(lambda value: NUMBER.holds(value) and value >= 0, "a finite number from 0 on")
-TEXT = Kind(lambda value: isinstance(value, str), "a text")
-FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
+COUNT = FieldKind(lambda value: type(value) is int and 0 <= value < 1 << 63, "a whole number from 0 on")
+NUMBER = FieldKind(lambda value: type(value) in (int, float) and -_LARGEST <= value <= _LARGEST, "a finite number")
+AMOUNT = FieldKind(lambda value: NUMBER.holds(value) and value >= 0, "a finite number from 0 on")
+TEXT = FieldKind(lambda value: isinstance(value, str), "a text")
+FLAG = FieldKind(lambda value: isinstance(value, bool), "true or false")
 
 
-def optional(kind: Kind) -> Kind:
-    return Kind(lambda value: value is None or kind.holds(value), f"{kind.name}, or null")
+def optional(kind: FieldKind) -> FieldKind:
+    return FieldKind(lambda value: value is None or kind.holds(value), f"{kind.name}, or null")
 
 
-def several(*kinds: Kind) -> Kind:
+def several(*kinds: FieldKind) -> FieldKind:
     """A list of one value of each kind."""
-    return Kind(
+    return FieldKind(
         lambda value: (
             isinstance(value, list | tuple)
             and len(value) == len(kinds)
@@ -76,20 +76,20 @@ def several(*kinds: Kind) -> Kind:
     )
 
 
-def list_of(kind: Kind) -> Kind:
-    return Kind(lambda value: isinstance(value, list) and all(map(kind.holds, value)), f"a list, each {kind.name}")
+def list_of(kind: FieldKind) -> FieldKind:
+    return FieldKind(lambda value: isinstance(value, list) and all(map(kind.holds, value)), f"a list, each {kind.name}")
 
 
-def object_of(kind: Kind) -> Kind:
-    return Kind(
+def object_of(kind: FieldKind) -> FieldKind:
+    return FieldKind(
         lambda value: isinstance(value, dict) and all(map(kind.holds, value.values())), f"an object, each {kind.name}"
     )
 
 
-ANYTHING = Kind(lambda value: True, "anything")
+ANYTHING = FieldKind(lambda value: True, "anything")
 
 
-def check_fields(found: Any, kinds: Mapping[str, Kind], place: str = "it") -> None:
+def check_fields(found: Any, kinds: Mapping[str, FieldKind], place: str = "it") -> None:
     """Raise FieldError, naming ``place`` and the field, unless ``found`` is an object with a value of each kind."""
     if not isinstance(found, Mapping):
         raise FieldError(f"{place} must be an object, got {found!r:.80}")

@@ -14,7 +14,7 @@ from forgather_cli.config.decode import load_saved, load_tree
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError
-from forgather_cli.finalize.quantize import is_quantized, load_quantized
+from forgather_cli.input_files import read_json_object
 from forgather_cli.models.build import build_model, directory_option, initialize
 from forgather_cli.models.init import allocate
 from forgather_cli.models.parts import named_tensors
@@ -107,9 +107,17 @@ def load_located(found: Located, *, device: str = "auto", dtype: torch.dtype | N
     return Source(model, tokenizer, None if found.reader is None else found.reader.step, where)
 
 
+def is_quantized(directory: Path) -> bool:
+    """Whether a model directory holds quantized weights."""
+    config = directory / "config.json"
+    return config.exists() and read_json_object(config, ModelError).get("quantization_config") is not None
+
+
 def _from_directory(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | None) -> nn.Module:
     """A Hugging Face directory, whoever wrote it; a quantized one as it is."""
     if is_quantized(directory):
+        from forgather_cli.finalize.quantize import load_quantized
+
         return load_quantized(directory, torch.device("cpu"))
     option = directory_option(directory)
     with torch.device("meta"):

@@ -185,7 +185,7 @@ def _start_ranks_by_forks() -> None:
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from forgather_cli.cli import multirun
+    from forgather_cli.sweeps import run as sweeps
 
     ours, theirs = multiprocessing.Pipe()
     launcher = os.getpid()
@@ -212,7 +212,7 @@ def _start_ranks_by_forks() -> None:
             self._child_created = True
 
     subprocess_handler.Popen = Popen
-    multirun.subprocess = SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    sweeps.subprocess = SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
 
 
 def _serve(requests: Connection, launcher: int) -> NoReturn:

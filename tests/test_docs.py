@@ -234,10 +234,8 @@ def unknown_of_command(first: str, second: str, rest: str) -> list[str]:
     """Commands and options that the program does not have."""
     command: Any = typer.main.get_command(app)
     for word in filter(None, (first, second)):
-        if hasattr(command, "commands"):
-            if word not in command.commands:
-                return [f"forgather {first} {second}"]
-            command = command.commands[word]
+        if hasattr(command, "commands") and (command := command.get_command(None, word)) is None:
+            return [f"forgather {first} {second}"]
     options = {option for param in command.params for option in param.opts} | {"--help"}
     words = [word.partition("=")[0] for word in rest.split() if word.startswith("--")]
     return [f"forgather {first} {second} {word}" for word in words if word.replace("_", "-") not in options]

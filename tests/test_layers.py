@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from forgather_cli.cli import app
+
 PACKAGE = Path(__file__).parents[1] / "forgather_cli"
 FREE = {
     "config.schema",
@@ -44,17 +46,23 @@ ALLOWED = {
     "folding": set(),
     "hub": set(),
     "finalize": {
-        "checkpoint", "config.decode", "config.load", "data", "distributed", "loss", "models", "precision", "source",
-        "strategies.single", "trainer.evaluate", "trainer.setup",
+        "checkpoint", "cli.output", "cli.words", "config.decode", "config.load", "data", "distributed", "loss",
+        "models", "precision", "source", "strategies.single", "trainer.evaluate", "trainer.setup",
+    },
+    "housekeeping": {
+        "callbacks.console", "checkpoint.files", "cli.output", "cli.style", "cli.words", "control.registry",
+        "control.server", "data.cache", "launch.exit_status", "launch.layout", "launch.processes", "launch.run_lock",
+        "runs.find", "runs.summary",
     },
     "inspection": {"data"},
     "launch": {"checkpoint.choice", "config", "distributed"},
     "plan": {
-        "config.batch", "config.decode", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments",
-        "launch.exit_status", "launch.layout", "launch.processes",
-        "models", "optim.groups", "precision", "trainer.metrics",
+        "cli.output", "cli.words", "config.batch", "config.decode", "config.diloco", "config.load",
+        "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments", "launch.exit_status", "launch.layout",
+        "launch.processes", "models", "optim.groups", "precision", "trainer.metrics",
     },
-    "report": {"callbacks.columns", "launch.exit_status", "launch.processes"},
+    "pictures": {"runs"},
+    "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "worker": {"*"},
     "api": {"*"},
     "evaluation": {"*"},
@@ -67,6 +75,10 @@ ALLOWED = {
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "targets",
         "callbacks.build", "callbacks.textgen", "launch.exit_status", "launch.run_lock", "launch.signals",
+    },
+    "sweeps": {
+        "callbacks.console", "cli.output", "cli.words", "config", "launch.exit_status", "launch.layout",
+        "launch.processes", "launch.rank_log", "launch.signals", "runs.summary",
     },
     "strategies": {
         "config.pipeline_layout", "distributed", "loss", "precision",
@@ -94,10 +106,10 @@ ALLOWED = {
     "precision": {"loss"},
 }  # fmt: skip
 
-# third-party package -> the only layer that may import it
+# third-party package -> the only layers that may import it, a room with commands beside cli
 ONLY_IN = {
-    "typer": "cli", "hydra": "config", "omegaconf": "config", "pydantic": "config", "matplotlib": "report",
-    "h11": "control", "uvicorn": "http_server",
+    "typer": "cli sweeps", "hydra": "config", "omegaconf": "config", "pydantic": "config",
+    "matplotlib": "pictures", "h11": "control", "uvicorn": "http_server",
 }  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = (
     "cli",
@@ -108,7 +120,10 @@ NO_TORCH_AT_MODULE_LEVEL = (
     "launch",
     "plan",
     "targets",
-    "report",
+    "housekeeping",
+    "pictures",
+    "runs",
+    "sweeps",
     "worker",
     "api",
     "hardware",
@@ -133,6 +148,8 @@ def modules() -> dict[str, ast.Module]:
 
 
 MODULES = modules()
+COMMANDS = {where.partition(":")[0].removeprefix("forgather_cli.") for where in app.COMMANDS.values()}
+"""The modules of commands, which a room has in its own folder."""
 
 
 def layer(module: str) -> str:
@@ -213,13 +230,13 @@ _STRATEGY = re.compile(r"\bstrategy(\.name)?$|args\.trainer\b|config\.trainer\b|
 def test_third_party_packages_have_one_importer(package: str, home: str) -> None:
     users = {name for name, tree in MODULES.items() if package in {i.split(".")[0] for i in imports(tree)}}
     assert users, f"nobody imports {package}"
-    assert {layer(name) for name in users} == {home}
+    assert {layer(name) for name in users if name not in COMMANDS or package != "typer"} == set(home.split())
 
 
 def test_what_answers_without_tensors_imports_no_torch() -> None:
     """Directly, or through a module of ours that it imports at module level."""
     for name in MODULES:
-        if layer(name) in NO_TORCH_AT_MODULE_LEVEL and name not in MAY_IMPORT_TORCH:
+        if (layer(name) in NO_TORCH_AT_MODULE_LEVEL or name in COMMANDS) and name not in MAY_IMPORT_TORCH:
             for reached in closure(name):
                 heavy = {i.split(".")[0] for i in imports(MODULES[reached], lazy=False)} & TORCH_TOO
                 assert not heavy, f"{name} imports {reached}, which imports {heavy}"
@@ -236,3 +253,15 @@ def closure(name: str) -> set[str]:
         packages = {".".join(parts[:n]) for n in range(1, len(parts))}
         todo |= (ours(MODULES[current], lazy=False) | packages & set(MODULES)) - seen
     return seen
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """Those of the encoder-decoder's modeling file aside: it stands alone in a model directory."""
+    homes: dict[str, list[str]] = {}
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    doubled = {name: where for name, where in homes.items() if len(where) > 1}
+    alone = {"Qwen3DecoderLayer", "Qwen3EncoderLayer", "Qwen3ForSeq2SeqLM"}
+    assert doubled == {key: ["models.encoder_decoder", "models.hf.modeling_qwen3_encdec"] for key in alone}

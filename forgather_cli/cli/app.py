@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from forgather_cli import __version__
-from forgather_cli.cli import (
-    cache,
-    checkpoint,
-    config,
-    control,
-    data,
-    diloco,
-    doctor,
-    evaluate,
-    finalize,
-    generate,
-    logs,
-    plan,
-    resume,
-    runs,
-    train,
-)
+from forgather_cli.bars import doing
 from forgather_cli.cli.style import Command, Group, as_mistake
-from forgather_cli.errors import ForgatherError, too_few_descriptors
+from forgather_cli.errors import ForgatherError, not_installed, too_few_descriptors
 from forgather_cli.launch.error_report import report_error
+
+COMMANDS = {
+    "train": "forgather_cli.cli.train:train",
+    "resume": "forgather_cli.cli.resume:resume",
+    "plan": "forgather_cli.plan.command:plan",
+    "eval": "forgather_cli.cli.evaluate:evaluate",
+    "generate": "forgather_cli.cli.generate:generate",
+    "finalize": "forgather_cli.finalize.command:finalize",
+    "doctor": "forgather_cli.housekeeping.doctor:doctor",
+    "config": "forgather_cli.cli.config:app",
+    "recipe": "forgather_cli.cli.config:recipe_app",
+    "data": "forgather_cli.cli.data:app",
+    "control": "forgather_cli.cli.control:app",
+    "checkpoint": "forgather_cli.cli.checkpoint:app",
+    "runs": "forgather_cli.housekeeping.runs:app",
+    "logs": "forgather_cli.cli.logs:app",
+    "diloco": "forgather_cli.cli.diloco:app",
+    "cache": "forgather_cli.housekeeping.cache:app",
+}
+"""The commands, as help lists them: the function of each, or the app of its subcommands."""
 
 _HELP = """Train language models from composed configs.
 
@@ -36,9 +42,42 @@ _HELP = """Train language models from composed configs.
 [cyan]forgather train learning_rate=1e-3,3e-3 -m[/]   a sweep
 [cyan]forgather config options[/]                     what there is to choose from"""
 
+
+class Commands(Group):
+    """Those of the table. Each is imported when it is asked for, and help leaves out those that are not there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        names: dict[str, Any] = dict.fromkeys(COMMANDS)
+        self.commands = names  # what a mistyped one is compared with
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name, where in COMMANDS.items() if _is_here(where.partition(":")[0])]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        with doing("importing the commands"):
+            found = getattr(import_module(module), attribute)
+        parent = typer.Typer()
+        if isinstance(found, typer.Typer):
+            parent.add_typer(found, name=cmd_name)
+        else:
+            parent.command(cmd_name, cls=Command)(found)
+        return typer.main.get_group(parent).commands[cmd_name]
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is its folder
+        return False
+
+
 app = typer.Typer(
     name="forgather",
-    cls=Group,
+    cls=Commands,
     help=_HELP,
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -64,24 +103,6 @@ def _root(
 ) -> None: ...
 
 
-app.command("train", cls=Command)(train.train)
-app.command("resume", cls=Command)(resume.resume)
-app.add_typer(config.app, name="config")
-app.add_typer(config.recipe_app, name="recipe")
-app.add_typer(data.app, name="data")
-app.command("plan", cls=Command)(plan.plan)
-app.command("eval", cls=Command)(evaluate.evaluate)
-app.command("generate", cls=Command)(generate.generate)
-app.command("finalize", cls=Command)(finalize.finalize)
-app.add_typer(control.app, name="control")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(runs.app, name="runs")
-app.add_typer(logs.app, name="logs")
-app.add_typer(diloco.app, name="diloco")
-app.add_typer(cache.app, name="cache")
-app.command("doctor", cls=Command)(doctor.doctor)
-
-
 def main() -> NoReturn:
     """Run the command line. Errors for users end with their exit code; anything else with a traceback and 1."""
     try:
@@ -90,7 +111,7 @@ def main() -> NoReturn:
         typer.echo("nothing was done", err=True)
         sys.exit(1)
     except Exception as error:  # the edge of the process
-        told = too_few_descriptors(error) or as_mistake(error) or error
+        told = too_few_descriptors(error) or not_installed(error) or as_mistake(error) or error
         if not isinstance(told, ForgatherError):
             raise
         report_error(told)

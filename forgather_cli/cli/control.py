@@ -31,8 +31,8 @@ from forgather_cli.errors import ConfigError, ControlError
 from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.launch.stacks import Standing, table
-from forgather_cli.report.summary import holder_of, how_it_ended
 from forgather_cli.run_dir import RunDir, shown
+from forgather_cli.runs.summary import holder_of, how_it_ended
 
 _REDRAW = 1.0  # seconds
 

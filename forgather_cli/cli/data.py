@@ -142,7 +142,7 @@ def stats(
 
     Every sample is read once, as in one epoch.
     """
-    from forgather_cli.report.picture import check_name
+    from forgather_cli.pictures.picture import check_name
 
     if plot is not None:
         check_name(plot, "--plot")
@@ -153,7 +153,7 @@ def stats(
     with Bar("counting samples") as bar, interruptible():
         found = stats_of(config, data, bar.update)
     if plot is not None:
-        from forgather_cli.report.lengths import draw_lengths
+        from forgather_cli.pictures.lengths import draw_lengths
 
         draw_lengths({split: each.lengths for split, each in found.items()}, data.seq_len, plot)
     if as_json:

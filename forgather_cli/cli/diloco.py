@@ -165,11 +165,12 @@ def worker(
     trainer. The server's token is in DILOCO_TOKEN or in the file
     [cyan]callbacks.diloco.token_file[/].
     """
-    from forgather_cli.cli.train import run_training
+    from forgather_cli.launch.start import launch
+    from forgather_cli.worker import work
 
     chosen = [f"callbacks.diloco.server_addr={address}"] if address else ["+callbacks.diloco={}"]
     composed = partial(load, [*(words or []), *chosen], config_dir, trust_config=True)
-    raise typer.Exit(run_training(joined(words or []), composed))
+    raise typer.Exit(launch(composed, work, joined(words or [])))
 
 
 # --------------------------------------------------------------------------------------------------- a server that runs

@@ -29,9 +29,9 @@ from forgather_cli.cli.words import RunPath, or_latest
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.folding import tell
 from forgather_cli.input_files import open_file
-from forgather_cli.report.runs import find_runs
-from forgather_cli.report.summary import Summary, how_it_ended, ordered, summarize_all
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.find import find_runs
+from forgather_cli.runs.summary import Summary, how_it_ended, ordered, summarize_all
 
 _LOOK = 0.2  # seconds between two looks at a log that grows
 
@@ -105,7 +105,7 @@ def slow(
     Steps, waiting for data, evaluation, saving, the first step, which compiles, and waiting for
     other ranks. Of a run that still trains, what its logs tell.
     """
-    from forgather_cli.report.slow import explain
+    from forgather_cli.runs.slow import explain
 
     runs = find_runs([run_dir])
     if len(runs) > 1:
@@ -159,8 +159,8 @@ def plot(
     Several runs, such as all of a sweep's directory, are compared in one picture, named by
     the settings that differ. Needs matplotlib: pip install 'forgather\\[plot]'.
     """
-    from forgather_cli.report.curves import Look
-    from forgather_cli.report.picture import draw
+    from forgather_cli.pictures.curves import Look
+    from forgather_cli.pictures.picture import draw
 
     runs = find_runs(run_dirs)
     silent = [run for run in runs if not run.metrics.is_file() or not run.metrics.stat().st_size]

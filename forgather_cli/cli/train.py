@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from forgather_cli.cli.output import AsJson, only_json, print_json
 from forgather_cli.cli.words import ConfigDir, Words, load, split_words
 from forgather_cli.errors import ConfigError
 from forgather_cli.folding import tell
-from forgather_cli.launch.place import Place, joined
+from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ def train(
         typer.echo(sbatch_file(loaded, train_command(loaded, words, config_dir)[1:], limit or LIMIT))
         return
     if multirun:
-        from forgather_cli.cli.multirun import run_sweep
+        from forgather_cli.sweeps.run import run_sweep
 
         recipe, overrides = split_words(words)
         raise typer.Exit(
@@ -90,20 +88,10 @@ def train(
         return
     named = [word.partition("=")[2].strip("'\"") for word in words or [] if word.startswith("output_dir=")]
     run = RunDir(Path(named[-1]).expanduser()) if named else None
-    raise typer.Exit(run_training(place, partial(load, words, config_dir, trust_config=True), run))
-
-
-def run_training(place: Place | None, compose: Callable[[], Loaded], run: RunDir | None = None) -> int:
-    """Train the config that ``compose`` returns, in this process or in ranks that it starts; returns the exit code.
-
-    ``place``: this process's rank where torchrun or the like has started it, else None. Of such ranks only rank 0
-    composes; it shares the config with the others. ``run``: the run's directory, where the command names it.
-    """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
-    from forgather_cli.launch import start
+    from forgather_cli.launch.start import launch
     from forgather_cli.worker import work
 
-    return start.launch(compose(), work) if place is None else start.join(place, compose, work, run)
+    raise typer.Exit(launch(partial(load, words, config_dir, trust_config=True), work, place, run))
 
 
 def train_command(loaded: Loaded, words: list[str] | None, config_dir: Path | None) -> list[str]:
@@ -116,11 +104,11 @@ def train_command(loaded: Loaded, words: list[str] | None, config_dir: Path | No
 def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
     """Print the plan, the command and the config, for ``--dry-run``."""
     from forgather_cli.cli.config import print_config
-    from forgather_cli.cli.plan import plan_document, print_plan
     from forgather_cli.hub import check_model
     from forgather_cli.launch.layout import plan_layout
     from forgather_cli.launch.start import check_best_metric, output_dir
-    from forgather_cli.plan import make_plan
+    from forgather_cli.plan.command import plan_document, print_plan
+    from forgather_cli.plan.run import make_plan
 
     check_best_metric(loaded.config)
     check_model(loaded.config)

@@ -93,7 +93,7 @@ def or_latest(ctx: typer.Context, value: Any) -> Any:
         return [or_latest(ctx, each) for each in value]
     if ctx.resilient_parsing or value is None or str(value) != "latest" or Path(value).exists():
         return value
-    from forgather_cli.report.runs import newest_run
+    from forgather_cli.runs.find import newest_run
 
     with doing("looking for the newest run"):
         found = newest_run().root

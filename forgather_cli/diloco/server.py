@@ -102,7 +102,7 @@ class Server:
         while True:
             if rounds.evict(self._service.now()):
                 self._write_registry()
-            if (signum := self._rank.stop.signum) is not None:
+            if (signum := self._rank.poll()) is not None:
                 self._rank.stop.acknowledge(signum)
                 await self._save_last()
                 return ExitStatus(0, Kind.STOPPED, STOPPED, f"stopped by {signal.Signals(signum).name}")
@@ -214,7 +214,7 @@ class Server:
         """The result of what takes long; a signal is acknowledged meanwhile, and acted on afterwards."""
         future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         while not (await asyncio.wait({future}, timeout=_TICK))[0]:
-            if (signum := self._rank.stop.signum) is not None:
+            if (signum := self._rank.poll()) is not None:
                 self._rank.stop.acknowledge(signum)
         return future.result()
 
@@ -222,7 +222,7 @@ class Server:
         """Until all workers know that training is over, or a minute has passed."""
         end = time.monotonic() + _FAREWELL
         while {worker.generation for worker in self._rounds.live()} - self._service.told and time.monotonic() < end:
-            if self._rank.stop.signum is not None:
+            if self._rank.poll() is not None:
                 return
             await asyncio.sleep(_TICK)
             self._rounds.evict(self._service.now())

@@ -49,7 +49,7 @@ class Vocabulary:
         return max(rows, self.after) if self.added else rows
 
 
-class Conversion:
+class ConvertedWeights:
     """The tensors of a model directory as they will be written: by name, made when they are asked for.
 
     Raises ModelError where tokens are added and no tensor is an embedding of the vocabulary.

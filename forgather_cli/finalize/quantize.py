@@ -249,13 +249,6 @@ def _write_config(
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-def is_quantized(directory: Path) -> bool:
-    """Whether a model directory holds quantized weights."""
-    if not (directory / _CONFIG).exists():
-        return False
-    return read_json_object(directory / _CONFIG, ModelError).get("quantization_config") is not None
-
-
 def load_quantized(directory: Path, device: torch.device) -> nn.Module:
     """The model of a directory that ``quantize_directory`` made, in eval mode on ``device``.
 

@@ -24,6 +24,7 @@ from forgather_cli.errors import (
     OutOfMemoryError,
     PartError,
     SetupError,
+    not_installed,
     too_few_descriptors,
 )
 from forgather_cli.input_files import open_file, parse_json, read_json_object, write_whole
@@ -141,7 +142,7 @@ def from_error(rank: int, error: BaseException) -> ExitStatus:
     """The status of a rank that an error ended, whatever other ranks did; Ctrl-C in a script is one."""
     if isinstance(error, KeyboardInterrupt):
         return ExitStatus(rank, Kind.CUT, 128 + signal.SIGINT, "KeyboardInterrupt")
-    error = too_few_descriptors(error) or error
+    error = too_few_descriptors(error) or not_installed(error) or error
     if not isinstance(error, ForgatherError):
         text = "".join(traceback.format_exception(error))
         return ExitStatus(rank, Kind.ERROR, FAILED, f"{type(error).__name__}: {error}", traceback=text)

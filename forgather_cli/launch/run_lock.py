@@ -381,11 +381,11 @@ def _yaml(value: dict[str, Any]) -> str:
     """A YAML document with texts of several lines as blocks."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class BlockDumper(yaml.SafeDumper):
         pass
 
     def text(dumper: Any, value: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
-    Dumper.add_representer(str, text)
-    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    BlockDumper.add_representer(str, text)
+    return yaml.dump(value, Dumper=BlockDumper, sort_keys=False, allow_unicode=True, width=120)

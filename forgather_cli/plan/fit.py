@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from forgather_cli.config.schema import Config, DDPSettings, FSDP2Settings, PipelineSettings, SingleSettings
 from forgather_cli.errors import ConfigError, ForgatherError
 from forgather_cli.launch.layout import plan_layout
+from forgather_cli.launch.processes import available_memory
 from forgather_cli.plan.memory import uses_gpu
 from forgather_cli.plan.run import memory_by_micro_batch
 
@@ -69,20 +68,6 @@ def _parsed_size(text: str) -> int:
     if size <= 0:
         raise ConfigError(f"--memory: must be a size such as 24GiB or 800MiB, got {text!r}")
     return size
-
-
-def available_memory() -> int:
-    """Bytes that processes may still take here: of the machine, or what the container is allowed."""
-    try:
-        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(rows["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    group = Path("/sys/fs/cgroup")  # of this process (cgroup v2)
-    try:
-        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # no group, or one without a limit
-        return free
 
 
 # ------------------------------------------------------------------------------------------------------------ what fits

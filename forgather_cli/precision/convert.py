@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import FP8Settings, PrecisionOption, QATSettings
 from forgather_cli.errors import ModelError, SetupError
+from forgather_cli.hardware import has_float8
 from forgather_cli.precision.package import need_torchao
 from forgather_cli.precision.recipes import group_size_of, rounded_by
 
@@ -106,15 +107,6 @@ def emulated(option: FP8Settings, device: torch.device) -> bool:
             "set emulate=null or choose precision=bf16"
         )
     return not has_float8(device)
-
-
-def has_float8(device: torch.device) -> bool:
-    """Whether the device multiplies float8 matrices: NVIDIA from Ada and Hopper on, AMD from MI300 on."""
-    if device.type != "cuda":
-        return False
-    if torch.version.hip is not None:
-        return re.match(r"gfx(94|95|12)", torch.cuda.get_device_properties(device).gcnArchName) is not None
-    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 # -------------------------------------------------------------------------------------------------------------- layers

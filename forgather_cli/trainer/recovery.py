@@ -27,7 +27,7 @@ from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import resume_command, step_of
 from forgather_cli.trainer.checkpoints import COMPONENTS, Checkpoints
 from forgather_cli.trainer.metrics import LateReader
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Recovery:
     where it is. ``RUN/rollbacks.jsonl`` is written first, so that a resume after a kill at any moment does the same.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+    def __init__(self, run: TrainingRun, checkpoints: Checkpoints) -> None:
         """Collective."""
         self._run, self._checkpoints = run, checkpoints
         self.records = on_rank_0(lambda: read_rollbacks(run.run_dir), run.cpu_group)

@@ -91,7 +91,7 @@ def main() -> None:
     import torch
 
     from forgather_cli.distributed import pick_device
-    from forgather_cli.precision.convert import has_float8
+    from forgather_cli.hardware import has_float8
 
     device = pick_device(args.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

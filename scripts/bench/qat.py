@@ -48,7 +48,7 @@ def losses(args: argparse.Namespace, overrides: list[str], seed: int, precision:
         *PLAIN, *overrides,
     ]  # fmt: skip
     run = RunDir(root)
-    worker.run(load_config(None, [*words, *precision, "eval_strategy=no"]).config, run)
+    worker.build(load_config(None, [*words, *precision, "eval_strategy=no"]).config, run).train()
     plain = run.checkpoint(run.checkpoint_steps()[-1]) / "model"
     quantized = root / "quantized"
     shutil.copytree(plain, quantized)

@@ -43,7 +43,7 @@ def trained(args: argparse.Namespace, overrides: list[str], root: Path) -> Path:
         f"output_dir={root}", *PLAIN, *overrides,
     ]  # fmt: skip
     run = RunDir(root)
-    worker.run(load_config(None, words).config, run)
+    worker.build(load_config(None, words).config, run).train()
     return run.checkpoint(run.checkpoint_steps()[-1]) / "model"
 
 

@@ -14,17 +14,14 @@ from typing import Any
 
 import pytest
 import yaml
-from program import Process, modules_after
-from terminal import Terminal
+from program import modules_after
 
 from forgather_cli.cli import app
-from forgather_cli.cli.multirun import Job, _cells
 from forgather_cli.config.load import load_config
-from forgather_cli.launch.exit_status import State, read_exit_record, write_exit_record
 from forgather_cli.launch.start import launch
-from forgather_cli.plan import make_plan
-from forgather_cli.report.summary import summarize
+from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import summarize
 from forgather_cli.worker import work
 
 SMALL = ["model=nano", "precision=fp32",
@@ -65,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with checkpoints at 2 and 4."""
     run = tmp_path_factory.mktemp("trained") / "run"
     settings = ["max_steps=4", "save_steps=2", "eval_steps=2", f"output_dir={run}"]
-    assert launch(load_config("default", [*SMALL, *settings]), work) == 0
+    assert launch(lambda: load_config("default", [*SMALL, *settings]), work) == 0
     return run
 
 
@@ -505,144 +502,6 @@ def test_generate_is_repeatable_and_streams_what_it_returns(
     assert forgather(*words, "--greedy").out.startswith("def f(")
 
 
-# ------------------------------------------------------------------------------------------------------------ sweeps
-
-
-def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
-    (tmp_path / "quitting.py").write_text(
-        "import pathlib\n"
-        "from forgather_cli.callbacks.base import TrainerCallback\n"
-        "class Quits(TrainerCallback):\n"
-        "    def on_step_end(self, args, state, control, **kwargs):\n"
-        "        mark = pathlib.Path('has-quit')\n"
-        "        control.should_abort_without_save = not mark.exists()\n"
-        "        mark.touch()\n"
-    )
-
-    def sweep(sizes: str) -> tuple[int, str]:
-        words = [
-            "train",
-            *SMALL,
-            "max_steps=2",
-            f"model.vocab_size={sizes}",
-            "+callbacks.quits._target_=quitting.Quits",
-        ]
-        with Process(*words, "-m", cwd=tmp_path) as process:
-            return process.finish(), process.output
-
-    code, told = sweep("8,300,301")
-    assert code == 1
-    assert "model.vocab_size: the tokenizer has 257 tokens, got 8" in told
-    assert re.search(r"vocab_size=8-\w+ +refused", told)
-    assert re.search(r"vocab_size=300-\w+ +aborted +1 ", told)
-    assert re.search(r"vocab_size=301-\w+ +done +2 +\d\.\d{4}", told)
-    assert re.search(r"^not all jobs are done.*\n.*train.*8,300,301", told, re.MULTILINE)
-    [root] = (tmp_path / "outputs/default").glob("sweep-*")
-    [done] = root.glob("*vocab_size=301-*")
-    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
-    code, told = sweep("300,301")
-    assert code == 0
-    assert f"{done.name} is done" in told
-    assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
-    assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", told), "an aborted job is started again"
-
-
-def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # which torch does not find here
-    (tmp_path / "slow.py").write_text(
-        "import os, pathlib, time\n"
-        "from forgather_cli.callbacks.base import TrainerCallback\n"
-        "class UntilToldOtherwise(TrainerCallback):\n"
-        "    def on_train_begin(self, args, state, control, **kwargs):\n"
-        "        pathlib.Path(args.output_dir, 'gpus').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
-        "    def on_step_end(self, args, state, control, **kwargs):\n"
-        "        time.sleep(0 if pathlib.Path('quick').exists() else 0.1)\n"
-    )
-    words = [word for word in SMALL if not word.startswith("device=")]
-    words += ["max_steps=200", "logging_steps=1", "+callbacks.slow._target_=slow.UntilToldOtherwise"]
-    words += ["model.vocab_size=300,8,301,302", "-m", "--jobs", "2"]
-    job = Terminal("train", *words)
-    job.read_until(r"=300 +running +\d+/200 +\d+\.\d{4}[^\n]*\n[^\n]*=8 +refused[^\n]*\n[^\n]*=301 +running +\d+/200")
-    job.press(b"\x03")
-    assert job.finish() == 75, job.output
-    assert "Traceback" not in job.output
-    assert "error: model.vocab_size: the tokenizer has 257 tokens, got 8" in job.output
-    [root] = (tmp_path / "outputs/default").glob("sweep-*")
-    stopped = {
-        path.parent.name.split("-")[0]: read_exit_record(RunDir(path.parent)) for path in root.glob("*/exit.json")
-    }
-    assert {name: end and end.code for name, end in stopped.items()} == {
-        "model.vocab_size=300": 75, "model.vocab_size=301": 75
-    }  # fmt: skip
-    assert sorted(path.read_text() for path in root.glob("*/gpus")) == ["5", "7"]
-
-    (tmp_path / "quick").touch()
-    with Process("train", *words, cwd=tmp_path) as again:
-        assert again.finish() == 1, again.output
-    lines = [re.sub(r"^\S+ \S+ (\[\d/4\]) \S+?=(\d+)-\w+", r"\1 \2", line) for line in again.lines]
-    assert lines.index("[2/4] 8 begins") < min(n for n, line in enumerate(lines) if line.startswith("[1/4] 300 done"))
-    for number, size in ((1, 300), (3, 301), (4, 302)):
-        assert f"[{number}/4] {size} begins" in lines
-        assert any(line.startswith(f"[{number}/4] {size} done: step 200, loss") for line in lines), again.output
-        [run] = (RunDir(path) for path in root.glob(f"*={size}-*"))
-        records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-        assert [record["step"] for record in records if "loss" in record] == list(range(1, 201))
-    assert lines.count("[2/4] 8 refused") == 1
-
-
-def test_jobs_at_once_need_a_gpu_for_each_rank(forgather: Forgather, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    words = [
-        "train",
-        *SMALL,
-        "learning_rate=1e-3,2e-3",
-        "trainer=ddp",
-        "nproc_per_node=2",
-        "-m",
-        "--dry-run",
-        "--jobs=2",
-    ]
-    assert forgather(*words).code == 0  # on a CPU
-    refused = forgather(*words, "device=auto")
-    assert refused.code == 2
-    assert (
-        "--jobs: 2 at once with 2 GPUs each (nproc_per_node) need 4, and this machine has 3; give --jobs 1"
-        in refused.err
-    )
-    alone = forgather("train", "--jobs", "2")
-    assert (alone.code, "add --multirun" in alone.err) == (2, True)
-
-
-def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    cases: list[tuple[int | None, State | None, str]] = [
-        (None, None, "not run"), (2, None, "refused"), (137, None, "cut"), (0, "done", "done"),
-        (0, "stopped", "stopped"), (75, "stopped", "stopped"), (1, "failed", "failed"), (None, "failed", "failed"),
-        (2, "stopped", "refused"),
-        (1, "aborted", "aborted"), (1, "diverged", "diverged"), (1, "done", "failed"),
-    ]  # fmt: skip
-    for code, told, shown in cases:
-        run.exit.unlink(missing_ok=True)
-        if told is not None:
-            write_exit_record(run, told, code or 0, "because", 3)
-        assert _cells(Job("x", [], run), code) == [shown, "-", "-", "-", "-", "-"]
-        assert Job("x", [], run).is_done == (told == "done"), "only what is done is not started again"
-
-
-def test_a_sweep_checks_all_jobs_before_the_first(forgather: Forgather) -> None:
-    done = forgather("train", "learning_rate=1e-3,fast,slow", "max_steps=1", "-m")
-    assert done.code == 2
-    assert "got 'fast'" in done.err
-    assert "got 'slow'" in done.err
-    assert list(Path().iterdir()) == []
-    shown = forgather("train", "learning_rate=1e-3,1e-4", "max_steps=1", "-m", "--dry-run", "--json").json()
-    assert len({job["dir"] for job in shown}) == 2
-    assert list(Path().iterdir()) == []
-
-
 INTERRUPTED = """
 import os, signal, sys
 module = sys.argv[1]
@@ -660,7 +519,7 @@ run()
 """
 
 
-@pytest.mark.parametrize("module", ["forgather_cli.cli.plan", "hydra", "numpy._core.multiarray"])
+@pytest.mark.parametrize("module", ["forgather_cli.cli.train", "hydra", "numpy._core.multiarray"])
 def test_ctrl_c_while_modules_are_imported_ends_the_command_without_a_word(module: str, tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, module], cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

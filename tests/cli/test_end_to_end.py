@@ -184,16 +184,14 @@ def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path)
 
 HANGS = """
 import sys, time
-from forgather_cli import worker
 from forgather_cli.launch import signals, start
 from forgather_cli.config.load import load_config
-def hangs(config, run, should_stop, **kwargs):
-    should_stop()
+def hangs(config, run, rank):
+    rank.poll()
     print("listening", flush=True)
     time.sleep(60)
-worker.run = hangs
 signals.GRACE = 0.3
-sys.exit(start.launch(load_config("default", ["output_dir=run"]), worker.work))
+sys.exit(start.launch(lambda: load_config("default", ["output_dir=run"]), hangs))
 """
 
 

@@ -15,7 +15,7 @@ from program import forgather
 
 from forgather_cli import TrainingArguments
 from forgather_cli.cli import app
-from forgather_cli.cli.style import Command
+from forgather_cli.cli.style import Command, Group
 from forgather_cli.config.decode import dump_saved, load_saved
 from forgather_cli.config.diloco import load_server_settings
 from forgather_cli.config.load import load_config
@@ -86,23 +86,24 @@ def test_what_is_nobodys_home_is_refused_and_what_is_no_path_stays() -> None:
     assert files == tuple(str(Path("home", name).resolve()) for name in "tck")
 
 
-def _commands(group: typer.Typer) -> Iterator[Any]:
-    yield from group.registered_commands
-    for each in group.registered_groups:
-        assert each.typer_instance is not None
-        yield from _commands(each.typer_instance)
+def _commands(command: Any) -> Iterator[Any]:
+    """The command itself, or all below the group."""
+    if not isinstance(command, Group):
+        yield command
+        return
+    for name in command.list_commands(None):
+        yield from _commands(command.get_command(None, name))
 
 
 def test_each_argument_of_each_command_expands_it() -> None:
     """One class of commands does it; what takes a path says so by its type, or by its name."""
     seen = 0
-    for info in _commands(app.app):
-        assert info.cls is Command, info.callback
-        for name, hint in get_type_hints(info.callback, include_extras=False).items():
+    for command in _commands(typer.main.get_command(app.app)):
+        assert type(command) is Command, command.name
+        for name, hint in get_type_hints(command.callback, include_extras=False).items():
             if "Path" not in str(hint):
                 continue
             seen += 1
-            command = typer.main.get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode="rich")
             (param,) = (each for each in command.params if each.name == name)
             option = param.param_type_name == "option"
             value = param.opts[-1] if option else None
@@ -115,7 +116,7 @@ def test_each_argument_of_each_command_expands_it() -> None:
             order = [*words, *others] if option or first.index(name) == 0 else [*others, *words]
             context = command.make_context("it", order, resilient_parsing=True)
             got = context.params[name]
-            assert (got[0] if isinstance(got, list | tuple) else got) == Path("home/x").resolve(), (info.callback, name)
+            assert (got[0] if isinstance(got, list | tuple) else got) == Path("home/x").resolve(), (command.name, name)
     assert seen > 15
 
 

@@ -34,6 +34,8 @@ class Slow:
 slow, bars.SILENCE = sys.argv.pop(1), 0.05
 for name in [name for name in sys.modules if slow and (name + ".").startswith(slow + ".")]:
     del sys.modules[name]
+    package, _, module = name.rpartition(".")
+    vars(sys.modules[package]).pop(module, None)
 sys.meta_path.insert(0, Slow())
 from forgather_cli.__main__ import run
 run()
@@ -59,14 +61,14 @@ CASES = {
     "plan": ("forgather_cli.data.build", "planning the run"),
     "eval run": ("forgather_cli.evaluation", "importing torch"),
     "generate run --prompt a --json": ("forgather_cli.generation", "importing torch"),
-    "finalize run final": ("forgather_cli.finalize", "importing torch"),
-    "doctor --json": ("forgather_cli.precision.convert", "importing torch"),
+    "finalize run final": ("forgather_cli.finalize.run", "importing torch"),
+    "doctor --json": ("forgather_cli.hardware", "importing torch"),
     "checkpoint list run": ("forgather_cli.checkpoint.retention", "reading the run"),
     "checkpoint verify run": ("forgather_cli.checkpoint.retention", "reading the run"),
     "checkpoint average --last 2 run -o mean": ("forgather_cli.checkpoint.average", "importing torch"),
     "checkpoint edit run learning_rate=1": ("forgather_cli.checkpoint.edit", "reading and writing the state"),
-    "logs slow run": ("forgather_cli.report.slow", "reading the run"),
-    "logs plot run": ("forgather_cli.report.curves", "drawing"),
+    "logs slow run": ("forgather_cli.runs.slow", "reading the run"),
+    "logs plot run": ("forgather_cli.pictures.curves", "drawing"),
     f"train {' '.join(SMALL)}": ("forgather_cli.callbacks.build", "importing torch"),
     f"train trainer=ddp nproc_per_node=2 {' '.join(SMALL)}": (
         "forgather_cli.launch.agent", "importing torch to start the ranks",

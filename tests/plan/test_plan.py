@@ -12,12 +12,11 @@ from parity import SCHEDULES
 from ranks import run_ranks
 from torch import Tensor
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ConfigError
-from forgather_cli.plan import RunPlan, make_plan
 from forgather_cli.plan.pipeline import in_flight
+from forgather_cli.plan.run import RunPlan, make_plan
 from forgather_cli.run_dir import RunDir
 from forgather_cli.shards import local
 
@@ -73,7 +72,7 @@ def num_bytes(tensors: list[Any]) -> int:
 
 def measured(path: Path, overrides: tuple[str, ...]) -> dict[str, int]:
     config = tiny.config(path, *SMALL, *overrides, "+callbacks.measure._target_=test_plan.Measure")
-    found: dict[str, int] = worker.run(config, RunDir(path)).measured  # type: ignore[attr-defined]
+    found: dict[str, int] = tiny.train(config, RunDir(path)).measured  # type: ignore[attr-defined]
     return found
 
 
@@ -234,7 +233,7 @@ def test_a_pipeline_that_the_layers_do_not_allow_is_refused(tmp_path: Path) -> N
 
 
 def test_the_command_prints_every_rank_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    from forgather_cli.cli.plan import plan as command
+    from forgather_cli.plan.command import plan as command
 
     words = ["model=nano", "data=synthetic", "trainer=pipeline", "nproc_per_node=2"]
     command(words, None, params=False, as_json=True)

@@ -75,7 +75,7 @@ def test_one_that_tells_no_order_keeps_all_micro_batches() -> None:
 
 
 def test_the_plan_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    from forgather_cli.cli.plan import plan
+    from forgather_cli.plan.command import plan
 
     words = ["model=tiny", "data=synthetic", *layout("Rounds").overrides, "nproc_per_node=2"]
     assert [stage.rank for stage in make_plan(load_config(None, words).config).stages] == [0, 1, 0, 1]

@@ -39,8 +39,8 @@ from forgather_cli.data.build import load_data
 from forgather_cli.data.order import Order
 from forgather_cli.errors import CheckpointError, ConfigError, DivergenceError
 from forgather_cli.launch.exit_status import newest_step, read_exit_record
-from forgather_cli.report.summary import summarize
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import summarize
 from forgather_cli.trainer import Trainer, TrainingArguments
 
 RUN = RunDir(Path("run"))

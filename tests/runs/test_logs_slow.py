@@ -18,8 +18,8 @@ import yaml
 from program import forgather
 
 from forgather_cli import Trainer, TrainerCallback, TrainingArguments
-from forgather_cli.report.slow import explain, times_of
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.slow import explain, times_of
 
 
 class SlowTokens(tiny.RandomTokens):

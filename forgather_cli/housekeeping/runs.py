@@ -31,9 +31,9 @@ from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import State
 from forgather_cli.launch.run_lock import is_held, remove_run
-from forgather_cli.report.runs import OUTPUTS, last_change, runs_below
-from forgather_cli.report.summary import holder_of, state_of, summarize_or_state
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.find import OUTPUTS, last_change, runs_below
+from forgather_cli.runs.summary import holder_of, state_of, summarize_or_state
 
 _ENDED = get_args(State)
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}

@@ -16,15 +16,16 @@ from pathlib import Path
 
 import pytest
 import saving
+from logged import make_run
 from program import forgather
 from rich.console import RenderableType
-from test_logs_summary import make_run
 
-from forgather_cli.cli import diloco, multirun
+from forgather_cli.cli import diloco
 from forgather_cli.cli.output import console
 from forgather_cli.control import registry
 from forgather_cli.data.cache import Cache
 from forgather_cli.launch.signals import STOP_SIGNALS
+from forgather_cli.sweeps import run as sweeps
 
 SWEEP = "outputs/pretrain_on_the_corpus_of_the_department/sweep-0a1b2c3d"
 RUNS = [f"{SWEEP}/learning_rate=0.00{n},weight_decay=0.1-{n}e5f6a7b" for n in (1, 2)]
@@ -161,7 +162,7 @@ def test_tables_that_are_redrawn_cut_no_value(output: Callable[..., str]) -> Non
               "silent": 4000.0, "sent": 2**40, "received": 2**40, "host": "node-17.cluster.of.us"}  # fmt: skip
     status = {"round": 7, "max_rounds": 1000, "state": "open", "round_seconds": 61.0, "tokens": 10**9, "checkpoint": 6,
               "received": 2**40, "sent": 2**40, "why": "waits for two", "workers": [worker, worker]}  # fmt: skip
-    sweep = multirun._Sweep(multirun.plan_jobs("default", SWEEP_AGAIN.split()[1:-1], None), [], 2, [])
+    sweep = sweeps._Sweep(sweeps.plan_jobs("default", SWEEP_AGAIN.split()[1:-1], None), [], 2, [])
     for table in (partial(diloco._shown, status), sweep._table):
         check(*(output(stream, of=partial(draw, table)) for stream in (io.StringIO(), Terminal80())))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from forgather_cli.report import style
-from forgather_cli.report.picture import save
+from forgather_cli.pictures import style
+from forgather_cli.pictures.picture import save
 
 _BINS = 60
 

@@ -25,7 +25,7 @@ from forgather_cli.cli.output import (
     print_table,
 )
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.data.cache import Cache, Entry, entries, remove_entry
+from forgather_cli.data.cache import Cache, CacheEntry, entries, remove_entry
 from forgather_cli.errors import ConfigError
 
 _AGE = re.compile(r"(\d+)([mhdw])")
@@ -110,12 +110,12 @@ def prune(
     typer.echo(f"removed {_told(removed)}" if removed else f"{root}: nothing to remove")
 
 
-def _told(found: Sequence[Entry]) -> str:
+def _told(found: Sequence[CacheEntry]) -> str:
     size = human_bytes(sum(entry.size_bytes for entry in found))
     return f"{len(found)} {'entry' if len(found) == 1 else 'entries'} ({size})"
 
 
-def _document(entry: Entry) -> dict[str, Any]:
+def _document(entry: CacheEntry) -> dict[str, Any]:
     used = datetime.fromtimestamp(entry.last_used, UTC).isoformat(timespec="seconds")
     return {"kind": entry.kind, "path": str(entry.path), "size_bytes": entry.size_bytes, "last_used": used,
             "in_use": entry.in_use, "unfinished": entry.is_unfinished, "origin": entry.meta.get("origin")}  # fmt: skip

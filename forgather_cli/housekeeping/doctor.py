@@ -139,7 +139,7 @@ def _packages(findings: list[Finding]) -> Facts:
 
 def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) -> Facts:
     """The processor, and what torch can compute on, first what ``device=auto`` takes, with what it can run."""
-    from forgather_cli.hardware import bf16_on, processor
+    from forgather_cli.hardware import bf16_on, has_float8, processor
     from forgather_cli.launch.layout import gpus
     from forgather_cli.launch.processes import available_cores
 
@@ -147,8 +147,6 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
     cpu = {"name": name, "cores": available_cores(), "instructions": list(instructions)}
     try:
         import torch
-
-        from forgather_cli.precision.convert import has_float8
     except (ImportError, OSError) as error:  # OSError: a library of it that the system does not have
         what = f"torch cannot be imported ({str(error).splitlines()[0]})"
         findings.append(Finding("error", what, "install it again, its CPU build where there is no GPU"))
@@ -228,8 +226,8 @@ def _room(findings: list[Finding]) -> Facts:
     from forgather_cli.checkpoint.files import size_of
     from forgather_cli.control.server import PORTS
     from forgather_cli.data.cache import Cache
-    from forgather_cli.plan.fit import available_memory
-    from forgather_cli.report.runs import OUTPUTS
+    from forgather_cli.launch.processes import available_memory
+    from forgather_cli.runs.find import OUTPUTS
 
     remedies = {"outputs": "set output_dir", "cache": "set data.cache_dir or XDG_CACHE_HOME"}
     room = {}
@@ -262,7 +260,7 @@ def _leftovers(findings: list[Finding]) -> None:
     from forgather_cli.data.cache import Cache, entries
     from forgather_cli.launch.processes import abandoned_folders
     from forgather_cli.launch.run_lock import is_held
-    from forgather_cli.report.runs import OUTPUTS, runs_below
+    from forgather_cli.runs.find import OUTPUTS, runs_below
 
     def clean(what: str, remedy: str) -> None:
         findings.append(Finding("to clean", what, remedy))

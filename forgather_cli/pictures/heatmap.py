@@ -11,10 +11,10 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 from forgather_cli.errors import SetupError
-from forgather_cli.report import style
-from forgather_cli.report.records import is_number, read_records
-from forgather_cli.report.runs import labels
+from forgather_cli.pictures import style
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.find import labels
+from forgather_cli.runs.records import is_number, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

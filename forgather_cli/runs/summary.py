@@ -13,10 +13,10 @@ from forgather_cli.errors import ConfigError, SetupError, did_you_mean
 from forgather_cli.input_files import read_text
 from forgather_cli.launch.exit_status import newest_step, read_exit_record
 from forgather_cli.launch.processes import is_running
-from forgather_cli.report.records import Record, is_number, records_of, running_time
-from forgather_cli.report.runs import differing, settings_of
-from forgather_cli.report.slow import times_of
 from forgather_cli.run_dir import RunDir, resume_command
+from forgather_cli.runs.find import differing, settings_of
+from forgather_cli.runs.records import Record, is_number, records_of, running_time
+from forgather_cli.runs.slow import times_of
 
 _HOLDER = re.compile(r"pid (\d+) on (\S+)")  # as ``launch.run_lock`` writes it
 

@@ -30,9 +30,10 @@ from forgather_cli.hub import check_model
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
     from forgather_cli.config.schema import Config, DilocoServerSettings
-    from forgather_cli.plan import RankMemory, RunPlan
     from forgather_cli.plan.diloco import DilocoPlan
     from forgather_cli.plan.fit import Fit
+    from forgather_cli.plan.memory import RankMemory
+    from forgather_cli.plan.run import RunPlan
 
 
 def plan(
@@ -90,8 +91,8 @@ def plan(
     if step_time is not None and not of_server and callback is None:
         raise ConfigError("--step-time: needs +callbacks.diloco={} or settings of its server (diloco.sync_every=500)")
     server = _server_settings(of_server, {} if callback is None else callback.stated())
-    from forgather_cli.plan import make_plan
     from forgather_cli.plan.diloco import plan_diloco
+    from forgather_cli.plan.run import make_plan
 
     with only_json(as_json):
         made = make_plan(config)
@@ -319,9 +320,9 @@ def show_fit(
     def config_with(more: Sequence[str]) -> Config:
         return compose([*words, *more]).config
 
-    from forgather_cli.plan import make_plan
     from forgather_cli.plan.confirm import confirm
     from forgather_cli.plan.fit import budget_of, find_fit
+    from forgather_cli.plan.run import make_plan
 
     config = config_with([])
     check_model(config)

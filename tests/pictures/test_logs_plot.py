@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logged import make_run
 from matplotlib.figure import Figure
 from program import forgather
-from test_logs_summary import make_run
 
-from forgather_cli.report import style
-from forgather_cli.report.curves import Look, draw_curves
-from forgather_cli.report.heatmap import draw_heatmap
+from forgather_cli.pictures import style
+from forgather_cli.pictures.curves import Look, draw_curves
+from forgather_cli.pictures.heatmap import draw_heatmap
 from forgather_cli.run_dir import RunDir
 
 

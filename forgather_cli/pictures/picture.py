@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
-from forgather_cli.report import style
-from forgather_cli.report.curves import Look, draw_curves
-from forgather_cli.report.heatmap import Kind, draw_heatmap
-from forgather_cli.report.records import Axis
+from forgather_cli.pictures import style
+from forgather_cli.pictures.curves import Look, draw_curves
+from forgather_cli.pictures.heatmap import Kind, draw_heatmap
 from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.records import Axis
 
 SUFFIXES = (".png", ".svg")
 _DPI = 120

@@ -1,90 +1,24 @@
-"""``forgather runs``, ``forgather logs follow``, and ``latest``: what is listed, what is removed, and what never is."""
+"""``forgather runs``: what is listed, what is removed, and what never is."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from program import Process, forgather
+from kept_runs import Job, documents, make_outputs, make_run
+from program import forgather
 from terminal import Terminal
-
-from forgather_cli.launch.exit_status import write_exit_record
-from forgather_cli.run_dir import RunDir
-
-JOB = """
-import sys
-from pathlib import Path
-from forgather_cli.launch.exit_status import write_exit_record
-from forgather_cli.launch.run_lock import RunLock
-
-with RunLock(Path(sys.argv[1])) as held:
-    log = held.run.rank_log(0).open("a", buffering=1)
-    print("has it", flush=True)
-    for line in sys.stdin:
-        log.write(line)
-    write_exit_record(held.run, "stopped", 0, "told to", 7)
-    log.write("the last line\\n")
-"""
-
-
-class Job:
-    """A job that holds a run directory, logs what it is told, and ends with its input."""
-
-    def __init__(self, root: Path) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", JOB, str(root)], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True, bufsize=1)  # fmt: skip
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "has it\n"
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-
-    def end(self) -> None:
-        self.process.communicate()
-
-
-def make_run(root: Path, changed: float, losses: tuple[float, ...] = (), ended: bool = True) -> Path:
-    """A run's files as training leaves them; ``changed``: when, in seconds since the epoch."""
-    run = RunDir(root)
-    (run.checkpoints / "step-00000010").mkdir(parents=True)
-    (run.checkpoints / "step-00000010/weights").write_bytes(bytes(1000))
-    run.logs.mkdir()
-    run.rank_log(0).write_text("what it has printed\n")
-    run.config.write_text("max_steps: 100\n")
-    run.lock.write_text("pid 999999999 on nowhere\n")
-    if losses:
-        lines = [json.dumps({"step": 10 * (n + 1), "eval_loss": loss}) for n, loss in enumerate(losses)]
-        run.metrics.write_text("\n".join(lines) + "\n")
-    if ended:
-        write_exit_record(run, "done", 0, "done")
-    for path in root.rglob("*"):
-        os.utime(path, (changed, changed))
-    return root
 
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    make_run(Path("outputs/default/old"), 1e9, (3.0, 2.0, 2.5))
-    make_run(Path("outputs/default/new"), 1.2e9, ended=False)
-    make_run(Path("outputs/between"), 1.1e9, (1.0,))
-    return Path("outputs")
-
-
-def documents(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert forgather(*words, "--json") == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    return found
+    return make_outputs()
 
 
 def test_runs_are_listed_newest_first_with_state_best_loss_and_size(
@@ -201,31 +135,3 @@ def test_removing_asks_first(outputs: Path) -> None:
         terminal.read_until(None)
         assert terminal.close() == code
     assert not (outputs / "default/new").exists()
-
-
-def test_latest_is_the_run_that_changed_last(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ("resume latest", "checkpoint list latest", "eval latest", "logs follow latest", "logs slow latest"):
-        forgather(*words.split())
-        assert "latest: outputs/default/new" in capsys.readouterr().err
-    os.utime(outputs / "default/old/logs/rank-0.log", (2e9, 2e9))
-    assert [each["run"] for each in documents(capsys, "logs", "summary", "latest")] == ["outputs/default/old"]
-
-
-def test_a_log_is_followed_until_the_job_ends(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job(outputs / "between")
-    with Process("logs", "follow", "outputs/between") as process:
-        process.read_until("what it has printed")
-        for n in range(3):
-            job.say(f"step {n} für alle")
-            process.read_until(f"step {n} für alle")
-        job.end()
-        assert process.finish() == 0
-    assert process.lines[-2:] == [
-        "the last line", "outputs/between: ended at step 7, stopped, with exit code 0: told to",
-    ]  # fmt: skip
-    assert forgather("logs", "follow", "outputs/default/new") == 0  # one that was killed
-    first, last = capsys.readouterr().out.splitlines()
-    assert first == "what it has printed"
-    assert "was started on nowhere" in last
-    assert forgather("logs", "follow", "nowhere") == 2
-    assert "has no log" in capsys.readouterr().err

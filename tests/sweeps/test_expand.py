@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forgather_cli.config.overrides import expand, job_name
 from forgather_cli.errors import ConfigError
+from forgather_cli.sweeps.expand import expand, job_name
 
 
 def test_product_of_all_values_in_the_order_typed() -> None:

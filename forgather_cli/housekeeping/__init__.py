@@ -1,0 +1,1 @@
+"""What is left on a machine, and removing it: ``forgather runs``, ``forgather cache`` and ``forgather doctor``."""

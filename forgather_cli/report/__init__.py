@@ -1,1 +1,0 @@
-"""What runs on disk have measured, as tables and pictures. No torch; matplotlib, an optional package, for pictures."""

@@ -1,0 +1,44 @@
+"""``latest`` for the run that changed last, and ``forgather logs follow``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from kept_runs import Job, documents, make_outputs
+from program import Process, forgather
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return make_outputs()
+
+
+def test_latest_is_the_run_that_changed_last(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("resume latest", "checkpoint list latest", "eval latest", "logs follow latest", "logs slow latest"):
+        forgather(*words.split())
+        assert "latest: outputs/default/new" in capsys.readouterr().err
+    os.utime(outputs / "default/old/logs/rank-0.log", (2e9, 2e9))
+    assert [each["run"] for each in documents(capsys, "logs", "summary", "latest")] == ["outputs/default/old"]
+
+
+def test_a_log_is_followed_until_the_job_ends(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(outputs / "between")
+    with Process("logs", "follow", "outputs/between") as process:
+        process.read_until("what it has printed")
+        for n in range(3):
+            job.say(f"step {n} für alle")
+            process.read_until(f"step {n} für alle")
+        job.end()
+        assert process.finish() == 0
+    assert process.lines[-2:] == [
+        "the last line", "outputs/between: ended at step 7, stopped, with exit code 0: told to",
+    ]  # fmt: skip
+    assert forgather("logs", "follow", "outputs/default/new") == 0  # one that was killed
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "what it has printed"
+    assert "was started on nowhere" in last
+    assert forgather("logs", "follow", "nowhere") == 2
+    assert "has no log" in capsys.readouterr().err
