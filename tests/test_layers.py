@@ -47,7 +47,7 @@ ALLOWED = {
     "hub": set(),
     "finalize": {
         "checkpoint", "cli.output", "cli.words", "config.decode", "config.load", "data", "distributed", "loss",
-        "models", "precision", "source", "strategies.single", "trainer.evaluate", "trainer.setup",
+        "models", "precision", "quantized", "source", "strategies.single", "trainer.evaluate", "trainer.setup",
     },
     "housekeeping": {
         "callbacks.console", "checkpoint.files", "cli.output", "cli.style", "cli.words", "control.registry",
@@ -73,7 +73,7 @@ ALLOWED = {
         "data.chat.ends",
         "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
-        "precision", "targets",
+        "precision", "quantized.convert", "targets",
         "callbacks.build", "callbacks.textgen", "launch.exit_status", "launch.run_lock", "launch.signals",
     },
     "sweeps": {
@@ -104,6 +104,7 @@ ALLOWED = {
     "optim": set(),
     "loss": set(),
     "precision": {"loss"},
+    "quantized": set(),
 }  # fmt: skip
 
 # third-party package -> the only layers that may import it, a room with commands beside cli
