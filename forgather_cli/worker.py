@@ -1,4 +1,4 @@
-"""The main of every rank: ``run`` builds data, model and callbacks from the config and trains.
+"""The main of every rank: ``build`` makes data, model and callbacks from the config, ``work`` trains.
 
 ``python -m forgather_cli.worker`` is a rank that our launcher started; ``trainer=single``, and ranks that torchrun or
 the like started, run in the process of the command. In both ``launch/rank.py`` sets up log, signals and process group
@@ -13,21 +13,19 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.bars import Bar, doing
 from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import ExitStatus, done
 from forgather_cli.launch.processes import collect_less, keep_heap, leave
 from forgather_cli.launch.rank import main as rank_process
-from forgather_cli.launch.stacks import standings_of_all
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal.bars import Bar, doing
 
 if TYPE_CHECKING:
     from forgather_cli.data.splits import DataSplits
@@ -43,64 +41,24 @@ def work(config: Config, run_dir: RunDir, rank: RankContext) -> ExitStatus:
     """Train, or evaluate for ``forgather eval``, as one rank; returns how that ended."""
     if run_dir.evaluation.exists():
         return _evaluate(config, run_dir, rank.place.rank)
-    return run(
-        config,
-        run_dir,
-        should_stop=lambda: rank.stop.signum,
-        on_stop=rank.stop.acknowledge,
-        on_step=rank.stepped,
-        meet=rank.meet,
-        stacks=lambda: {"ranks": [asdict(standing) for standing in standings_of_all(rank)]},
-    ).finish()
-
-
-def run(
-    config: Config,
-    run_dir: RunDir,
-    *,
-    should_stop: Callable[[], int | None] = lambda: None,
-    on_stop: Callable[[int], None] = lambda signum: None,
-    on_step: Callable[[int], None] = lambda step: None,
-    meet: Callable[[str], str | Callable[[], str]] = lambda what: what,
-    stacks: Callable[[], dict[str, Any]] | None = None,
-) -> Trainer:
-    """Train by ``config`` in ``run_dir``; returns the trainer as training left it.
-
-    ``should_stop`` and ``on_stop`` are the Trainer's; ``on_step`` is called with the number of each step that is done;
-    ``meet`` says what is done with which ranks (``RankContext.meet``); ``stacks`` returns what ``forgather control
-    stacks`` shows, the stack of every rank.
-    """
-    from forgather_cli.callbacks.base import TrainerCallback
-
-    class _Steps(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            on_step(state.global_step)
-
-    tree = written_tree(config, run_dir.newest_config())
-    trainer = build(
-        config, run_dir, tree, callbacks=[_Steps()], stacks=stacks, meet=meet, should_stop=should_stop, on_stop=on_stop
-    )
+    trainer = build(config, run_dir, rank=rank)
     trainer.train()
-    return trainer
+    return trainer.finish()
 
 
 @doing("importing torch")
 def build(
     config: Config,
     run_dir: RunDir,
-    tree: dict[str, Any],
+    tree: dict[str, Any] | None = None,
     *,
     origin: dict[str, Any] | None = None,
-    callbacks: Sequence[Any] = (),
-    stacks: Callable[[], dict[str, Any]] | None = None,
-    meet: Callable[[str], str | Callable[[], str]] = lambda what: what,
-    should_stop: Callable[[], int | None] = lambda: None,
-    on_stop: Callable[[int], None] = lambda signum: None,
+    rank: RankContext | None = None,
 ) -> Trainer:
-    """The Trainer of ``config``, which ``config.yaml`` has as ``tree``: data, model and callbacks, those given first.
+    """The Trainer of ``config``: data, model and callbacks.
 
-    ``origin``: what ``origin.yaml`` is to hold; given, ``train()`` takes and leaves the run directory itself, and None
-    where a command does. ``stacks``, ``meet``, ``should_stop`` and ``on_stop``: see ``run``.
+    ``tree``: what ``config.yaml`` has, if it is there already. ``origin``: what ``origin.yaml`` is to hold; given,
+    ``train()`` takes and leaves the run directory itself. ``rank``: this process, where a command has started the run.
     """
     from forgather_cli.callbacks.build import build_callbacks
     from forgather_cli.distributed import pick_device, world
@@ -116,9 +74,11 @@ def build(
     vocab_size = data.vocab_size  # of a model of the user's, which is asked for it
     if isinstance(config.model, Target) and (own := own_vocab_size(config.model)) is not None:
         vocab_size = own or None  # it takes none, and has what it has
-    built = build_callbacks(config.callbacks, run_dir, config_tree=tree, stacks=stacks)
+    tree = written_tree(config, run_dir.newest_config()) if tree is None else tree
+    built = build_callbacks(config.callbacks, run_dir, config_tree=tree)
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)
-    with doing(meet("building the model")):
+    what = "building the model"
+    with doing(what if rank is None else rank.meet(what)):
         return Trainer(
             model_init=lambda: construct(
                 config, device, vocab_size=data.vocab_size, seq_len=data.seq_len, num_new=data.num_new
@@ -130,9 +90,8 @@ def build(
             train_dataset=data.train,
             eval_dataset=data.eval,
             processing_class=data.tokenizer,
-            callbacks=[*callbacks, *(built if run_files is None else run_files.callbacks)],
-            should_stop=should_stop,
-            on_stop=on_stop,
+            callbacks=built if run_files is None else run_files.callbacks,
+            job=rank,
             config_tree=tree,
             data_description={
                 **data.description,
@@ -167,7 +126,7 @@ def read_data(config: Config, *, shown: bool = True) -> DataSplits:
 def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:
     """Evaluate for ``forgather eval``. A signal ends the process at once, since nothing here polls for it."""
     with doing("importing torch"):
-        from forgather_cli.evaluation import evaluate_source
+        from forgather_cli.inference.evaluation import evaluate_source
 
     logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
     request = json.loads(run_dir.evaluation.read_text(encoding="utf-8"))

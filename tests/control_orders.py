@@ -13,7 +13,7 @@ from typing import Any
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.control import client
-from forgather_cli.control.command_record import Command
+from forgather_cli.control.command_record import ControlCommand
 from forgather_cli.control.registry import resolve
 
 
@@ -79,5 +79,5 @@ class Orders(TrainerCallback):
         else:
             entry = resolve(str(self._run))
             self.states.append(client.status(entry)["state"])
-            told: Command = client.submit(entry, order)
+            told: ControlCommand = client.submit(entry, order)
             self.given.append(told.id)

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from program import forgather
 from tiny import config, decoder
 from torch import Tensor, nn
 
-from forgather_cli import worker
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.config.decode import dump_tree, to_tree
 from forgather_cli.config.schema import Target
 from forgather_cli.data.text.tokenizer import ByteTokenizer
-from forgather_cli.input_files import write_whole
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
 
@@ -53,7 +53,7 @@ def train(path: Path, *overrides: str, model: Target | None = None) -> None:
     made = made if model is None else replace(made, model=model)
     path.mkdir(parents=True, exist_ok=True)
     write_whole(RunDir(path).config, dump_tree(to_tree(made)))  # each rank does, and reads it
-    worker.run(made, RunDir(path))
+    tiny.train(made, RunDir(path))
 
 
 def theirs(directory: Path, **settings: Any) -> Any:

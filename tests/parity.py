@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
@@ -170,7 +170,7 @@ class _Noted:
 def run_rank(config: Config, path: Path) -> Share:
     """One rank of a run; the process is left as it was."""
     try:
-        trainer = worker.run(config, RunDir(path))
+        trainer = tiny.train(config, RunDir(path))
         share: Share = trainer.callbacks.by_name["probe"].share
         return share
     finally:

@@ -12,8 +12,12 @@ from torch.utils.data import Dataset
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config, DecoderSettings
+from forgather_cli.launch.context import RankContext
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
+from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer.trainer import Trainer
+from forgather_cli.worker import build
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
@@ -63,6 +67,13 @@ def config(output_dir: Path, *overrides: str, callbacks: str = "minimal") -> Con
         f"callbacks={callbacks}", f"output_dir={output_dir}", "global_batch_size=8", "max_steps=4",
     ]  # fmt: skip
     return load_config(None, [*base, *overrides]).config
+
+
+def train(settings: Config, run_dir: RunDir, rank: RankContext | None = None) -> Trainer:
+    """The Trainer that a rank makes, as training left it."""
+    trainer = build(settings, run_dir, rank=rank)
+    trainer.train()
+    return trainer
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def _slurm_task(folder: str, port: int, recipe: str, words: list[str]) -> tuple[
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            return start.join(place, lambda: load_config(recipe, words), work), printed.getvalue()
+            return start.launch(lambda: load_config(recipe, words), work, place), printed.getvalue()
     finally:
         os.chdir(before)
 

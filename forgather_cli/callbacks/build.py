@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn
@@ -39,23 +38,17 @@ CALLBACKS: tuple[type[BuiltIn[Any]], ...] = (
 
 
 def build_callbacks(
-    settings: CallbackSettings,
-    run: RunDir,
-    *,
-    config_tree: dict[str, Any] | None = None,
-    stacks: Callable[[], dict[str, Any]] | None = None,
+    settings: CallbackSettings, run: RunDir, *, config_tree: dict[str, Any] | None = None
 ) -> list[tuple[str, Any]]:
     """(config name, callback) of every active one; the user's own come last, in their order.
 
-    ``stacks``: where all ranks stand, for JSON; called in any thread. Raises ConfigError for settings a callback
-    refuses and for targets that cannot be imported or instantiated.
+    Raises ConfigError for settings a callback refuses and for targets that cannot be imported or instantiated.
     """
     stream = settings.progress.output_stream if settings.progress else "stdout"
     built: list[tuple[str, Any]] = []
     for kind in CALLBACKS:
         if (own := getattr(settings, kind.config_name)) is not None:
-            more = {"stacks": stacks} if kind is TrainerControlCallback else {}
-            built.append((kind.config_name, kind(own, run, config_tree=config_tree, stream=stream, **more)))
+            built.append((kind.config_name, kind(own, run, config_tree=config_tree, stream=stream)))
     return [*built, *((name, _custom(name, target)) for name, target in settings.custom.items())]
 
 

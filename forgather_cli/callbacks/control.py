@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from forgather_cli.callbacks.json_logger import plain
 from forgather_cli.config.schema import ControlSettings
 from forgather_cli.control import command_record, registry
 from forgather_cli.control.command_queue import CommandQueue
-from forgather_cli.control.command_record import ABORT, SAVE, STOP, Command
+from forgather_cli.control.command_record import ABORT, SAVE, STOP, ControlCommand
 from forgather_cli.control.registry import Entry
 from forgather_cli.control.server import PORTS, ControlServer
 from forgather_cli.errors import ForgatherError
@@ -38,10 +37,8 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
     config_name = "control"
     kind = ControlSettings
 
-    def __init__(self, *args: Any, stacks: Callable[[], dict[str, Any]] | None = None, **kwargs: Any) -> None:
-        """``stacks()``: where all ranks stand, for JSON; called in any thread."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stacks = stacks
         self._trainer: Any = None
         self._queue: CommandQueue | None = None
         self._server: ControlServer | None = None
@@ -116,7 +113,7 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
         assert self._queue is not None
         return self._queue
 
-    def _unfinished(self) -> list[Command]:
+    def _unfinished(self) -> list[ControlCommand]:
         return [] if self._queue is None else self._queue.open()
 
     def _answer_saves(self, state: TrainerState, control: TrainerControl) -> None:
@@ -134,7 +131,7 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
             elif (why := self._failure(step)) is not None:
                 self._commands.finish(command.failed(f"the checkpoint of step {step} was not saved: {why}"))
 
-    def _answer_at_end(self, command: Command, last: int) -> None:
+    def _answer_at_end(self, command: ControlCommand, last: int) -> None:
         """Answer a command after training ended at step ``last``, when no checkpoint is being written any more."""
         step = self._save_steps.get(command.id, last)
         path, why = self._published.get(last) or self._published.get(step), self._failure(step)
@@ -167,7 +164,8 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
             "started_at": command_record.now(),
             "run_dir": str(self._trainer.run_dir.root.resolve()),
         }
-        reports = {"status": self.status} | ({} if self._stacks is None else {"stacks": self._stacks})
+        stacks = self._trainer.run.job.stacks
+        reports = {"status": self.status} | ({} if stacks is None else {"stacks": stacks})
         try:
             token = None if settings.disable_auth else settings.given_token() or secrets.token_hex(32)
             self._server = ControlServer(job_id, self._commands, reports, host=settings.host, ports=ports, token=token)

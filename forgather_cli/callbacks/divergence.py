@@ -8,8 +8,8 @@ from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, Divergence, TrainerControl, TrainerState
 from forgather_cli.config.schema import DivergenceSettings
+from forgather_cli.documents.fields import COUNT, NUMBER, FieldKind, check_fields, optional
 from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import COUNT, NUMBER, Kind, check_fields, optional
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class DivergenceDetector(BuiltIn[DivergenceSettings]):
         return {name.removeprefix("_"): getattr(self, name) for name in self._STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        lowest = Kind(lambda value: NUMBER.holds(value) or value == math.inf, "a number")
+        lowest = FieldKind(lambda value: NUMBER.holds(value) or value == math.inf, "a number")
         counts = dict.fromkeys(("best_step", "seen", "bad", "sound_step", "last_step"), COUNT)
         check_fields(state, {"smoothed": optional(NUMBER), "best": lowest, **counts}, "divergence")
         for name in self._STATE:

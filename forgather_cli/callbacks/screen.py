@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from forgather_cli.bars import close_bar, open_bar
 from forgather_cli.callbacks.console import Stream, console, is_notebook, is_terminal, printable
-from forgather_cli.folding import fold
+from forgather_cli.terminal.bars import close_bar, open_bar
+from forgather_cli.terminal.folding import fold
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -89,14 +89,14 @@ def _progress(name: Stream) -> Progress:
 
     screen = console(name)
 
-    class Bar(Progress):
+    class NarrowProgress(Progress):
         """Leaves the last columns free: a terminal echoes ^C there, and in a full line that begins another one."""
 
         def get_renderables(self) -> Iterable[Constrain]:
             for renderable in super().get_renderables():
                 yield Constrain(renderable, max(screen.width - 5, 10))
 
-    return Bar(
+    return NarrowProgress(
         TextColumn("{task.description}", table_column=Cell(no_wrap=True)),
         BarColumn(bar_width=None, table_column=Cell(ratio=1, min_width=4)),
         MofNCompleteColumn(table_column=Cell(no_wrap=True)),

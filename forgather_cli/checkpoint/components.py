@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from forgather_cli.checkpoint.format import Piece
 from forgather_cli.checkpoint.tensors import spec_of
-from forgather_cli.encoding import Encoded
+from forgather_cli.documents.encoding import Encoded, Stateful
 from forgather_cli.errors import SetupError
 from forgather_cli.shards import box_of, is_sharded, local, needs_exchange, rows_of
 
@@ -40,11 +40,6 @@ class Sharing(Enum):
     def is_grouped(self) -> bool:
         """True if one state serves a group of ranks, or a node."""
         return self in (Sharing.PER_GROUP, Sharing.PER_NODE)
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.components import Component, Sharing, rank_file, shared_file
 from forgather_cli.checkpoint.files import Range
 from forgather_cli.checkpoint.manifest import (
@@ -26,19 +25,13 @@ from forgather_cli.checkpoint.manifest import (
 from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
 from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.distributed import gather, on_rank_0, rank_in
-from forgather_cli.encoding import decode
+from forgather_cli.documents.encoding import decode
+from forgather_cli.documents.fields import ANYTHING, TEXT, FieldError, check_fields, object_of, optional
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import CheckpointError
-from forgather_cli.input_files import (
-    ANYTHING,
-    TEXT,
-    FieldError,
-    check_fields,
-    object_of,
-    optional,
-    read_json_object,
-)
 from forgather_cli.run_dir import RunDir, step_of
 from forgather_cli.shards import Box
+from forgather_cli.terminal.bars import Bar
 
 log = logging.getLogger(__name__)
 Kind = Literal["model", "optimizer"]

@@ -10,28 +10,27 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.files import Range, hash_range
 from forgather_cli.checkpoint.format import FiniteScan
-from forgather_cli.errors import CheckpointError
-from forgather_cli.input_files import (
+from forgather_cli.documents.fields import (
     ANYTHING,
     COUNT,
     FLAG,
     NUMBER,
     TEXT,
     FieldError,
-    Kind,
+    FieldKind,
     check_fields,
-    file_inside,
     list_of,
     object_of,
     optional,
-    read_json,
     several,
 )
-from forgather_cli.messages import sent
+from forgather_cli.documents.json_and_yaml import file_inside, read_json
+from forgather_cli.documents.messages import sent
+from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import step_of
+from forgather_cli.terminal.bars import Bar
 
 NAME = "manifest.json"
 FORMAT = "forgather-checkpoint"
@@ -248,16 +247,16 @@ def _build(document: dict[str, Any]) -> Manifest:
 _NOT_FINITE = ("nan", "inf", "-inf")  # as texts, since JSON has none
 _KINDS = {
     "step": COUNT,
-    "world_size": Kind(lambda value: COUNT.holds(value) and value > 0, "a number of ranks"),
+    "world_size": FieldKind(lambda value: COUNT.holds(value) and value > 0, "a number of ranks"),
     "strategy": TEXT,
     "created": TEXT,
     "config_fingerprint": optional(TEXT),
     "versions": object_of(TEXT),
-    "metrics": object_of(Kind(lambda value: NUMBER.holds(value) or value in _NOT_FINITE, "a number")),
+    "metrics": object_of(FieldKind(lambda value: NUMBER.holds(value) or value in _NOT_FINITE, "a number")),
     "healthy": FLAG,
     "final": FLAG,
     "rollbacks": COUNT,
-    "best_by": optional(Kind(lambda value: isinstance(value, dict), "an object")),
+    "best_by": optional(FieldKind(lambda value: isinstance(value, dict), "an object")),
     "info": object_of(ANYTHING),
     "components": object_of(TEXT),
     "holders": object_of(object_of(COUNT)),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -37,11 +36,13 @@ from forgather_cli.cli.words import (
     load_config_of,
     quoted,
 )
+from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, ControlError, SetupError
-from forgather_cli.folding import tell
-from forgather_cli.input_files import read_json_object, read_text
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -166,11 +167,12 @@ def worker(
     trainer. The server's token is in DILOCO_TOKEN or in the file
     [cyan]callbacks.diloco.token_file[/].
     """
-    from forgather_cli.cli.train import run_training
+    from forgather_cli.launch.start import launch
+    from forgather_cli.worker import work
 
     chosen = [f"callbacks.diloco.server_addr={address}"] if address else ["+callbacks.diloco={}"]
     composed = partial(load, [*(words or []), *chosen], config_dir, trust_config=True)
-    raise typer.Exit(run_training(joined(words or []), composed))
+    raise typer.Exit(launch(composed, work, joined(words or [])))
 
 
 # --------------------------------------------------------------------------------------------------- a server that runs

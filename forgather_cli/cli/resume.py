@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from forgather_cli.cli.train import run_training
 from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
-from forgather_cli.folding import tell
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import CALLED_FROM, RunDir, shown
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -51,8 +50,11 @@ def resume(
 
         with _working_in(directory):
             raise typer.Exit(resume_server(run_dir, check_overrides(overrides), config_dir))
+    from forgather_cli.launch.start import launch
+    from forgather_cli.worker import work
+
     with _working_in(directory):
-        raise typer.Exit(run_training(joined(overrides or []), compose, RunDir(run_dir)))
+        raise typer.Exit(launch(compose, work, joined(overrides or []), RunDir(run_dir)))
 
 
 @contextlib.contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,9 +13,9 @@ import typer
 from forgather_cli.cli.output import AsJson, only_json, print_json
 from forgather_cli.cli.words import ConfigDir, Words, load, split_words
 from forgather_cli.errors import ConfigError
-from forgather_cli.folding import tell
-from forgather_cli.launch.place import Place, joined
+from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -90,20 +88,10 @@ def train(
         return
     named = [word.partition("=")[2].strip("'\"") for word in words or [] if word.startswith("output_dir=")]
     run = RunDir(Path(named[-1]).expanduser()) if named else None
-    raise typer.Exit(run_training(place, partial(load, words, config_dir, trust_config=True), run))
-
-
-def run_training(place: Place | None, compose: Callable[[], Loaded], run: RunDir | None = None) -> int:
-    """Train the config that ``compose`` returns, in this process or in ranks that it starts; returns the exit code.
-
-    ``place``: this process's rank where torchrun or the like has started it, else None. Of such ranks only rank 0
-    composes; it shares the config with the others. ``run``: the run's directory, where the command names it.
-    """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
-    from forgather_cli.launch import start
+    from forgather_cli.launch.start import launch
     from forgather_cli.worker import work
 
-    return start.launch(compose(), work) if place is None else start.join(place, compose, work, run)
+    raise typer.Exit(launch(partial(load, words, config_dir, trust_config=True), work, place, run))
 
 
 def train_command(loaded: Loaded, words: list[str] | None, config_dir: Path | None) -> list[str]:

@@ -23,7 +23,7 @@ Action = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Order:
+class PipelineOrder:
     """What a schedule does."""
 
     rank_of: list[int]
@@ -93,7 +93,7 @@ class OwnSchedule:
         given = stages[0] if self.has_one_stage else stages
         return self._kind(given, n_microbatches, loss_fn=lambda loss, target: loss, **self._kwargs)
 
-    def order(self, ranks: int, stages_each: int, n_microbatches: int) -> Order:
+    def order(self, ranks: int, stages_each: int, n_microbatches: int) -> PipelineOrder:
         """Raises ConfigError with what the class raises, or where it does not run every micro-batch in every stage."""
         count = ranks * stages_each
         stand_ins = [
@@ -114,7 +114,7 @@ class OwnSchedule:
                 "arguments"
             ) from error
         if self.has_one_stage:
-            return Order([*range(ranks)], None)
+            return PipelineOrder([*range(ranks)], None)
         rank_of = [made.stage_index_to_group_rank[stage] for stage in range(count)]
         if set(Counter(rank_of).values()) != {stages_each} or set(rank_of) != set(range(ranks)):
             raise ConfigError(f"schedule: {self._path} puts stages on ranks {rank_of}; give each rank {stages_each}")
@@ -134,7 +134,7 @@ class OwnSchedule:
                 f"schedule: the pipeline_order of {self._path} has the {what} of micro-batch {part} in stage {stage} "
                 f"{times} times, with {setup}; it must be there once"
             )
-        return Order(rank_of, actions)
+        return PipelineOrder(rank_of, actions)
 
     def splits_backward(self, stages_each: int, n_microbatches: int) -> bool:
         """Gradients of inputs and of weights are computed at different times."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.control import command_record
-from forgather_cli.control.command_record import Command
+from forgather_cli.control.command_record import ControlCommand
 from forgather_cli.control.registry import LOOPBACK, Entry
+from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.errors import ControlError
-from forgather_cli.input_files import parse_json
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
@@ -39,17 +39,17 @@ def stacks(entry: Entry) -> dict[str, Any]:
     return request(entry, "GET", f"/jobs/{entry.job_id}/stacks", patience=2 * PATIENCE)
 
 
-def submit(entry: Entry, name: str) -> Command:
+def submit(entry: Entry, name: str) -> ControlCommand:
     """Give the job a command, one of ``command_record.COMMANDS``. Raises ControlError."""
     return _decode(entry, request(entry, "POST", f"/jobs/{entry.job_id}/control", {"command": name}))
 
 
-def fetch(entry: Entry, command_id: str) -> Command:
+def fetch(entry: Entry, command_id: str) -> ControlCommand:
     """A command's present state, from the job. Raises ControlError."""
     return _decode(entry, request(entry, "GET", f"/jobs/{entry.job_id}/commands/{command_id}"))
 
 
-def wait(entry: Entry, command: Command, *, timeout: float | None = None) -> Command:
+def wait(entry: Entry, command: ControlCommand, *, timeout: float | None = None) -> ControlCommand:
     """Wait until the command is done or has failed, or ``timeout`` seconds; returns its last known state.
 
     A job that runs is asked over HTTP; the answer of one that has ended is read from RUN/control. Raises ControlError
@@ -125,7 +125,7 @@ def address(entry: Entry) -> str:
     return entry.hostname if entry.host in _ANYWHERE else entry.host
 
 
-def _decode(entry: Entry, document: dict[str, Any]) -> Command:
+def _decode(entry: Entry, document: dict[str, Any]) -> ControlCommand:
     try:
         return command_record.from_document(document)
     except ValueError as error:

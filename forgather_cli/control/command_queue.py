@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from forgather_cli.callbacks.base import CommandCounts
 from forgather_cli.control import command_record
-from forgather_cli.control.command_record import ABORT, APPLIED, QUEUED, SAVE, SAVE_AND_STOP, STOP, Command
+from forgather_cli.control.command_record import ABORT, APPLIED, QUEUED, SAVE, SAVE_AND_STOP, STOP, ControlCommand
 from forgather_cli.errors import ControlError
 from forgather_cli.run_dir import RunDir
 
@@ -36,18 +36,18 @@ class CommandQueue:
         self._run, self._job_id, self._step = run, job_id, step
         self._lock = threading.Lock()
         self._asked = CommandCounts()
-        self._commands: dict[str, Command] = {}
+        self._commands: dict[str, ControlCommand] = {}
         self._open: dict[str, CommandCounts] = {}
         """Id of each unfinished command -> the counts of all commands up to it, itself included."""
 
     # ------------------------------------------------------------------------------------------------ server's threads
 
-    def submit(self, name: str) -> Command:
+    def submit(self, name: str) -> ControlCommand:
         """Queue a command, one of ``command_record.COMMANDS``. Raises ControlError if too many are unfinished."""
         with self._lock:
             if len(self._open) >= MAX_OPEN:
                 raise ControlError(f"{MAX_OPEN} commands wait for an answer already; ask again when the job has acted")
-            command = Command(
+            command = ControlCommand(
                 secrets.token_hex(6), self._job_id, name, asked_at=command_record.now(), asked_at_step=self._step()
             )
             one, before = _COUNTS[name], self._asked
@@ -58,7 +58,7 @@ class CommandQueue:
             self._asked = asked  # last: from here on the main thread may act on it
         return command
 
-    def get(self, command_id: str) -> Command | None:
+    def get(self, command_id: str) -> ControlCommand | None:
         with self._lock:
             return self._commands.get(command_id)
 
@@ -81,22 +81,22 @@ class CommandQueue:
         """True if a command is unfinished. Takes no lock: it is read at every step."""
         return bool(self._open)
 
-    def open(self) -> list[Command]:
+    def open(self) -> list[ControlCommand]:
         """Unfinished commands, the oldest first."""
         with self._lock:
             return [self._commands[command_id] for command_id in self._open]
 
-    def applied(self) -> list[Command]:
+    def applied(self) -> list[ControlCommand]:
         """Unfinished commands that all ranks act on."""
         return [command for command in self.open() if command.state == APPLIED]
 
-    def finish(self, command: Command) -> None:
+    def finish(self, command: ControlCommand) -> None:
         """Store a command that is done or has failed. Does nothing if it is finished already."""
         with self._lock:
             if self._open.pop(command.id, None) is not None:
                 self._set(command)
 
-    def _set(self, command: Command) -> None:
+    def _set(self, command: ControlCommand) -> None:
         self._commands[command.id] = command
         command_record.write(self._run, command)
 

@@ -10,8 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.documents.json_and_yaml import read_json
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import ControlError
-from forgather_cli.input_files import read_json, write_whole
 from forgather_cli.run_dir import RunDir, is_name
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ QUEUED, APPLIED, DONE, FAILED = "queued", "applied", "done", "failed"
 
 
 @dataclass(frozen=True)
-class Command:
+class ControlCommand:
     """One command: queued, then applied (all ranks act on it), then done or failed. Any thread may read it."""
 
     id: str
@@ -47,24 +48,24 @@ class Command:
     def is_finished(self) -> bool:
         return self.state in (DONE, FAILED)
 
-    def applied(self, step: int) -> Command:
+    def applied(self, step: int) -> ControlCommand:
         return replace(self, state=APPLIED, applied_at_step=step)
 
-    def done(self, checkpoint: Path | None = None) -> Command:
+    def done(self, checkpoint: Path | None = None) -> ControlCommand:
         path = None if checkpoint is None else str(checkpoint.absolute())
         return replace(self, state=DONE, finished_at=now(), checkpoint=path)
 
-    def failed(self, reason: str) -> Command:
+    def failed(self, reason: str) -> ControlCommand:
         return replace(self, state=FAILED, finished_at=now(), reason=reason)
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def from_document(raw: Any) -> Command:
-    """The command in ``Command.document``'s form. Raises ValueError for anything else."""
+def from_document(raw: Any) -> ControlCommand:
+    """The command in ``ControlCommand.document``'s form. Raises ValueError for anything else."""
     try:
-        return Command(**{each.name: raw[each.name] for each in fields(Command)})
+        return ControlCommand(**{each.name: raw[each.name] for each in fields(ControlCommand)})
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a command's record: {raw!r}") from error
 
@@ -80,7 +81,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def write(run: RunDir, command: Command) -> None:
+def write(run: RunDir, command: ControlCommand) -> None:
     """Write ``RUN/control/<id>.json``, whole or not at all; a failure is an error in the log."""
     path = run.command(command.id)
     try:
@@ -90,12 +91,12 @@ def write(run: RunDir, command: Command) -> None:
         log.error("the answer to control's %s cannot be written to %s: %s", command.command, path, error.strerror)
 
 
-def read(run: RunDir, command_id: str) -> Command | None:
+def read(run: RunDir, command_id: str) -> ControlCommand | None:
     """The command in ``RUN/control/<id>.json``; None if there is none, or it cannot be read."""
     return _read(run.command(command_id)) if is_name(command_id) else None
 
 
-def unfinished(run: RunDir) -> Iterator[Command]:
+def unfinished(run: RunDir) -> Iterator[ControlCommand]:
     """Commands in RUN/control that no job has finished."""
     for path in sorted(run.control.glob("*.json")) if run.control.is_dir() else ():
         command = _read(path)
@@ -103,7 +104,7 @@ def unfinished(run: RunDir) -> Iterator[Command]:
             yield command
 
 
-def _read(path: Path) -> Command | None:
+def _read(path: Path) -> ControlCommand | None:
     try:
         return from_document(read_json(path, ControlError))
     except (ControlError, ValueError):

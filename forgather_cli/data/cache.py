@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.checkpoint.files import remove, size_of, sync_directory, sync_file
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One directory, or small file, of a cache."""
 
     kind: str
@@ -280,14 +280,14 @@ class Entry:
         return f"{self.kind}-{self.path.name.removeprefix('.tmp-').removesuffix('.json')}"
 
 
-def entries(root: Path) -> list[Entry]:
+def entries(root: Path) -> list[CacheEntry]:
     """What a cache holds, the last used first. Files that are none of ours are left out."""
     found = []
     for kind in KINDS:
         for path in (root / kind).iterdir() if (root / kind).is_dir() else ():
             if path.name.startswith(".") and not path.name.startswith(".tmp-"):  # being written
                 continue
-            entry = Entry(kind, path, {}, size_of(path), 0.0, in_use=False)
+            entry = CacheEntry(kind, path, {}, size_of(path), 0.0, in_use=False)
             with contextlib.suppress(OSError, ValueError):
                 entry = replace(entry, meta=json.loads((path / "meta.json").read_text()))
             used = root / "locks" / f"{entry.name}.use"
@@ -298,7 +298,7 @@ def entries(root: Path) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.last_used, reverse=True)
 
 
-def remove_entry(root: Path, entry: Entry) -> bool:
+def remove_entry(root: Path, entry: CacheEntry) -> bool:
     """Delete an entry; False if a process uses or builds it. Raises DataError."""
     try:
         (root / "locks").mkdir(exist_ok=True)
@@ -316,7 +316,7 @@ def remove_entry(root: Path, entry: Entry) -> bool:
 
 
 @contextlib.contextmanager
-def _unused(root: Path, entry: Entry) -> Iterator[bool]:
+def _unused(root: Path, entry: CacheEntry) -> Iterator[bool]:
     """True, and until the end no process uses or builds the entry; else False."""
     with contextlib.ExitStack() as held:
         try:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,18 +21,35 @@ from forgather_cli.diloco.global_model import GlobalModel
 from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.outer_step import header_of
 from forgather_cli.diloco.registry import Worker
-from forgather_cli.diloco.request import CHUNK, Gone, Receive, Request, Send, checked, pairs
+from forgather_cli.diloco.request import CHUNK, Gone, Receive, Request, Send
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.diloco.wire import WireError
+from forgather_cli.documents.fields import (
+    ANYTHING,
+    FLAG,
+    FieldError,
+    FieldKind,
+    check_fields,
+    list_of,
+    object_of,
+    optional,
+)
 from forgather_cli.run_dir import RunDir, is_name
 
 log = logging.getLogger(__name__)
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ROUND = re.compile(r"[0-9]{1,12}")
-_RATE, _COUNT = (int, float, type(None)), (int, type(None))
-_REPORT = {"step": _COUNT, "tokens_per_second": _RATE, "sent": _COUNT, "received": _COUNT}
+_WHOLE = FieldKind(lambda value: type(value) is int and 0 <= value <= wire.MAX_NUMBER, "a whole number up to 2^53")
+_RATE = FieldKind(lambda value: type(value) in (int, float) and 0 <= value <= wire.MAX_NUMBER, "a number up to 2^53")
+_SHORT = FieldKind(
+    lambda value: isinstance(value, str) and len(value) <= wire.MAX_TEXT, "a text of up to 4096 characters"
+)
+_MAPPING = object_of(ANYTHING)
+_COUNT, _SPEED = optional(_WHOLE), optional(_RATE)
+_REPORT = {"step": _COUNT, "tokens_per_second": _SPEED, "sent": _COUNT, "received": _COUNT}
 """What a worker tells of itself: in heartbeats, and from 0.3 on with each submission."""
+_AFTER = FieldKind(lambda value: value == -1 or _WHOLE.holds(value), "a round, or -1")
 
 
 @dataclass
@@ -165,7 +182,7 @@ class Api:
                     except FileNotFoundError:
                         ranges = []
                 elif (method, rest) == ("POST", []):
-                    ranges = pairs(await request.document(), "ranges")
+                    ranges = _pairs(await request.document(), "ranges")
                 else:
                     raise WireError(404, f"{method} /{'/'.join(request.path)}: there is no such thing here")
                 count = await request.answer_file(path, ranges)
@@ -180,11 +197,11 @@ class Api:
 
     def _register(self, raw: dict[str, Any]) -> dict[str, Any]:
         kinds = {
-            "worker": str, "secret": str, "host": str, "pid": int, "run": str, "model": str, "batch": int,
-            "data": (str, type(None)), "tokenizer": (str, type(None)), "stated": dict,
-            "round": (int, type(None)), "parent": (str, type(None)), "leaves": bool, "dylu": bool,
+            "worker": _SHORT, "secret": _SHORT, "host": _SHORT, "pid": _WHOLE, "run": _SHORT, "model": _SHORT,
+            "batch": _WHOLE, "data": optional(_SHORT), "tokenizer": optional(_SHORT), "stated": _MAPPING,
+            "round": _COUNT, "parent": optional(_SHORT), "leaves": FLAG, "dylu": FLAG,
         }  # fmt: skip
-        given = checked(raw, kinds)
+        given = _checked(raw, kinds)
         name, secret = given.pop("worker"), given.pop("secret")
         if not is_name(name):
             raise WireError(400, f"worker: must be of letters, digits and ._-, at most 100, got {name!r:.120}")
@@ -200,8 +217,8 @@ class Api:
         return {"generation": generation, "settings": told, "stood": stood}
 
     async def _next(self, raw: dict[str, Any], receive: Receive) -> dict[str, Any]:
-        given = checked(raw, {"generation": int, "after": int, "wait": (int, float)}, least=-1)
-        generation, end = given["generation"], time.monotonic() + min(max(given["wait"], 0.0), wire.MAX_WAIT)
+        given = _checked(raw, {"generation": _WHOLE, "after": _AFTER, "wait": _RATE})
+        generation, end = given["generation"], time.monotonic() + min(given["wait"], wire.MAX_WAIT)
         leaving = asyncio.ensure_future(receive())  # answers when the client goes
         self._service.polling[generation] = self._service.polling.get(generation, 0) + 1
         try:
@@ -228,14 +245,15 @@ class Api:
                 del self._service.polling[generation]
 
     async def _submit(self, raw: dict[str, Any]) -> dict[str, Any]:
-        given = checked(raw, {"generation": int, "round": int, "hash": str, "parts": list, "leaves": bool})
-        number, ranges = given["round"], pairs(raw, "ranges")
+        kinds = {"generation": _WHOLE, "round": _WHOLE, "hash": _SHORT, "parts": list_of(ANYTHING), "leaves": FLAG}
+        given = _checked(raw, kinds)
+        number, ranges = given["round"], _pairs(raw, "ranges")
         parts = tuple(sorted({str(part) for part in given["parts"]}))
         if wrong := [part for part in parts if not _SHA256.fullmatch(part)]:
             raise WireError(400, f"parts: must be SHA-256 sums in hex, got {wrong[0]!r:.80}")
         problem, report = "", dict.fromkeys(["targets", "speed", *_REPORT])
         try:
-            report = checked(raw, {"targets": int, "speed": _RATE, **_REPORT})
+            report = _checked(raw, {"targets": _WHOLE, "speed": _SPEED, **_REPORT})
         except WireError as error:
             problem = error.message
         rounds, submissions = self._service.rounds, self._service.model.submissions
@@ -272,7 +290,7 @@ class Api:
         return {"status": answer[0]} | ({"reason": answer[1]} if answer[1] else {})
 
     def _heartbeat(self, raw: dict[str, Any]) -> dict[str, Any]:
-        given = checked(raw, {"generation": int, **_REPORT})
+        given = _checked(raw, {"generation": _WHOLE, **_REPORT})
         worker = self._service.rounds.worker(given["generation"], time.monotonic())
         if self._service.over:
             self._service.told.add(given["generation"])
@@ -281,7 +299,7 @@ class Api:
         return {"state": wire.OK}
 
     def _leave(self, raw: dict[str, Any]) -> dict[str, Any]:
-        worker = self._service.rounds.worker(checked(raw, {"generation": int})["generation"], time.monotonic())
+        worker = self._service.rounds.worker(_checked(raw, {"generation": _WHOLE})["generation"], time.monotonic())
         worker.left = True
         self._service.write_registry()
         self._service.notify()
@@ -398,3 +416,24 @@ def _worker_state(rounds: Rounds, worker: Worker) -> str:
     if (sent := rounds.sent.get(member.slot)) is not None:
         return "rejected" if sent.rejected else "sent"
     return "training"
+
+
+def _checked(raw: dict[str, Any], kinds: Mapping[str, FieldKind]) -> dict[str, Any]:
+    """The fields of a message; one that may be null, or is a mapping, may lack. Raises WireError."""
+    given = {name: raw.get(name, {} if kind is _MAPPING else None) for name, kind in kinds.items()}
+    try:
+        check_fields(given, kinds)
+    except FieldError as error:
+        raise WireError(400, str(error)) from error
+    return given
+
+
+def _pairs(raw: dict[str, Any], name: str) -> list[tuple[int, int]]:
+    """A list of pairs of whole numbers. Raises WireError."""
+    try:
+        found = [(start, stop) for start, stop in raw[name]]
+    except (KeyError, TypeError, ValueError):
+        found = [("", "")]
+    if any(type(number) is not int or not 0 <= number <= wire.MAX_NUMBER for pair in found for number in pair):
+        raise WireError(400, f"{name}: must be pairs of whole numbers, got {raw.get(name)!r:.80}")
+    return found

@@ -20,7 +20,7 @@ from forgather_cli.diloco.fragments import fragments
 from forgather_cli.diloco.parts import Part, Parts
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import trainable_parameters
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ Values = dict[Part, Tensor]
 class Exchange:
     """A rank's parts of the published weights, by fragments. Only what is called collective is."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self.names: list[frozenset[str]] = []
         """Of the parameters, by fragment."""

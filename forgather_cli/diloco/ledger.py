@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.diloco.samples import Range, as_ranges
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import read_bytes
 from forgather_cli.errors import SetupError
-from forgather_cli.input_files import parse_json, read_bytes
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Closed:
 
 
 @dataclass(frozen=True)
-class Member:
+class Participant:
     """What a worker is given to train."""
 
     slot: int
@@ -92,14 +93,14 @@ class Line:
     time: str
     closed: Closed | None
     """How round - 1 ended; None in the first line."""
-    members: tuple[Member, ...]
+    members: tuple[Participant, ...]
     """By slot."""
     cursor: int
     """The first sample that was never given out."""
     pool: tuple[Range, ...]
     """Samples that were given out and came back."""
 
-    def member(self, name: str) -> Member | None:
+    def member(self, name: str) -> Participant | None:
         return next((member for member in self.members if member.worker == name), None)
 
     def to_json(self) -> str:
@@ -131,7 +132,7 @@ class Line:
                 tuple(closed.get("left", ())),
                 tuple(replace(each, rejected=reasons[each.worker]) for each in offered),
             )
-        members = tuple(Member(**{**each, "ranges": as_ranges(each["ranges"])}) for each in raw["members"])
+        members = tuple(Participant(**{**each, "ranges": as_ranges(each["ranges"])}) for each in raw["members"])
         return cls(**{**raw, "closed": closed, "members": members, "pool": as_ranges(raw["pool"])})
 
 

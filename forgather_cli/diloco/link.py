@@ -17,10 +17,11 @@ from forgather_cli.config.schema import DilocoSettings
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.client import Away, Client, TokenBucket
 from forgather_cli.distributed import gather
+from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import ConfigError, ForgatherError
-from forgather_cli.input_files import read_json_object, write_whole
 from forgather_cli.launch.exit_status import STOPPED, ExitStatus, Kind, done
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 class Link:
     """The server of a job. ``call`` and ``on_all_ranks`` are collective over its ranks."""
 
-    def __init__(self, run: Run, settings: DilocoSettings, address: str) -> None:
+    def __init__(self, run: TrainingRun, settings: DilocoSettings, address: str) -> None:
         self._run, self._settings = run, settings
         limit = None if settings.bandwidth is None else settings.bandwidth / run.world.size
         try:

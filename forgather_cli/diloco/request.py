@@ -13,7 +13,7 @@ from typing import Any
 
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.wire import WireError
-from forgather_cli.input_files import parse_json
+from forgather_cli.documents.json_and_yaml import parse_json
 
 CHUNK = 1 << 20
 """Bytes that are read and written at once."""
@@ -99,31 +99,3 @@ class Request:
                     await self.send({"type": "http.response.body", "body": content, "more_body": True})
             await self.send({"type": "http.response.body", "body": b""})
         return length
-
-
-def checked(raw: dict[str, Any], kinds: dict[str, Any], least: int = 0) -> dict[str, Any]:
-    """The fields of a message; one that may be null or is a mapping may lack. Raises WireError for another type, for a
-    number that is not finite, below ``least`` or huge, and for a long text.
-    """
-    given = {}
-    for name, kind in kinds.items():
-        value = raw.get(name, {} if kind is dict else None)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise WireError(400, f"{name}: the message lacks it or has it in another type, got {value!r:.80}")
-        if isinstance(value, int | float) and not least <= value <= wire.MAX_NUMBER:
-            raise WireError(400, f"{name}: must be a number from {least} to 2^53, got {value!r:.80}")
-        if isinstance(value, str) and len(value) > wire.MAX_TEXT:
-            raise WireError(400, f"{name}: must have at most {wire.MAX_TEXT} characters, got {len(value)}")
-        given[name] = value
-    return given
-
-
-def pairs(raw: dict[str, Any], name: str) -> list[tuple[int, int]]:
-    """A list of pairs of whole numbers. Raises WireError."""
-    try:
-        pairs = [(start, stop) for start, stop in raw[name]]
-    except (KeyError, TypeError, ValueError):
-        pairs = [("", "")]
-    if any(type(number) is not int or not 0 <= number <= wire.MAX_NUMBER for pair in pairs for number in pair):
-        raise WireError(400, f"{name}: must be pairs of whole numbers, got {raw.get(name)!r:.80}")
-    return pairs

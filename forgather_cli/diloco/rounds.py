@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco import wire
-from forgather_cli.diloco.ledger import Closed, Line, Member, Submission, round_hash, versions
+from forgather_cli.diloco.ledger import Closed, Line, Participant, Submission, round_hash, versions
 from forgather_cli.diloco.registry import Registry, Worker
 from forgather_cli.diloco.samples import Range, merge, subtract, take, total
 from forgather_cli.diloco.wire import WireError
@@ -434,7 +434,7 @@ class Rounds:
             steps, batch, left = self._steps(workers[name]), workers[name].batch, held.get(name, ())
             wanted = (steps + settings.overlap) * batch  # it trains on before it has the next round's
             fresh, cursor, pool = take(max(0, wanted - total(left)), cursor, pool)
-            members.append(Member(slots[name], name, batch, number, steps, (*left, *fresh)))
+            members.append(Participant(slots[name], name, batch, number, steps, (*left, *fresh)))
         parent = self._initial if before is None else before.hash
         return Line(number, round_hash(parent, number, closed), parent, time, closed, tuple(members), cursor, pool)
 

@@ -23,16 +23,16 @@ from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.api import Api, Service
 from forgather_cli.diloco.global_model import GlobalModel
+from forgather_cli.diloco.http_server import serving
 from forgather_cli.diloco.ledger import Closed, drop_lines, hashes_of, read_ledger, write_line
 from forgather_cli.diloco.registry import Registry
 from forgather_cli.diloco.rounds import Rounds
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import SetupError, TrainingError
-from forgather_cli.folding import tell
-from forgather_cli.http_server import serving
-from forgather_cli.input_files import read_json_object
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import DONE, STOPPED, ExitStatus, Kind, done, write_exit_record
 from forgather_cli.run_dir import RunDir, resume_command, shown
+from forgather_cli.terminal.folding import tell
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class Server:
         while True:
             if rounds.evict(self._service.now()):
                 self._write_registry()
-            if (signum := self._rank.stop.signum) is not None:
+            if (signum := self._rank.poll()) is not None:
                 self._rank.stop.acknowledge(signum)
                 await self._save_last()
                 return ExitStatus(0, Kind.STOPPED, STOPPED, f"stopped by {signal.Signals(signum).name}")
@@ -214,7 +214,7 @@ class Server:
         """The result of what takes long; a signal is acknowledged meanwhile, and acted on afterwards."""
         future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         while not (await asyncio.wait({future}, timeout=_TICK))[0]:
-            if (signum := self._rank.stop.signum) is not None:
+            if (signum := self._rank.poll()) is not None:
                 self._rank.stop.acknowledge(signum)
         return future.result()
 
@@ -222,7 +222,7 @@ class Server:
         """Until all workers know that training is over, or a minute has passed."""
         end = time.monotonic() + _FAREWELL
         while {worker.generation for worker in self._rounds.live()} - self._service.told and time.monotonic() < end:
-            if self._rank.stop.signum is not None:
+            if self._rank.poll() is not None:
                 return
             await asyncio.sleep(_TICK)
             self._rounds.evict(self._service.now())

@@ -34,7 +34,7 @@ from forgather_cli.diloco.samples import as_ranges, first, subtract, total
 from forgather_cli.distributed import gather
 from forgather_cli.errors import ControlError, ForgatherError, SetupError
 from forgather_cli.launch.exit_status import ExitStatus
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class DilocoWorker:
     ranks_differ = False
     weights_are_equal = True
 
-    def __init__(self, run: Run, settings: DilocoSettings, address: str) -> None:
+    def __init__(self, run: TrainingRun, settings: DilocoSettings, address: str) -> None:
         self._run, self._settings = run, settings
         self._link, self._exchange = Link(run, settings, address), Exchange(run)
         self._generation = 0

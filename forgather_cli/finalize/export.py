@@ -15,10 +15,10 @@ from forgather_cli.checkpoint.format import TensorSpec
 from forgather_cli.checkpoint.tensors import Weights, dtype_of, main_dtype
 from forgather_cli.data.chat.ends import as_eos, write_generation_config
 from forgather_cli.data.text.tokenizer import Tokenizer
-from forgather_cli.encoding import DTYPES
+from forgather_cli.documents.encoding import DTYPES
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import ModelError
 from forgather_cli.finalize.options import DtypeName
-from forgather_cli.input_files import read_json_object
 from forgather_cli.models.pretrained import size_problems
 from forgather_cli.models.resize import new_rows
 
@@ -49,7 +49,7 @@ class Vocabulary:
         return max(rows, self.after) if self.added else rows
 
 
-class Conversion:
+class ConvertedWeights:
     """The tensors of a model directory as they will be written: by name, made when they are asked for.
 
     Raises ModelError where tokens are added and no tensor is an embedding of the vocabulary.

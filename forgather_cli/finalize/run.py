@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import forgather_cli
-from forgather_cli.bars import Bar, doing
 from forgather_cli.checkpoint.files import check_absent, hash_range, new_directory, remove
 from forgather_cli.checkpoint.tensors import Weights, write_weights
 from forgather_cli.config.decode import load_saved
@@ -27,11 +26,12 @@ from forgather_cli.config.schema import Config, QATSettings
 from forgather_cli.data.chat.ends import end_of_turn, stop_tokens
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.card import model_card
 from forgather_cli.finalize.export import (
     TORCH_DTYPES,
-    Conversion,
+    ConvertedWeights,
     Vocabulary,
     num_positions,
     read_config,
@@ -51,9 +51,9 @@ from forgather_cli.finalize.tokens import (
     read_new_tokens,
     write_chat_template,
 )
-from forgather_cli.input_files import read_json_object
+from forgather_cli.inference.source import Located
 from forgather_cli.models.pretrained import AUTO_MAP, ENCODER_DECODER, MODELING_FILE
-from forgather_cli.source import Located
+from forgather_cli.terminal.bars import Bar, doing
 
 Say = Callable[[str], None]
 _COPIED = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
@@ -62,7 +62,7 @@ _AVERAGE = "average"  # folder of the mean, inside the temporary directory
 
 
 @dataclass(frozen=True)
-class Job:
+class FinalizePlan:
     """Everything that is known before anything is written."""
 
     chosen: Chosen
@@ -85,10 +85,10 @@ class Job:
         """Whether it is ours, whose modeling file lies beside."""
         return self.model_config.get("model_type") == ENCODER_DECODER
 
-    def conversion(self, directory: Path) -> Conversion:
+    def conversion(self, directory: Path) -> ConvertedWeights:
         """The tensors of the model in ``directory`` as they will be written."""
         dtype = None if self.options.dtype is None else TORCH_DTYPES[self.options.dtype]
-        return Conversion(Weights(directory), self.model_config, dtype, self.vocab)
+        return ConvertedWeights(Weights(directory), self.model_config, dtype, self.vocab)
 
 
 def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say = lambda line: None) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
 
 
 @doing("reading the source")
-def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say) -> Job:
+def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say) -> FinalizePlan:
     """Find, verify and check everything that can be known before anything is written."""
     check_absent(destination)
     new_tokens = [] if options.add_tokens is None else read_new_tokens(options.add_tokens)
@@ -146,10 +146,10 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
             say(f"the run was trained for {trained.qat_recipe}, not for {options.quantize}")
         sort_layers(directory, options.quantize, **layout)
     data = untrusted.get("data")
-    return Job(chosen, options, config, data, model_config, tokenizer, new_tokens, template, vocab, layout)
+    return FinalizePlan(chosen, options, config, data, model_config, tokenizer, new_tokens, template, vocab, layout)
 
 
-def describe(job: Job) -> dict[str, Any]:
+def describe(job: FinalizePlan) -> dict[str, Any]:
     """What would be made, for ``--dry-run``."""
     tensors = job.conversion(job.chosen.located.directory)
     return {
@@ -165,7 +165,7 @@ def describe(job: Job) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ making
 
 
-def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
+def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
     """Fill ``directory``; returns the report."""
     options = job.options
     if job.chosen.members:
@@ -223,7 +223,7 @@ def _made(job: Job, directory: Path, say: Say) -> dict[str, Any]:
 
 
 def _write(
-    job: Job, found: Located, tensors: Conversion, directory: Path, say: Say
+    job: FinalizePlan, found: Located, tensors: ConvertedWeights, directory: Path, say: Say
 ) -> tuple[dict[str, int], list[int]]:
     """The plain model. Returns the ids of the new tokens, and those that end a text."""
     for name in _COPIED:
@@ -254,7 +254,7 @@ def _write(
     return ids, stop
 
 
-def _without_code(job: Job, source: Path, directory: Path, say: Say) -> dict[str, Any]:
+def _without_code(job: FinalizePlan, source: Path, directory: Path, say: Say) -> dict[str, Any]:
     """config.json without what names code, which a loader that trusts it would run; ``directory``'s tokenizer likewise.
 
     What our encoder-decoder brings is ours, and not told of.
@@ -277,7 +277,7 @@ def _without_code(job: Job, source: Path, directory: Path, say: Say) -> dict[str
     return model_config
 
 
-def _model(job: Job, tensors: Conversion) -> dict[str, Any]:
+def _model(job: FinalizePlan, tensors: ConvertedWeights) -> dict[str, Any]:
     named = job.model_config.get("architectures") or [str(job.model_config.get("model_type"))]
     vocab = int(job.model_config.get("vocab_size") or job.vocab.before)
     return {

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import TIME
 from forgather_cli.cli.output import (
     AsJson,
@@ -25,8 +24,9 @@ from forgather_cli.cli.output import (
     print_table,
 )
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.data.cache import Cache, Entry, entries, remove_entry
+from forgather_cli.data.cache import Cache, CacheEntry, entries, remove_entry
 from forgather_cli.errors import ConfigError
+from forgather_cli.terminal.bars import doing
 
 _AGE = re.compile(r"(\d+)([mhdw])")
 _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # seconds
@@ -110,12 +110,12 @@ def prune(
     typer.echo(f"removed {_told(removed)}" if removed else f"{root}: nothing to remove")
 
 
-def _told(found: Sequence[Entry]) -> str:
+def _told(found: Sequence[CacheEntry]) -> str:
     size = human_bytes(sum(entry.size_bytes for entry in found))
     return f"{len(found)} {'entry' if len(found) == 1 else 'entries'} ({size})"
 
 
-def _document(entry: Entry) -> dict[str, Any]:
+def _document(entry: CacheEntry) -> dict[str, Any]:
     used = datetime.fromtimestamp(entry.last_used, UTC).isoformat(timespec="seconds")
     return {"kind": entry.kind, "path": str(entry.path), "size_bytes": entry.size_bytes, "last_used": used,
             "in_use": entry.in_use, "unfinished": entry.is_unfinished, "origin": entry.meta.get("origin")}  # fmt: skip

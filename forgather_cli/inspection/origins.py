@@ -18,7 +18,7 @@ from forgather_cli.config.schema import (
     TextSettings,
 )
 from forgather_cli.data.cache import Cache
-from forgather_cli.data.text.corpus import Documents, Piece, find_corpus, find_files, is_held_out
+from forgather_cli.data.text.corpus import CorpusPiece, Documents, find_corpus, find_files, is_held_out
 from forgather_cli.data.text.hf import hf_corpus, names_of
 from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
 from forgather_cli.data.tokens import Split, Tokenized
@@ -120,7 +120,7 @@ class Origins:
         return found
 
     @cached_property
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[CorpusPiece]:
         assert self._corpus is not None
         return self._corpus.pieces()
 
@@ -149,7 +149,7 @@ class Origins:
             self._read |= {(name, number): each for name, each in places.items()}
         return self._read[split, number]
 
-    def _of_piece(self, piece: Piece) -> Iterator[tuple[Place, Document]]:
+    def _of_piece(self, piece: CorpusPiece) -> Iterator[tuple[Place, Document]]:
         """Every document of a piece with its place."""
         assert self._corpus is not None
         if isinstance(self._option, HfSettings):

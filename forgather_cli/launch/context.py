@@ -1,12 +1,15 @@
-"""RankContext: what the parts of one rank's process share."""
+"""RankContext: what the parts of one rank's process share, and what training is told by and tells its job."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from forgather_cli.launch.exit_status import DONE, FAILED, STOPPED, ExitStatus
 from forgather_cli.launch.job import Job
@@ -15,12 +18,18 @@ from forgather_cli.launch.rank_log import LogFile
 from forgather_cli.launch.rendezvous import Rendezvous
 from forgather_cli.launch.run_lock import begin_training, check_in_place
 from forgather_cli.launch.signals import StopSignal
+from forgather_cli.launch.stacks import Standing, odd_first, own_standing, silent_standing
 from forgather_cli.run_dir import RunDir
+
+_ANSWER = 3.0  # seconds that a rank gets to tell where it stands
 
 
 @dataclass
 class RankContext:
-    """This process as one rank of a run. ``rank.run_rank`` fills what is None or missing at first."""
+    """This process as one rank of a run. ``rank.run_rank`` fills what is None or missing at first.
+
+    It is the job of a Trainer that a command has started (``trainer.run.TrainingJob``).
+    """
 
     place: Place
     job: Job | None = None
@@ -55,6 +64,14 @@ class RankContext:
         """For ``doing``, before something that all ranks do together: which of them are not there yet."""
         return what if self.rendezvous is None else self.rendezvous.meet(what)
 
+    def poll(self) -> int | None:
+        """The stop signal that this rank has received. The hang watch sees by it that training makes progress."""
+        return self.stop.poll()
+
+    def acknowledge(self, signum: int) -> None:
+        """All ranks have agreed to stop because of a signal that at least one of them received."""
+        self.stop.acknowledge(signum)
+
     def stepped(self, step: int) -> None:
         """A step is done. The first one shows that settings, data and model are sound: a run set aside goes then.
 
@@ -65,6 +82,31 @@ class RankContext:
                 begin_training(self.run)
             check_in_place(self.run)
         self.step = step
+
+    def stacks(self) -> dict[str, Any]:
+        """What ``forgather control stacks`` shows: the stack of every rank. May be called in any thread."""
+        return {"ranks": [asdict(standing) for standing in self.standings()]}
+
+    def standings(self) -> list[Standing]:
+        """Where all ranks stand, the odd ones first. Waits some seconds for ranks that do not answer."""
+        own, rendezvous = own_standing(self.place.rank, self.step, self.still), self.rendezvous
+        if rendezvous is None:
+            return [own]
+        found = {own.rank: own}
+        others = [other for other in range(self.place.size) if other != own.rank]
+        before = {other: rendezvous.store.get(f"stands/{other}") for other in others}
+        rendezvous.store.set("where", f"{own.rank} {time.time_ns()}")
+        until = time.monotonic() + _ANSWER
+        while before and time.monotonic() < until:
+            time.sleep(0.05)
+            for other, old in list(before.items()):
+                text = rendezvous.store.get(f"stands/{other}")
+                if text is not None and text != old:
+                    found[other] = Standing.from_document(json.loads(text)["standing"])
+                    del before[other]
+        for other in before:
+            found[other] = silent_standing(other, rendezvous.store.get(f"place/{other}"), self.still)
+        return odd_first([found[each] for each in sorted(found)])
 
     def exit_code(self, status: ExitStatus) -> int:
         """This process's exit code. Under torchrun's agent it only tells whether to restart the ranks, which the agent

@@ -32,7 +32,6 @@ from forgather_cli.launch.stacks import (
     main_thread_stack,
     saves,
     standing_at,
-    standings_of_all,
     waits_for_others,
 )
 from forgather_cli.run_dir import name_file
@@ -175,7 +174,7 @@ def last_words(rank: RankContext, status: ExitStatus, *, farewell: float = 0.0) 
 
 def close_bars() -> None:
     """Take a progress bar off the terminal; given up where the main thread holds the terminal."""
-    bars = sys.modules.get("forgather_cli.bars")
+    bars = sys.modules.get("forgather_cli.terminal.bars")
     if bars is not None:
         within(0.5, bars.close_bars)
 
@@ -254,7 +253,7 @@ def _enforce_grace(rank: RankContext) -> None:
             end_stuck(rank, Kind.UNHEEDED, reason, stack)
         if rank.stop.acknowledged.wait(_AFTER_YOU):
             return
-        standings = within(2 * ANSWER, lambda: standings_of_all(rank)) or []
+        standings = within(2 * ANSWER, rank.standings) or []
         if any(each.doing == SAVES for each in standings):
             continue
         where = f"rank {me} stands at {standing_at(stack)}"

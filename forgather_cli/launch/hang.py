@@ -18,7 +18,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 
 from forgather_cli.config.schema import Config, PipelineSettings
-from forgather_cli.input_files import write_whole
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import Kind
 from forgather_cli.launch.failures import end_stuck
@@ -34,7 +34,6 @@ from forgather_cli.launch.stacks import (
     own_standing,
     saves,
     standing_at,
-    standings_of_all,
     table,
     thread_stack,
     waits_for_others,
@@ -150,7 +149,7 @@ class HangReport:
         if self._report or not self._is_reporter:
             return
         polls = self._rank.stop.polls
-        standings = standings_of_all(self._rank)
+        standings = self._rank.standings()
         usual = (COMPILES, DEBUGGED)
         early = [each.doing == SAVES and each.seconds < self._config.save_timeout / 2 for each in standings]
         if any(early) or any(each.doing in usual for each in standings) or self._rank.stop.polls != polls:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.bars import doing
 from forgather_cli.config.schema import Config, SingleSettings
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch import failures, hang
@@ -29,6 +28,7 @@ from forgather_cli.launch.rank_log import lasting_output, rank_log
 from forgather_cli.launch.rendezvous import FAREWELL, within
 from forgather_cli.launch.stacks import record_collectives
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal.bars import doing
 
 Work = Callable[[Config, RunDir, RankContext], ExitStatus]
 """Trains, and returns how that ended."""
@@ -50,21 +50,37 @@ class Start:
     """True: resume from the newest checkpoint whatever the config says. None: only after a restart."""
 
 
-def run_rank(rank: RankContext, find: Callable[[RankContext], Start], work: Work) -> ExitStatus:
-    """Do ``work`` on what ``find`` returns. Never raises: an error is announced, shown, and returned as the status."""
+def run_rank(rank: RankContext, find: Start | Callable[[RankContext], Start], work: Work) -> ExitStatus:
+    """Do ``work`` on ``find``, or what it returns. Never raises: an error is announced, shown and returned."""
     with ExitStack() as stack:
         try:
             stack.enter_context(failures.watch_signals_and_ranks(rank))
             if rank.rendezvous_folder:  # connecting waits for nobody, and other ranks hear even of a wrong config
                 rank.connect()
-            start = find(rank)
-            rank.run = start.run
+            start = find if isinstance(find, Start) else find(rank)
+            rank.run = run = start.run
             try:
-                log = rank_log(start.run.rank_log(rank.place.rank), terminal=rank.place.rank == 0)
+                log = rank_log(run.rank_log(rank.place.rank), terminal=rank.place.rank == 0)
                 rank.log = stack.enter_context(log)
             except OSError as error:
                 raise SetupError(f"output_dir: {error.filename} cannot be written: {error.strerror}") from error
-            status = _work(rank, start, work)
+            rendezvous, config = rank.connect(), start.config
+            if isinstance(config, Path):
+                from forgather_cli.config.decode import load_saved
+
+                config = replace(load_saved(config), output_dir=str(run.root))
+            going_on = start.going_on
+            if (
+                going_on is None
+            ):  # a run that began from another run's checkpoint begins there again until it has its own
+                has_own = bool(run.checkpoint_steps()) or not isinstance(config.resume_from_checkpoint, str)
+                going_on = rank.place.attempt > 0 and has_own
+            if rendezvous is not None and rank.place.rank == 0:
+                rendezvous.share(run, going_on=going_on)
+            if going_on:
+                config = replace(config, resume_from_checkpoint=True, resume_components="all")
+            with _process_group(config, rank), hang.watch_progress(rank, config):
+                status = work(config, run, rank)
         except (Exception, SystemExit) as error:  # the edge of the process
             status = failures.status_of(rank, error)
         rank.ended.set()
@@ -73,27 +89,6 @@ def run_rank(rank: RankContext, find: Callable[[RankContext], Start], work: Work
         if rank.place.rank == 0 and rank.run is not None and not status.failed:  # a restart needs it
             rank.run.secret.unlink(missing_ok=True)
     return status
-
-
-def _work(rank: RankContext, start: Start, work: Work) -> ExitStatus:
-    """``work`` with the config of this start, inside the process group."""
-    run, rendezvous = start.run, rank.connect()
-    if isinstance(start.config, Path):
-        from forgather_cli.config.decode import load_saved
-
-        config = replace(load_saved(start.config), output_dir=str(run.root))
-    else:
-        config = start.config
-    going_on = start.going_on
-    if going_on is None:  # a run that began from another run's checkpoint begins there again until it has its own
-        has_own = bool(run.checkpoint_steps()) or not isinstance(config.resume_from_checkpoint, str)
-        going_on = rank.place.attempt > 0 and has_own
-    if rendezvous is not None and rank.place.rank == 0:
-        rendezvous.share(run, going_on=going_on)
-    if going_on:
-        config = replace(config, resume_from_checkpoint=True, resume_components="all")
-    with _process_group(config, rank), hang.watch_progress(rank, config):
-        return work(config, run, rank)
 
 
 @contextmanager

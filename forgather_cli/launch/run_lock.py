@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli import __version__
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import SetupError, TrainingError
-from forgather_cli.folding import tell
-from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import MISTAKE, ExitStatus, Kind, newest_step, write_exit_record
 from forgather_cli.run_dir import RunDir, resume_command, shown
+from forgather_cli.terminal.folding import tell
 
 _HIDDEN = ".before-"
 _HELD: dict[int, Path] = {}
@@ -381,11 +381,11 @@ def _yaml(value: dict[str, Any]) -> str:
     """A YAML document with texts of several lines as blocks."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class BlockDumper(yaml.SafeDumper):
         pass
 
     def text(dumper: Any, value: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
-    Dumper.add_representer(str, text)
-    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    BlockDumper.add_representer(str, text)
+    return yaml.dump(value, Dumper=BlockDumper, sort_keys=False, allow_unicode=True, width=120)

@@ -30,8 +30,8 @@ _LINGER = 30.0  # seconds that a forked worker outlives SIGTERM
 class StopSignal:
     """Whether a signal has asked this process to save and stop.
 
-    The trainer reads ``signum`` at each step, evaluation batch and generated token. Before its first read there is
-    nothing to save, and even a first signal ends the process.
+    The trainer polls it at each step, evaluation batch and generated token. Before the first poll there is nothing to
+    save, and even a first signal ends the process.
     """
 
     def __init__(
@@ -49,23 +49,23 @@ class StopSignal:
         anyway. ``echo``: seconds within which a repeated signal is taken for the first one, passed on by a launcher.
         """
         self._end_now, self._on_request, self._is_cleanup, self._echo = end_now, on_request, is_cleanup, echo
-        self._signum: int | None = None
+        self.signum: int | None = None
+        """Number of the first signal received, None before."""
         self._last: tuple[int, float] | None = None  # the last signal received, and when
         self.polls = 0
-        """How often ``signum`` was read; it grows as long as training makes progress."""
+        """How often training has asked; it grows as long as training makes progress."""
         self.acknowledged = threading.Event()
         """Set once all ranks act on the signal, or there is nothing left to stop: the grace period is over."""
 
-    @property
-    def signum(self) -> int | None:
-        """Number of the first signal received, None before. Each read counts as a poll by the trainer."""
+    def poll(self) -> int | None:
+        """``signum``, for training, which lives as long as it asks."""
         self.polls += 1
-        return self._signum
+        return self.signum
 
     @property
     def name(self) -> str:
         """Its name, such as SIGTERM; empty before."""
-        return signal.Signals(self._signum).name if self._signum is not None else ""
+        return signal.Signals(self.signum).name if self.signum is not None else ""
 
     def on_signal(self, signum: int) -> None:
         """This process has received a signal: ask for a stop, or end at once if it is the second one."""
@@ -85,9 +85,9 @@ class StopSignal:
 
         That does not count as this process's first signal, since the same Ctrl-C may arrive here too.
         """
-        if self._signum is not None:
+        if self.signum is not None:
             return
-        self._signum = signum
+        self.signum = signum
         if not self.polls:
             self._end(signum, early=True)
         say(f"{self.name}: saving after this step; a second signal ends at once")
@@ -95,8 +95,8 @@ class StopSignal:
 
     def acknowledge(self, signum: int) -> None:
         """All ranks have agreed to stop because of a signal that at least one of them received."""
-        if self._signum is None:
-            self._signum = signum
+        if self.signum is None:
+            self.signum = signum
             say(f"{self.name} in another rank: saving after this step; a second signal ends at once")
         self.acknowledged.set()
 

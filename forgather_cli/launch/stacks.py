@@ -13,14 +13,12 @@ import socket
 import sys
 import sysconfig
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.processes import process_state
 
 _OURS = f"{os.sep}forgather_cli{os.sep}"
@@ -34,7 +32,6 @@ WAITS, SAVES, COMPILES, DEBUGGED, READS, RUNS = (
     "waits for others", "saves", "compiles", "at a breakpoint", "reads data", "runs",
 )  # fmt: skip
 SILENT = "does not answer"
-_ANSWER = 3.0  # seconds that a rank gets to tell where it stands
 _WAITS_FOR_WRITER = "wait_for_writer"  # method of checkpoint.save.Checkpointer
 _CONTEXT = 2  # collectives before one, by which what used to follow them is known
 _COMPILER = (
@@ -178,28 +175,6 @@ def silent_standing(rank: int, place: str | None, seconds: float) -> Standing:
             process_state(pid), f"process {pid} is alive, but runs no Python"
         )
     return Standing(rank, host, pid, None, round(seconds, 1), SILENT, None, False, where)
-
-
-def standings_of_all(rank: RankContext) -> list[Standing]:
-    """Where all ranks stand, the odd ones first. Waits some seconds for ranks that do not answer."""
-    own = own_standing(rank.place.rank, rank.step, rank.still)
-    rendezvous = rank.rendezvous
-    if rendezvous is None:
-        return [own]
-    found = {own.rank: own}
-    before = {other: rendezvous.store.get(f"stands/{other}") for other in range(rank.place.size) if other != own.rank}
-    rendezvous.store.set("where", f"{own.rank} {time.time_ns()}")
-    until = time.monotonic() + _ANSWER
-    while before and time.monotonic() < until:
-        time.sleep(0.05)
-        for other, old in list(before.items()):
-            text = rendezvous.store.get(f"stands/{other}")
-            if text is not None and text != old:
-                found[other] = Standing.from_document(json.loads(text)["standing"])
-                del before[other]
-    for other in before:
-        found[other] = silent_standing(other, rendezvous.store.get(f"place/{other}"), rank.still)
-    return odd_first([found[each] for each in sorted(found)])
 
 
 def odd_first(standings: Sequence[Standing]) -> list[Standing]:

@@ -30,7 +30,6 @@ from forgather_cli.config.schema import (
     Target,
 )
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
-from forgather_cli.folding import tell
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
@@ -52,6 +51,7 @@ from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.run_dir import RunDir, resume_command, shown
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -62,11 +62,18 @@ _OF_KERNELS = ("triton",) if sys.platform == "linux" else ()
 
 
 @lasting_output()
-def launch(loaded: Loaded, work: Work) -> int:
-    """Do ``work`` here, or in ranks that are started here; returns the exit code (0, 1, 2, 75, 128 + signal).
+def launch(compose: Callable[[], Loaded], work: Work, place: Place | None = None, run: RunDir | None = None) -> int:
+    """Train the config that ``compose`` returns: do ``work`` here, or in ranks that are started here; returns the exit
+    code (0, 1, 2, 75, 128 + signal).
 
-    Raises ConfigError and SetupError before the run directory is locked; later errors are shown and logged here.
+    ``place``: this process's rank where torchrun or the like has started it; of such ranks only rank 0 composes.
+    ``run``: the run's directory, where the command names it. Raises ConfigError and SetupError before the run directory
+    is locked; later errors are shown and logged here.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
+    if place is not None:
+        return _join(place, compose, work, run)
+    loaded = compose()
     remove_abandoned()
     check_surroundings(loaded.config)
     check_best_metric(loaded.config)
@@ -83,21 +90,26 @@ def launch(loaded: Loaded, work: Work) -> int:
     with RunLock(root) as held:
         config, path = _begin(held, loaded, layout)
         conclude_run = partial(_conclude_run, held)
-        control = config.callbacks.control
-
-        def train_once(config: Config) -> ExitStatus:
+        control, before, kept = config.callbacks.control, os.environ.get(TOKEN_VARIABLE), held.run.checkpoint_steps()
+        first = config
+        while True:
             if layout.in_process:
                 rank = RankContext(Place(), conclude_run=conclude_run)
-                return run_rank(rank, lambda _: Start(held.run, config), work)
-            before = os.environ.get(TOKEN_VARIABLE)
-            if control is not None and control.auth_token is not None:  # config.yaml does not hold it
-                os.environ[TOKEN_VARIABLE] = control.auth_token
-            try:
-                return launch_ranks(layout, held.run, path, conclude_run)
-            finally:
-                os.environ.pop(TOKEN_VARIABLE, None) if before is None else os.environ.update({TOKEN_VARIABLE: before})
-
-        status = _find_batch_size(held, config, path, train_once)
+                status = run_rank(rank, Start(held.run, config), work)
+            else:
+                if control is not None and control.auth_token is not None:  # config.yaml does not hold it
+                    os.environ[TOKEN_VARIABLE] = control.auth_token
+                try:
+                    status = launch_ranks(layout, held.run, path, conclude_run)
+                finally:
+                    os.environ.pop(TOKEN_VARIABLE, None)
+                    os.environ.update({} if before is None else {TOKEN_VARIABLE: before})
+            if status.smaller_batch is None:
+                break
+            config = _with_smaller_batch(held, config, path, status, kept)
+        if config is not first and not status.failed:
+            size = config.per_device_train_batch_size
+            tell(f"auto_find_batch_size: found per_device_train_batch_size={size}, which forgather resume uses too")
         conclude_run(status)
     return status.code
 
@@ -112,13 +124,12 @@ def serve(loaded: Loaded, work: Work, diloco: str) -> int:
     with RunLock(output_dir(loaded)) as held:
         config, _ = _begin(held, loaded, plan_layout(loaded.config, loaded.given), diloco=diloco)
         rank = RankContext(Place(), conclude_run=partial(_conclude_run, held))
-        status = run_rank(rank, lambda _: Start(held.run, config), work)
+        status = run_rank(rank, Start(held.run, config), work)
         _conclude_run(held, status)
     return status.code
 
 
-@lasting_output()
-def join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir | None = None) -> int:
+def _join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir | None) -> int:
     """Train as one rank of a world that torchrun or Slurm has started; returns the exit code, 0 after a signal too.
 
     Only rank 0 composes the config and locks the run directory; the others wait until it shares them. ``run``: the run
@@ -180,42 +191,35 @@ def launch_ranks(
     return status
 
 
-def _find_batch_size(
-    held: RunLock, config: Config, path: Path, train_once: Callable[[Config], ExitStatus]
-) -> ExitStatus:
-    """Call ``train_once(config)``; with auto_find_batch_size again, with smaller micro-batches, while memory runs out.
+def _with_smaller_batch(held: RunLock, config: Config, path: Path, status: ExitStatus, kept: list[int]) -> Config:
+    """The config with which a run starts again that has run out of memory, with smaller micro-batches.
 
     All ranks end and start again, under every strategy: ranks that wait in a collective for the one without memory
     could not agree on anything. The sequences of one optimizer step stay the same, so the losses do too. What is tried
-    is written to ``path``, the config of this start: ranks read it, and a resume uses it.
+    is written to ``path``, the config of this start: ranks read it, and a resume uses it. ``kept``: the steps of
+    checkpoints that were there at the start.
     """
     from forgather_cli.config.decode import dump_saved, load_tree
 
-    before = held.run.checkpoint_steps()
-    status, name = train_once(config), "auto_find_batch_size"
-    tried = False
-    while (size := status.smaller_batch) is not None:
-        tried, was = True, status.batch
-        tell(f"\n{name}: out of memory with {was} sequences at a time; starting again with {size}", sys.stderr)
-        steps = None  # follows from global_batch_size
-        if config.global_batch_size is None:
-            steps = config.per_device_train_batch_size * (config.gradient_accumulation_steps or 1) // size
-        has_saved = set(held.run.checkpoint_steps()) - set(before)
-        tree: dict[str, Any] = {
-            "per_device_train_batch_size": size,
-            "gradient_accumulation_steps": steps,
-            "resume_from_checkpoint": True if has_saved else config.resume_from_checkpoint,
-        }
-        config = replace(config, **tree)
-        held.write(path, dump_saved({**load_tree(path), **tree}))
-        gc.collect()  # trainers are cycles, and CUDA's allocator keeps what it has got
-        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        status = train_once(config)
-    if tried and not status.failed:
-        size = config.per_device_train_batch_size
-        tell(f"{name}: found per_device_train_batch_size={size}, which forgather resume uses too")
-    return status
+    size, was = status.smaller_batch, status.batch
+    assert size is not None
+    tell(
+        f"\nauto_find_batch_size: out of memory with {was} sequences at a time; starting again with {size}", sys.stderr
+    )
+    steps = None  # follows from global_batch_size
+    if config.global_batch_size is None:
+        steps = config.per_device_train_batch_size * (config.gradient_accumulation_steps or 1) // size
+    has_saved = set(held.run.checkpoint_steps()) - set(kept)
+    tree: dict[str, Any] = {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": steps,
+        "resume_from_checkpoint": True if has_saved else config.resume_from_checkpoint,
+    }
+    held.write(path, dump_saved({**load_tree(path), **tree}))
+    gc.collect()  # trainers are cycles, and CUDA's allocator keeps what it has got
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return replace(config, **tree)
 
 
 # ------------------------------------------------------------------------------------------------------ the directory

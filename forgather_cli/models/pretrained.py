@@ -23,8 +23,8 @@ from forgather_cli.config.schema import (
     RopeScaling,
     family_of,
 )
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import ModelError
-from forgather_cli.input_files import read_json_object
 
 MODELING_FILE = Path(__file__).parent / "modeling_qwen3_encdec.py"
 """What lies in the directory of an encoder-decoder, so that transformers can build it."""

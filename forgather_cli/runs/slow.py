@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import Any
 
 from forgather_cli.callbacks.columns import TIMES
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import SetupError
-from forgather_cli.input_files import read_text
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.find import settings_of
 from forgather_cli.runs.records import Record, is_number, records_of
@@ -29,7 +29,7 @@ _SLOW_RANK = re.compile(r"rank \d+ is slow, and the others wait for it.*")  # as
 
 
 @dataclass(frozen=True)
-class Finding:
+class Bottleneck:
     """Something that takes time, and the setting to try, or what else to do."""
 
     what: str
@@ -42,7 +42,7 @@ class Report:
 
     run: str
     times: dict[str, float]
-    findings: list[Finding]
+    findings: list[Bottleneck]
 
 
 def times_of(records: Sequence[Record]) -> dict[str, float]:
@@ -83,7 +83,7 @@ def explain(run: RunDir) -> Report:
 
 def _findings(
     run: RunDir, records: Sequence[Record], settings: dict[str, Any], times: dict[str, float]
-) -> Iterator[Finding]:
+) -> Iterator[Bottleneck]:
     total = sum(times.values())
 
     def share(name: str) -> float:
@@ -94,37 +94,41 @@ def _findings(
 
     if share("data_seconds") > _MUCH:
         workers = int(settings.get("dataloader_num_workers") or 0)
-        yield Finding(f"Steps wait for data, {percent('data_seconds')}.", f"dataloader_num_workers={2 * workers or 2}")
+        yield Bottleneck(
+            f"Steps wait for data, {percent('data_seconds')}.", f"dataloader_num_workers={2 * workers or 2}"
+        )
     if share("first_step_seconds") > _MUCH:
         took = f"The first step took {times['first_step_seconds']:.0f} s, {percent('first_step_seconds')}"
         if settings.get("torch_compile"):
-            yield Finding(f"{took}: it compiles the blocks.", "torch_compile=false for runs as short as this one")
+            yield Bottleneck(f"{took}: it compiles the blocks.", "torch_compile=false for runs as short as this one")
         else:
-            yield Finding(f"{took}: it warms the device up.", "a longer run, in which it does not count")
+            yield Bottleneck(f"{took}: it warms the device up.", "a longer run, in which it does not count")
     if share("evaluation_seconds") > _MUCH:
         passes = sum(float(r["eval_runtime"]) for r in records if is_number(r.get("eval_runtime")))
         if times["evaluation_seconds"] > 2 * passes:  # the rest of it is callbacks'
             shorter = "callbacks.textgen.max_new_tokens=50, or ~callbacks.textgen"
-            yield Finding(
+            yield Bottleneck(
                 f"Evaluations take {percent('evaluation_seconds')}, most of it in callbacks at them.", shorter
             )
         elif settings.get("eval_strategy") == "steps":
             more = f"eval_steps={2 * int(settings.get('eval_steps') or 100)}, or a smaller max_eval_samples"
-            yield Finding(f"Evaluations take {percent('evaluation_seconds')}.", more)
+            yield Bottleneck(f"Evaluations take {percent('evaluation_seconds')}.", more)
         else:
-            yield Finding(f"Evaluations take {percent('evaluation_seconds')}.", "a smaller max_eval_samples")
+            yield Bottleneck(f"Evaluations take {percent('evaluation_seconds')}.", "a smaller max_eval_samples")
     if share("save_seconds") > _MUCH:
         less = f"save_steps={2 * int(settings.get('save_steps') or 500)}"
         less = less if settings.get("async_save", True) else "async_save=true, which trains on meanwhile"
-        yield Finding(f"Checkpoints take {percent('save_seconds')}.", less)
+        yield Bottleneck(f"Checkpoints take {percent('save_seconds')}.", less)
     if share("exchange_seconds") > _MUCH:
         less = "diloco.sync_every twice as large at the server, or diloco.overlap, which trains on meanwhile"
-        yield Finding(f"Exchanges with other workers take {percent('exchange_seconds')}.", less)
+        yield Bottleneck(f"Exchanges with other workers take {percent('exchange_seconds')}.", less)
     if (slow := _slow_rank(run)) is not None:
-        yield Finding(f"One rank keeps the others waiting: {slow}.", f"forgather control stacks {run.root}, as it runs")
+        yield Bottleneck(
+            f"One rank keeps the others waiting: {slow}.", f"forgather control stacks {run.root}, as it runs"
+        )
     elif share("sync_seconds") > _MUCH:
         where = f"forgather control stacks {run.root}, as it runs, shows for whom"
-        yield Finding(f"Rank 0 waits for other ranks, {percent('sync_seconds')}.", where)
+        yield Bottleneck(f"Rank 0 waits for other ranks, {percent('sync_seconds')}.", where)
     yield from _of_pace(records)
     yield from _of_steps(records, settings)
 
@@ -163,7 +167,7 @@ def _stretches(records: Sequence[Record]) -> list[_Stretch]:
     return found
 
 
-def _of_pace(records: Sequence[Record]) -> Iterator[Finding]:
+def _of_pace(records: Sequence[Record]) -> Iterator[Bottleneck]:
     """Steps that were slower than others of the run, and steps that had no core."""
     stretches = _stretches(records)
     total = sum(each.seconds for each in stretches)
@@ -187,18 +191,18 @@ def _of_pace(records: Sequence[Record]) -> Iterator[Finding]:
         what += f", and {len(slow) - 1} more stretches were slow" if len(slow) > 1 else ""
         if wait(worst) > _MUCH:
             share = f"{100 * wait(worst):.0f} %"
-            yield Finding(
+            yield Bottleneck(
                 f"{what}: other processes had the cores, and for {share} of that time there was none.", _CORES
             )
         else:
             known = "though cores were free" if worst[0].wait is not None else "and nothing here tells why"
-            yield Finding(f"{what}, {known}.", _MACHINE)
+            yield Bottleneck(f"{what}, {known}.", _MACHINE)
     elif total and wait(stretches) > _MUCH:
         share = f"{100 * wait(stretches):.0f} %"
-        yield Finding(f"For {share} of the steps' time there was no core: other processes had them.", _CORES)
+        yield Bottleneck(f"For {share} of the steps' time there was no core: other processes had them.", _CORES)
 
 
-def _of_steps(records: Sequence[Record], settings: dict[str, Any]) -> Iterator[Finding]:
+def _of_steps(records: Sequence[Record], settings: dict[str, Any]) -> Iterator[Bottleneck]:
     """What makes the steps themselves slow."""
     mfu = [float(r["mfu"]) for r in records if is_number(r.get("mfu"))]
     lengths = [float(r["step_time"]) for r in records if is_number(r.get("step_time"))]
@@ -211,16 +215,16 @@ def _of_steps(records: Sequence[Record], settings: dict[str, Any]) -> Iterator[F
         more = f"per_device_train_batch_size={2 * bound}"
         if whole and int(whole) <= bound:
             more += f" global_batch_size={2 * int(whole)}"
-        yield Finding(
+        yield Bottleneck(
             f"The batch is small: {at_once * seq_len:,} tokens at a time.",
             f"{more}; forgather plan --fit shows how far memory goes",
         )
     if mfu and statistics.median(mfu) < 2 * _LOW_MFU:  # on a device whose peak is known
         used = f"Steps use {100 * statistics.median(mfu):.0f} % of what the device can compute."
         if (settings.get("precision") or {}).get("type") == "fp32":
-            yield Finding(used, "precision=bf16")
+            yield Bottleneck(used, "precision=bf16")
         elif not settings.get("torch_compile"):
-            yield Finding(used, "torch_compile=true")
+            yield Bottleneck(used, "torch_compile=true")
 
 
 def _slow_rank(run: RunDir) -> str | None:

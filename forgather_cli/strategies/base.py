@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.distributed import World, gather
+from forgather_cli.documents.encoding import Stateful
 from forgather_cli.errors import ConfigError
 from forgather_cli.labels import IGNORED
 from forgather_cli.models.init import allocate
@@ -89,11 +90,6 @@ class ModelSpec:
         part.to(device)
         if self.init is not None:
             self.init(part)
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class Strategy(ABC):

@@ -25,18 +25,18 @@ from typing import IO, TYPE_CHECKING
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import is_terminal, timestamp
 from forgather_cli.cli.output import Col, console, human, human_seconds, print_json, print_table, table_of
 from forgather_cli.cli.words import load_config_of, quoted
 from forgather_cli.errors import ConfigError
-from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.processes import available_cores, end_with_parent
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import Summary, state_of, summarize, summarize_or_state
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,7 +49,7 @@ _LAST_LINES = 40  # of what a job that failed has told
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """One run of a sweep."""
 
     name: str
@@ -104,13 +104,13 @@ def _print_resume_command() -> None:
 
 
 @doing("composing the jobs")
-def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None) -> list[Job]:
+def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None) -> list[SweepJob]:
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
     from forgather_cli.launch.layout import gpus, plan_layout
     from forgather_cli.sweeps.expand import expand, job_name
 
     there = bool(gpus())
-    jobs: list[Job] = []
+    jobs: list[SweepJob] = []
     problems: dict[str, None] = {}
     expanded = expand(overrides, config_dir=config_dir)
     for job_overrides in expanded:
@@ -129,13 +129,13 @@ def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None)
             content = "\0".join([loaded.recipe_text, *fixed])
             root = Path("outputs") / loaded.recipe / f"sweep-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
         takes_gpus = there and loaded.config.device in ("auto", "cuda")
-        jobs.append(Job(name, job_overrides, RunDir(root / name), own, layout.ranks_per_node, takes_gpus))
+        jobs.append(SweepJob(name, job_overrides, RunDir(root / name), own, layout.ranks_per_node, takes_gpus))
     if problems:
         raise ConfigError(list(problems))
     return jobs
 
 
-def _command(job: Job, recipe: str | None, config_dir: Path | None) -> list[str]:
+def _command(job: SweepJob, recipe: str | None, config_dir: Path | None) -> list[str]:
     """The command that starts or resumes one job."""
     own = [f"output_dir={quoted(job.run.root)}", "overwrite_output_dir=false"]
     own += ["resume_from_checkpoint=true"] if job.run.is_used() else []
@@ -160,7 +160,7 @@ class _Sweep:
     In the same group a job would get Ctrl-C from the terminal and again from here, and two signals end it at once.
     """
 
-    def __init__(self, jobs: list[Job], commands: list[list[str]], at_once: int, gpus: list[str]) -> None:
+    def __init__(self, jobs: list[SweepJob], commands: list[list[str]], at_once: int, gpus: list[str]) -> None:
         self._jobs, self._commands, self._at_once, self._free_gpus = jobs, commands, at_once, gpus
         self._running: list[_Running] = []
         self._live: Live | None = None
@@ -293,7 +293,7 @@ class _Sweep:
         return Group(table, ", ".join(f"{count} {state}" for state, count in counts.items()))
 
 
-def _show(jobs: list[Job], recipe: str | None, config_dir: Path | None, as_json: bool) -> None:
+def _show(jobs: list[SweepJob], recipe: str | None, config_dir: Path | None, as_json: bool) -> None:
     """Print the jobs of ``--dry-run``."""
     commands = [shlex.join(["forgather", *_command(job, recipe, config_dir)[3:]]) for job in jobs]
     if as_json:
@@ -305,7 +305,7 @@ def _show(jobs: list[Job], recipe: str | None, config_dir: Path | None, as_json:
         typer.echo(f"  {command}")
 
 
-def _print_table(jobs: list[Job], codes: dict[str, int]) -> None:
+def _print_table(jobs: list[SweepJob], codes: dict[str, int]) -> None:
     """The summary at the end, with the job of the best evaluation in bold. ``codes``: of the jobs that were started."""
     columns = (
         Col("job", copied=True),
@@ -323,7 +323,7 @@ def _print_table(jobs: list[Job], codes: dict[str, int]) -> None:
     tell(f"runs are in {sweep}; a picture of them: {shlex.join(['forgather', 'logs', 'plot', str(sweep)])}")
 
 
-def _cells(job: Job, code: int | None) -> list[str]:
+def _cells(job: SweepJob, code: int | None) -> list[str]:
     """What a job has measured, after how it stands."""
     state = _state(job, code)
     if not job.run.metrics.exists():
@@ -337,7 +337,7 @@ def _loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
-def _state(job: Job, code: int | None) -> str:
+def _state(job: SweepJob, code: int | None) -> str:
     """How a job that does not run stands: what it has left tells nothing of a start that was refused."""
     has_run = job.run.metrics.exists() or job.run.exit.exists()
     state = state_of(job.run)[0] if has_run else "not run"

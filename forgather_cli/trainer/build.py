@@ -23,7 +23,7 @@ from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments, script_settings
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +152,9 @@ def collate_fn(script: ScriptSettings, model: nn.Module, collate: CollateFn | No
     return collate if kept is None and labels == "labels" else Columns(kept, labels, collate or default_collate)
 
 
-def train_loader(run: Run, dataset: Any, collate_fn: CollateFn | None, data_ranks: DataRanks | None) -> TrainLoader:
+def train_loader(
+    run: TrainingRun, dataset: Any, collate_fn: CollateFn | None, data_ranks: DataRanks | None
+) -> TrainLoader:
     args, script, strategy, plan = run.args, run.script, run.strategy, run.batch_plan
     return TrainLoader(
         dataset,

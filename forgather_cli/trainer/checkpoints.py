@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather_cli.bars import doing
 from forgather_cli.checkpoint.average import average_run
 from forgather_cli.checkpoint.compare import changed_files, compare_configs, record_files
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
@@ -24,20 +23,21 @@ from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
 from forgather_cli.checkpoint.tensors import write_index, write_share
 from forgather_cli.distributed import all_sum, gather, on_rank_0
+from forgather_cli.documents.fields import COUNT, FieldError, check_fields
 from forgather_cli.errors import CheckpointError, SetupError
-from forgather_cli.input_files import COUNT, FieldError, check_fields
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import check_group_states, check_steps, merge_group_states
 from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
-from forgather_cli.trainer.run import Run
+from forgather_cli.terminal.bars import doing
+from forgather_cli.trainer.run import TrainingRun
 from forgather_cli.trainer.states import (
     CallbackStates,
     RandomState,
     StrategyState,
     ToCompare,
-    TrainerState,
+    TrainerProgress,
     check_counters,
 )
 
@@ -59,7 +59,7 @@ class _Stopped(Exception):
 class Checkpoints:
     """A run's checkpoints: saving, publishing, restoring. A context manager: leaving it ends the writer thread."""
 
-    def __init__(self, run: Run, callbacks: Mapping[str, Any]) -> None:
+    def __init__(self, run: TrainingRun, callbacks: Mapping[str, Any]) -> None:
         """``callbacks``: the run's, by name."""
         self._run, self._callbacks = run, callbacks
         self._has_recorded_files = False
@@ -162,7 +162,7 @@ class Checkpoints:
         return [
             Component("scheduler", run.lr_scheduler, Sharing.REPLICATED),
             Component("data", run.epochs, position),
-            Component("trainer", TrainerState(run), Sharing.GLOBAL),  # which counts what these do
+            Component("trainer", TrainerProgress(run), Sharing.GLOBAL),  # which counts what these do
             Component("callbacks", CallbackStates(self._callbacks), Sharing.GLOBAL),
             Component("rng", RandomState(), Sharing.PER_RANK),
         ]
@@ -365,7 +365,7 @@ def drawn_seed(reader: Reader) -> int:
     return int(state["seed"])
 
 
-def save_model(run: Run, directory: Path) -> None:
+def save_model(run: TrainingRun, directory: Path) -> None:
     """Collective. Write a Hugging Face directory: weights, and config and tokenizer where they are known. Raises
     TrainingError where each rank has weights of its own now.
     """

@@ -12,7 +12,7 @@ from forgather_cli.config.schema import FusedLoss, RunSettings
 from forgather_cli.errors import ModelError, OutOfMemoryError, PartError
 from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.trainer.own_parts import explain_part
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 _EARLY = 10  # first steps of a process, in which auto_find_batch_size starts again
 _OUT_OF_MEMORY = re.compile(
@@ -46,7 +46,7 @@ def explain_model(error: RuntimeError | MemoryError | PartError) -> None:
         ) from error
 
 
-def explain_step(error: Exception, run: Run, batches: list[Batch]) -> None:
+def explain_step(error: Exception, run: TrainingRun, batches: list[Batch]) -> None:
     """Explain an error in a training step: raise OutOfMemoryError, with settings that help, or PartError, or add a note
     with step, shapes and memory to another error of the device. ``batches``: none where they were being read.
     """
@@ -71,7 +71,7 @@ def explain_evaluation(
     batches: list[Batch],
     args: RunSettings,
     strategy: Strategy,
-    run: Run | None = None,
+    run: TrainingRun | None = None,
 ) -> None:
     """As ``explain_step`` for an error in a pass over a split, named ``what`` in messages, at ``batches``."""
     place = f"in {what}, batches of {_shapes(batches)}"

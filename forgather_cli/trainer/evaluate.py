@@ -27,7 +27,7 @@ from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy, without_targets
 from forgather_cli.trainer.arguments import ScriptSettings
 from forgather_cli.trainer.device_errors import explain_evaluation
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 from forgather_cli.trainer.step_sync import StepSync, Sum
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _ASKING = (
 """Settings by which a recipe or a command asks for evaluations, unless their values are empty."""
 
 
-def has_samples(run: Run, dataset: Any) -> bool:
+def has_samples(run: TrainingRun, dataset: Any) -> bool:
     """Collective. Whether there is something to evaluate on. Where there is not and evaluations would be due, that is
     told in one line; raises DataError where somebody has asked for them.
     """
@@ -127,7 +127,7 @@ def evaluate(
     group: Any,
     sync: StepSync | None = None,
     predictions: Predictions | None = None,
-    run: Run | None = None,
+    run: TrainingRun | None = None,
     tasks: Tasks | None = None,
 ) -> dict[str, float]:
     """Collective. The mean loss over the targets of a split; ``batches`` are this rank's, ``group`` is a CPU group of

@@ -8,14 +8,14 @@ from dataclasses import replace
 from forgather_cli.callbacks.base import CallbackList
 from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
 from forgather_cli.errors import TrainingError
-from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import DONE, FAILED, STOPPED, ExitStatus, Kind, done, write_exit_record
 from forgather_cli.run_dir import RunDir, shown
+from forgather_cli.terminal.folding import tell
 from forgather_cli.trainer.checkpoints import Checkpoints
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 
-def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitStatus:
+def finish(run: TrainingRun, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitStatus:
     """How training ended on this rank; rank 0 writes ``exit.json`` and prints the paths.
 
     Raises TrainingError if ``exit.json``, or a last checkpoint that was due, could not be written.
@@ -51,7 +51,7 @@ def finish(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> ExitS
     return status
 
 
-def _status(run: Run, callback: str) -> ExitStatus:
+def _status(run: TrainingRun, callback: str) -> ExitStatus:
     """How training ended. ``callback``: the one that stopped it, or empty; a run stopped by a callback is done."""
     rank, step, signum = run.world.rank, run.state.global_step, run.sync.signum
     if run.outer is not None and run.outer.ended is not None:

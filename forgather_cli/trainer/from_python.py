@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from forgather_cli.callbacks.base import BuiltIn, CallbackList, TrainerCallback
+from forgather_cli.callbacks.base import BuiltIn, CallbackList
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
@@ -33,15 +33,15 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.distributed import on_rank_0, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
-from forgather_cli.folding import show_all_text
 from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
 from forgather_cli.run_dir import RunDir, name_file
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.targets import name_of
+from forgather_cli.terminal.folding import show_all_text
 from forgather_cli.trainer.arguments import TrainingArguments
 from forgather_cli.trainer.optimizers import OptimizerRecipe
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -331,13 +331,13 @@ class RunFiles:
         self._run_dir, self.tree, self._origin = run_dir, tree, origin
         wanted = dict(built)
         self._logger: Any = wanted.pop("json", None)
-        self.callbacks = [("first_step", _FirstStep(run_dir)), *wanted.items()]
+        self.callbacks = list(wanted.items())
         """What the Trainer is to be given."""
         self._has_trained = False
 
     @contextmanager
     def taken(
-        self, run: Run, callbacks: CallbackList, finish: Callable[[], ExitStatus], *, resume: bool
+        self, run: TrainingRun, callbacks: CallbackList, finish: Callable[[], ExitStatus], *, resume: bool
     ) -> Iterator[None]:
         """Collective. Hold the directory while training lasts, and leave how it ended. Raises SetupError for one that
         another job holds, and for one with a run that is neither gone on with nor to be overwritten.
@@ -389,21 +389,27 @@ def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects) -> 
     return RunFiles(run_dir, tree, origin, [(name, each) for name, each in built if name not in objects.callbacks])
 
 
-class _FirstStep(TrainerCallback):
-    """A run that is to be overwritten goes when settings, data and model were found sound; one whose directory is gone
-    ends."""
+class ScriptJob:
+    """The job of a Trainer that no command has started (``TrainingJob``): a script's own functions, and its run."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._run, self._lock = run, run.lock
-        self._is_done = False
+    stacks = None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            if not self._is_done:
-                begin_training(self._run)
-            if not self._lock.exists():
-                check_in_place(self._run)  # it raises
-        self._is_done = True
+    def __init__(
+        self,
+        poll: Callable[[], int | None] = lambda: None,
+        acknowledge: Callable[[int], None] = lambda signum: None,
+        run_dir: RunDir | None = None,
+    ) -> None:
+        """``run_dir``: on rank 0, where the Trainer has one to itself."""
+        self.poll, self.acknowledge, self._run_dir, self._has_begun = poll, acknowledge, run_dir, False
+
+    def stepped(self, step: int) -> None:
+        """The first step shows that settings, data and model are sound: a run that is to be overwritten goes then."""
+        if self._run_dir is not None:
+            if not self._has_begun:
+                begin_training(self._run_dir)
+            check_in_place(self._run_dir)
+            self._has_begun = True
 
 
 # ----------------------------------------------------------------------------------------------- a script's own results

@@ -17,7 +17,7 @@ from forgather_cli.config.schema import Config, Target
 from forgather_cli.errors import DataError, ForgatherError, PartError
 from forgather_cli.strategies.base import Batch
 from forgather_cli.targets import raised
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 _CALLERS = {
     "data.": "data", "loss.losses": "loss", "loss.": "model", "models.": "model", "optim.schedules": "lr_scheduler",
@@ -30,7 +30,7 @@ _NO_SCALAR = "grad can be implicitly created only for scalar outputs"
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 
 
-def explain_part(error: Exception, run: Run, when: str, batches: Sequence[Batch] = ()) -> None:
+def explain_part(error: Exception, run: TrainingRun, when: str, batches: Sequence[Batch] = ()) -> None:
     """Raise PartError for an error that comes from a part of the user's own; returns for any other. ``batches``: those
     that were being computed."""
     root = _unwrapped(error)
@@ -51,7 +51,7 @@ def explain_part(error: Exception, run: Run, when: str, batches: Sequence[Batch]
         raise _completed(PartError(part, "", problem), run, when) from root
 
 
-def _completed(error: PartError, run: Run, when: str) -> PartError:
+def _completed(error: PartError, run: TrainingRun, when: str) -> PartError:
     """With what only the Trainer knows."""
     is_script = not isinstance(run.args, Config)
     if not (is_script and error.name):
@@ -73,7 +73,9 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
     return (frame for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _told(error: BaseException, frames: list[FrameType], run: Run, batches: Sequence[Batch]) -> tuple[str | None, str]:
+def _told(
+    error: BaseException, frames: list[FrameType], run: TrainingRun, batches: Sequence[Batch]
+) -> tuple[str | None, str]:
     """(the part, what was wrong)."""
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
     ours = [n for n, module in enumerate(modules) if module.startswith("forgather_cli.")]
@@ -99,7 +101,9 @@ def _told(error: BaseException, frames: list[FrameType], run: Run, batches: Sequ
     return part, raised(error)
 
 
-def _at_embedding(error: BaseException, local: dict[str, Any], run: Run, batches: Sequence[Batch]) -> tuple[str, str]:
+def _at_embedding(
+    error: BaseException, local: dict[str, Any], run: TrainingRun, batches: Sequence[Batch]
+) -> tuple[str, str]:
     """Of an error at an embedding: token ids that it has no row for, or what else the model asks it for."""
     rows, given = local["self"].num_embeddings, local.get("input")
     if not isinstance(given, Tensor) or not given.numel():
@@ -121,7 +125,7 @@ def _has_row(ids: Tensor, given: Tensor) -> bool:
     return given.dim() == ids.dim() == 2 and given.shape[1] == ids.shape[1] and bool((ids == given[0]).all(1).any())
 
 
-def _own(run: Run, part: str) -> str | None:
+def _own(run: TrainingRun, part: str) -> str | None:
     """The name of a part that is the user's own: the path of a recipe's ``_target_``, or the class that a script gave;
     None for one of ours."""
     if isinstance(run.args, Config):

@@ -20,14 +20,14 @@ from forgather_cli.checkpoint.load import Reader, healthy_ones, whole_ones
 from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
 from forgather_cli.distributed import gather, on_rank_0
-from forgather_cli.encoding import Encoded, decode
+from forgather_cli.documents.encoding import Encoded, decode
+from forgather_cli.documents.fields import FieldError
 from forgather_cli.errors import CheckpointError, DivergenceError
-from forgather_cli.input_files import FieldError
 from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import resume_command, step_of
 from forgather_cli.trainer.checkpoints import COMPONENTS, Checkpoints
 from forgather_cli.trainer.metrics import LateReader
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Recovery:
     where it is. ``RUN/rollbacks.jsonl`` is written first, so that a resume after a kill at any moment does the same.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+    def __init__(self, run: TrainingRun, checkpoints: Checkpoints) -> None:
         """Collective."""
         self._run, self._checkpoints = run, checkpoints
         self.records = on_rank_0(lambda: read_rollbacks(run.run_dir), run.cpu_group)

@@ -1,4 +1,4 @@
-"""``Run``, the record that the loop and its helpers work on; and ``describe``, the run's description for people."""
+"""``TrainingRun``, the record that the loop and its helpers work on; and ``describe``, which tells people about it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments
 from forgather_cli.trainer.epochs import Epochs
 from forgather_cli.trainer.metrics import TrainMetrics
 from forgather_cli.trainer.outer import OuterLoop
-from forgather_cli.trainer.step_sync import StepSync
+from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One model in training: settings, parts, and how far it is. The Trainer makes it; its helpers are given it."""
 
     args: Config | TrainingArguments
@@ -47,6 +47,7 @@ class Run:
     """Of all ranks, for host tensors and objects; None on one device."""
     strategy: Strategy
     seed: int
+    job: TrainingJob
     emit: Callable[..., None]
     """``emit(event, **facts)`` sends an event to the callbacks (``Trainer.emit``)."""
     write_model_files: Callable[[Path], None]
@@ -106,7 +107,7 @@ _SHOWN_ELSEWHERE = {
 }  # fmt: skip
 
 
-def describe(run: Run, num_parameters: tuple[int, int]) -> dict[str, Any]:
+def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any]:
     """What is about to be trained, flat, ordered and printable. ``num_parameters``: all, and those that are trained."""
     strategy, state, args, plan = run.strategy, run.state, run.args, run.batch_plan
     ranks = f" on {run.world.size} ranks" if run.world.size > 1 else ""

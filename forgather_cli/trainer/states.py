@@ -10,35 +10,35 @@ import numpy as np
 import torch
 
 from forgather_cli.checkpoint.load import Reader
-from forgather_cli.input_files import (
+from forgather_cli.documents.encoding import Stateful
+from forgather_cli.documents.fields import (
     AMOUNT,
     ANYTHING,
     COUNT,
     NUMBER,
     TEXT,
     FieldError,
-    Kind,
+    FieldKind,
     check_fields,
     object_of,
     optional,
 )
-from forgather_cli.strategies.base import Stateful
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 
-class TrainerState:
+class TrainerProgress:
     """Progress counters, the seed, and the open log interval. ``counters``: what the schedule and the data count, for
     ``check_counters``.
     """
 
-    FIELDS: ClassVar[dict[str, Kind]] = {
+    FIELDS: ClassVar[dict[str, FieldKind]] = {
         "global_step": COUNT,
         "best_metric": optional(NUMBER),
         "best_global_step": optional(COUNT),
         "epoch": AMOUNT,
     }
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
 
     def state_dict(self) -> dict[str, Any]:

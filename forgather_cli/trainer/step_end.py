@@ -18,7 +18,7 @@ from forgather_cli.trainer.checkpoints import Checkpoints
 from forgather_cli.trainer.evaluate import EvaluationStopped, agree_on_best
 from forgather_cli.trainer.metrics import Interval
 from forgather_cli.trainer.recovery import Recovery
-from forgather_cli.trainer.run import Run
+from forgather_cli.trainer.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class StepEnd:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainingRun,
         checkpoints: Checkpoints,
         recovery: Recovery,
         evaluate: Callable[[], dict[str, float]],
@@ -66,6 +66,7 @@ class StepEnd:
         control.should_log |= schedule.log_due(args, step)
         control.should_evaluate |= schedule.eval_due(args, step) and self._can_evaluate
         control.should_save |= schedule.save_due(args, step)
+        self._run.job.stepped(step)
         self._run.emit("on_step_end")
         self._do_what_is_due()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,26 @@ from torch import Tensor
 from forgather_cli.callbacks.base import CommandCounts, CommandSource, TrainerControl
 from forgather_cli.data.loaders.collate import Counts, Step
 from forgather_cli.launch.signals import STOP_SIGNALS
+
+
+class TrainingJob(Protocol):
+    """What training is a part of: a rank of a command (``launch.context.RankContext``), or a script."""
+
+    @property
+    def poll(self) -> Callable[[], int | None]:
+        """Returns the number of the stop signal that this rank has received, if any. Called at each step, evaluation
+        batch and generated token."""
+
+    @property
+    def acknowledge(self) -> Callable[[int], None]:
+        """Called with it on all ranks, once they have agreed to save and stop."""
+
+    @property
+    def stacks(self) -> Callable[[], dict[str, Any]] | None:
+        """Returns where all ranks stand, for JSON; called in any thread. None: nobody knows."""
+
+    def stepped(self, step: int) -> None:
+        """So many steps are done. Raises TrainingError if the run directory is gone."""
 
 
 class Sum:
@@ -59,22 +79,20 @@ class Agreed:
 class StepSync:
     """The agreement of all ranks on each step and on requests.
 
-    ``should_stop()`` returns the stop signal that this rank has received, if any; ``on_stop(signum)`` is called on all
-    ranks once they have agreed on it. ``group``: a CPU group of all ranks, None on one device; ``copies``: how many
-    ranks read the same data.
+    ``job`` is polled for the stop signal that this rank has received, and told on all ranks once they have agreed on
+    it. ``group``: a CPU group of all ranks, None on one device; ``copies``: how many ranks read the same data.
     """
 
     def __init__(
         self,
         control: TrainerControl,
-        should_stop: Callable[[], int | None],
-        on_stop: Callable[[int], None],
+        job: TrainingJob,
         *,
         group: Any = None,
         world_size: int = 1,
         copies: int = 1,
     ) -> None:
-        self._control, self._should_stop, self._on_stop = control, should_stop, on_stop
+        self._control, self._job = control, job
         self._group, self._world_size, self._copies = group, world_size, copies
         self._under_way: Sum | None = None
         self._agreed: Agreed | None = None
@@ -110,13 +128,13 @@ class StepSync:
 
     def has_request(self) -> bool:
         """Whether this rank was asked to stop, which the others may not know yet."""
-        return bool(self._should_stop())
+        return bool(self._job.poll())
 
     def poll(self) -> bool:
         """Collective. ``apply_requests`` of all ranks' present requests. Waits for all ranks."""
         if self._group is not None:
             return self.apply_requests(Sum(self.requests(), self._group).read())
-        stop = self._should_stop()
+        stop = self._job.poll()
         asked = self.applied if self.commands is None else self.commands.asked()
         if not stop and asked == self.applied:  # as after nearly every step
             return self._control.should_abort_without_save or self.signum is not None
@@ -124,9 +142,7 @@ class StepSync:
 
     def requests(self) -> list[int]:
         """This rank's requests as numbers to be summed over ranks: abort, one for each stop signal, command counts."""
-        return self._as_numbers(
-            self._should_stop(), CommandCounts() if self.commands is None else self.commands.asked()
-        )
+        return self._as_numbers(self._job.poll(), CommandCounts() if self.commands is None else self.commands.asked())
 
     def _as_numbers(self, stop: int | None, asked: CommandCounts) -> list[int]:
         known = stop if stop in STOP_SIGNALS else signal.SIGTERM
@@ -142,7 +158,7 @@ class StepSync:
         signum = next((int(s) for s, count in zip(STOP_SIGNALS, sums[1:commands], strict=True) if count), None)
         if signum is not None and self.signum is None:
             self.signum = signum
-            self._on_stop(signum)
+            self._job.acknowledge(signum)
         asked = CommandCounts(*sums[commands:])
         new = asked.since(self.applied)
         if max(new) > 0:  # below zero: this sum was started before the last one was applied

@@ -56,7 +56,7 @@ from forgather_cli.trainer.evaluate import (
     users_metrics,
 )
 from forgather_cli.trainer.finish import finish
-from forgather_cli.trainer.from_python import Objects, RunFiles, built_in, described_data, script_files
+from forgather_cli.trainer.from_python import Objects, RunFiles, ScriptJob, built_in, described_data, script_files
 from forgather_cli.trainer.generate import generated
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 from forgather_cli.trainer.optimizers import (
@@ -71,9 +71,9 @@ from forgather_cli.trainer.own_components import StateComponent, own_components
 from forgather_cli.trainer.own_parts import explain_part
 from forgather_cli.trainer.process import garbage_collection, prepare_process, seed_step
 from forgather_cli.trainer.recovery import Recovery
-from forgather_cli.trainer.run import Run, describe
+from forgather_cli.trainer.run import TrainingRun, describe
 from forgather_cli.trainer.step_end import StepEnd
-from forgather_cli.trainer.step_sync import StepSync
+from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 from forgather_cli.trainer.subclass import checked_overrides
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ class Trainer:
     dataloaders of dicts with ``input_ids`` and ``labels``. ``loss_fn(logits, labels)`` returns the mean over its own
     targets, or takes ``num_items_in_batch``. ``callbacks`` are objects, classes, or (name, object) pairs.
     ``should_stop`` is polled after every step: a truthy value (a signal number) on any rank saves and ends training on
-    all, and ``on_stop`` is called with it. ``run_files`` takes the run directory while a recipe's settings are trained.
+    all, and ``on_stop`` is called with it; where a command has started the run, its ``job`` is asked and told instead.
+    ``run_files`` takes the run directory while a recipe's settings are trained.
 
     In a job of several ranks all of them make a Trainer and call its methods alike; the process group exists before.
     """
@@ -130,6 +131,7 @@ class Trainer:
         data_description: dict[str, Any] | None = None,
         data_files: dict[str, str] | None = None,
         run_files: RunFiles | None = None,
+        job: TrainingJob | None = None,
         **unknown: Any,
     ) -> None:
         from_python.check_kinds(dict(locals()))
@@ -140,7 +142,6 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
-        self._should_stop, self._on_stop = should_stop, on_stop
         self._warned_no_targets = self._is_training = False
         self._added: list[StateComponent] = []
         root, logs = self.args.output_dir or "trainer_output", self.args.logging_dir
@@ -195,7 +196,7 @@ class Trainer:
         self.num_parameters = num_parameters(strategy.parts, group)
         self._collate_fn = collate_fn(script, self.model, data_collator)
 
-        self.run = Run(
+        self.run = TrainingRun(
             args=self.args,
             script=script,
             run_dir=run_dir,
@@ -206,6 +207,7 @@ class Trainer:
             cpu_group=group,
             strategy=strategy,
             seed=seed,
+            job=job or ScriptJob(should_stop, on_stop, run_dir if self._files and here.rank == 0 else None),
             emit=self.emit,
             write_model_files=lambda directory: write_side_files(self.model, self.processing_class, directory),
             scaler=scaler,
@@ -519,8 +521,7 @@ class Trainer:
         run.state.is_local_process_zero = int(os.environ.get("LOCAL_RANK", "0")) == 0
         run.sync = StepSync(
             run.control,
-            self._should_stop,
-            self._on_stop,
+            run.job,
             group=run.cpu_group,
             world_size=run.world.size,
             copies=run.world.size // run.strategy.data_size,

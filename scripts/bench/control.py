@@ -89,7 +89,7 @@ def run_all(rounds: int) -> None:
         torch.set_num_threads(1)
         folder = tempfile.mkdtemp()
         words = [*PICO, *SETS[name], "save_strategy=no", f"max_steps={(rounds + 1) * BLOCK}", f"output_dir={folder}"]
-        worker.run(load_config(None, words).config, RunDir(Path(folder)))
+        worker.build(load_config(None, words).config, RunDir(Path(folder))).train()
 
     turns = Turns(tuple(SETS), statistics.fmean)
     in_turns(turns, run)

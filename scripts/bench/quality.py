@@ -197,7 +197,7 @@ def _ours(config: Any, root: Path) -> tuple[Any, int]:
 
     run = RunDir(root)
     root.mkdir()
-    worker.run(config, run)
+    worker.build(config, run).train()
     model = AutoModelForCausalLM.from_pretrained(run.checkpoint(run.checkpoint_steps()[-1]) / "model")
     return model, sum(p.numel() for p in model.parameters())
 

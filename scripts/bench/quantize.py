@@ -43,14 +43,14 @@ def trained(args: argparse.Namespace, overrides: list[str], root: Path) -> Path:
         f"output_dir={root}", *PLAIN, *overrides,
     ]  # fmt: skip
     run = RunDir(root)
-    worker.run(load_config(None, words).config, run)
+    worker.build(load_config(None, words).config, run).train()
     return run.checkpoint(run.checkpoint_steps()[-1]) / "model"
 
 
 def evaluated(directory: Path, args: argparse.Namespace) -> tuple[float, int]:
     """(perplexity, bytes of the weights)."""
     from forgather_cli.config.load import load_config
-    from forgather_cli.evaluation import evaluate_source
+    from forgather_cli.inference.evaluation import evaluate_source
 
     config = load_config(None, [f"tokenizer={directory}", f"max_eval_samples={args.samples}"]).config
     metrics = evaluate_source(directory, config)

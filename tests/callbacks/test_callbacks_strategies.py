@@ -18,7 +18,6 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from two_ranks import SMALL, nobody_left
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import EVENTS, TrainerCallback
 from forgather_cli.config.schema import Config
 from forgather_cli.control import registry
@@ -87,7 +86,7 @@ def on_a_rank(config: Config, path: Path, home: Path, name: str) -> Any:
     """Train, in a config home of its own; returns what the callback ``name`` keeps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(home))
-        trainer = worker.run(config, RunDir(path))
+        trainer = tiny.train(config, RunDir(path))
     return vars(trainer.callbacks.by_name[name])
 
 
@@ -297,7 +296,7 @@ def _torch_as_it_was() -> Iterator[None]:
 
 @functools.cache
 def uninterrupted(root: Path) -> dict[str, torch.Tensor]:
-    worker.run(tiny.config(root / "whole", *SHORT), RunDir(root / "whole"))
+    tiny.train(tiny.config(root / "whole", *SHORT), RunDir(root / "whole"))
     return weights(root / "whole")
 
 
@@ -315,10 +314,10 @@ def test_one_that_raises_is_named_with_its_event_and_the_run_can_go_on(
     bad = ["+callbacks.bad._target_=users_callbacks.Raises", f"+callbacks.bad.event={event}"]
     message = f"^callback bad failed in {event}: ZeroDivisionError: of the user's in {event}$"
     with pytest.raises(CallbackError, match=message) as caught:
-        worker.run(tiny.config(run.root, *SHORT, *bad, f"+callbacks.bad.step={step}"), run)
+        tiny.train(tiny.config(run.root, *SHORT, *bad, f"+callbacks.bad.step={step}"), run)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert bool(run.checkpoint_steps()) == (event not in BEFORE_ANY_STEP)
-    worker.run(tiny.config(run.root, *SHORT, "resume_from_checkpoint=true"), run)
+    tiny.train(tiny.config(run.root, *SHORT, "resume_from_checkpoint=true"), run)
     found = weights(run.root)
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
@@ -327,7 +326,7 @@ def test_one_that_raises_in_on_exception_hides_nothing(tmp_path: Path, caplog: p
     targets = [f"+callbacks.{name}._target_=users_callbacks.Raises" for name in ("first", "second")]
     events = ["+callbacks.first.event=on_step_end", "+callbacks.second.event=on_exception"]
     with pytest.raises(CallbackError, match=r"^callback first failed in on_step_end"):
-        worker.run(tiny.config(tmp_path, *SHORT, *targets, *events), RunDir(tmp_path))
+        tiny.train(tiny.config(tmp_path, *SHORT, *targets, *events), RunDir(tmp_path))
     torch.use_deterministic_algorithms(False)
     assert "callback second failed in on_exception: ZeroDivisionError" in caplog.text
 

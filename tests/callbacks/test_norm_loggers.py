@@ -14,7 +14,6 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.callbacks.parameter_norms import SpectralNorms
@@ -72,7 +71,7 @@ class Reference(TrainerCallback):
 def trained(root: str, *overrides: str) -> Trainer:
     """A whole run in this process."""
     run = Path(root)
-    return worker.run(tiny.config(run, *MODEL, *overrides), RunDir(run))
+    return tiny.train(tiny.config(run, *MODEL, *overrides), RunDir(run))
 
 
 def on_a_rank(root: str, *overrides: str) -> Reference | None:
@@ -206,7 +205,7 @@ def test_when_gradients_are_recorded(case: str, tmp_path: Path) -> None:
     replaced |= {f"{kind}_steps" for kind in ("eval", "logging") if f"{kind}_strategy" in replaced}
     base = [word for word in MODEL if word.partition("=")[0] not in replaced]
     config = tiny.config(tmp_path, *base, f"+callbacks.grad_norms={{every: {case.split()[0]}}}", *overrides)
-    worker.run(config, RunDir(tmp_path))
+    tiny.train(config, RunDir(tmp_path))
     assert steps(tmp_path, "gradient_norms") == expected
 
 
@@ -215,14 +214,14 @@ def test_off_with_a_warning_where_gradients_are_used_up(tmp_path: Path, caplog: 
         tmp_path, "fuse_optim_with_backward=true", "max_grad_norm=null", "+callbacks.grad_norms={every: 1}",
         "max_steps=1", "per_device_train_batch_size=8",
     )  # fmt: skip
-    worker.run(config, RunDir(tmp_path))
+    tiny.train(config, RunDir(tmp_path))
     assert not RunDir(tmp_path).gradient_norms.exists()
     assert "grad_norms: off, since fuse_optim_with_backward=true" in caplog.text
 
 
 def test_no_evaluations_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loggers = ("+callbacks.grad_norms={}", "+callbacks.parameter_norms={}")
-    worker.run(tiny.config(tmp_path, "eval_strategy=no", "max_steps=1", *loggers), RunDir(tmp_path))
+    tiny.train(tiny.config(tmp_path, "eval_strategy=no", "max_steps=1", *loggers), RunDir(tmp_path))
     assert "grad_norms.every: eval, of which eval_strategy=no leaves none" in caplog.text
     assert "parameter_norms: written at evaluations, of which eval_strategy=no leaves none" in caplog.text
 
@@ -232,7 +231,7 @@ def test_nothing_to_log_is_refused(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, *words)
     assert config.callbacks.parameter_norms == ParameterNormSettings(log_norms=False, log_spectral_norms=False)
     with pytest.raises(ConfigError, match=r"callbacks\.parameter_norms: .* both false"):
-        worker.run(config, RunDir(tmp_path))
+        tiny.train(config, RunDir(tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------------- weights apart

@@ -16,7 +16,6 @@ import tiny
 import torch
 from ranks import run_ranks
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.metrics import peak_memory
 from forgather_cli.callbacks.peak_memory import Peak
@@ -38,7 +37,7 @@ def trained(root: str, *overrides: str) -> tuple[str, list[int]]:
     before = resident()
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        worker.run(tiny.config(Path(root), *SMALL, *overrides), RunDir(Path(root)))
+        tiny.train(tiny.config(Path(root), *SMALL, *overrides), RunDir(Path(root)))
     return said.getvalue(), [before, peak_memory(torch.device("cpu"))]  # VmHWM is set back at each log
 
 
@@ -109,7 +108,7 @@ def test_details_have_each_ranks_statistics_of_cuda_as_text(
     for details in (True, False):
         root = tmp_path / str(details)
         words = (f"+callbacks.peak_memory.show_details={details}", "+callbacks.tensorboard={}")
-        worker.run(tiny.config(root, *SMALL, *words), RunDir(root))
+        tiny.train(tiny.config(root, *SMALL, *words), RunDir(root))
         assert ("PyTorch CUDA memory" in capsys.readouterr().out) == details
         written = b"".join(path.read_bytes() for path in (root / "tensorboard").iterdir())
         assert (b"PyTorch CUDA memory" in written) == details

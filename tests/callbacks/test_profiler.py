@@ -12,7 +12,6 @@ import pytest
 import tiny
 from ranks import run_ranks
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.errors import CallbackError, SetupError
 from forgather_cli.run_dir import RunDir
@@ -21,7 +20,7 @@ SIX = ["max_steps=6", "+callbacks.profiler.start_step=2", "+callbacks.profiler.n
 
 
 def train(path: Path, *overrides: str) -> None:
-    worker.run(tiny.config(path, "save_strategy=no", *overrides), RunDir(path))
+    tiny.train(tiny.config(path, "save_strategy=no", *overrides), RunDir(path))
 
 
 def files(path: Path) -> list[str]:

@@ -19,6 +19,7 @@ from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.models.generate import generate, left_padded
 from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer.from_python import ScriptJob
 from forgather_cli.trainer.step_sync import StepSync
 
 EOS = 256
@@ -46,7 +47,7 @@ class Speaker:
 
 
 def trainer_of(strategy: Any, group: Any) -> Any:
-    sync = StepSync(TrainerControl(), lambda: None, lambda signum: None)
+    sync = StepSync(TrainerControl(), ScriptJob())
     run = SimpleNamespace(strategy=strategy, seed=42, cpu_group=group, sync=sync)
     return SimpleNamespace(strategy=strategy, run=run, tensorboard=NoWriter(), callbacks=CallbackList())
 

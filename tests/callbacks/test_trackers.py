@@ -18,7 +18,6 @@ from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from ranks import run_ranks
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.trackers import Trackers
 from forgather_cli.config.decode import dump_tree
@@ -77,7 +76,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def train(path: Path, *overrides: str) -> None:
     words = ["logging_steps=1", "eval_steps=2", "save_strategy=no", *overrides]
-    worker.run(tiny.config(path, *words), RunDir(path))
+    tiny.train(tiny.config(path, *words), RunDir(path))
 
 
 def told(file: Path, what: str) -> list[Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import yaml
 from golden_runs import CASES, GOLDEN, MAX_STEPS, STOPPED
@@ -21,7 +22,6 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
-from forgather_cli import worker
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.config.load import reload_config
 from forgather_cli.config.schema import Config
@@ -132,7 +132,7 @@ def train(config: Config, run: RunDir) -> None:
     try:
         with pytest.MonkeyPatch.context() as patch:
             pretend(patch, *STORED_ON)
-            worker.run(config, run)
+            tiny.train(config, run)
     finally:
         torch.use_deterministic_algorithms(False)
 

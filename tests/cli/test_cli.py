@@ -62,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with checkpoints at 2 and 4."""
     run = tmp_path_factory.mktemp("trained") / "run"
     settings = ["max_steps=4", "save_steps=2", "eval_steps=2", f"output_dir={run}"]
-    assert launch(load_config("default", [*SMALL, *settings]), work) == 0
+    assert launch(lambda: load_config("default", [*SMALL, *settings]), work) == 0
     return run
 
 
@@ -511,7 +511,7 @@ class CtrlC:
             os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal's job has it
 sys.meta_path.insert(0, CtrlC())
-from forgather_cli import bars
+from forgather_cli.terminal import bars
 from forgather_cli.__main__ import run
 bars.SILENCE = 3600.0
 sys.argv = ["forgather", "train", "model=nano", "max_steps=1", "output_dir=run"]

@@ -73,7 +73,7 @@ def model_dir(run: Path, step: int = 8) -> Path:
 def test_transformers_loads_a_checkpoint_as_it_lies(trained: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from forgather_cli.source import load_source
+    from forgather_cli.inference.source import load_source
 
     theirs = AutoModelForCausalLM.from_pretrained(model_dir(trained)).eval()
     ours = load_source(trained, device="cpu")
@@ -184,16 +184,14 @@ def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path)
 
 HANGS = """
 import sys, time
-from forgather_cli import worker
 from forgather_cli.launch import signals, start
 from forgather_cli.config.load import load_config
-def hangs(config, run, should_stop, **kwargs):
-    should_stop()
+def hangs(config, run, rank):
+    rank.poll()
     print("listening", flush=True)
     time.sleep(60)
-worker.run = hangs
 signals.GRACE = 0.3
-sys.exit(start.launch(load_config("default", ["output_dir=run"]), worker.work))
+sys.exit(start.launch(lambda: load_config("default", ["output_dir=run"]), hangs))
 """
 
 

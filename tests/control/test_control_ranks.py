@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiny
 from ranks import RankError, run_ranks
 
-from forgather_cli import worker
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
 from forgather_cli.control import command_record, registry
-from forgather_cli.control.command_record import Command
+from forgather_cli.control.command_record import ControlCommand
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
@@ -54,7 +54,7 @@ class Seen:
 
 def trained(config: Config, path: Path) -> Seen:
     """One rank's run."""
-    trainer = worker.run(config, RunDir(path))
+    trainer = tiny.train(config, RunDir(path))
     orders = trainer.callbacks.by_name["orders"]
     evaluations = sum("eval_loss" in record for record in trainer.state.log_history)
     return Seen(trainer.state.global_step, evaluations, orders.states, orders.given)
@@ -68,7 +68,7 @@ class Ended:
     step: int
     evaluations: int
     states: list[str]
-    answers: list[Command]
+    answers: list[ControlCommand]
 
     def checkpoint(self, step: int) -> str:
         return str(self.run.checkpoint(step).absolute())
@@ -86,7 +86,7 @@ def run(strategy: str, path: Path, orders: list[str], *words: str) -> Ended:
     return Ended(found, seen[0].step, seen[0].evaluations, seen[0].states, [one for one in answers if one is not None])
 
 
-def within_two_steps(command: Command) -> bool:
+def within_two_steps(command: ControlCommand) -> bool:
     return command.applied_at_step is not None and 0 <= command.applied_at_step - command.asked_at_step <= 2
 
 
@@ -250,7 +250,7 @@ def test_an_id_and_a_port_of_others_are_left_to_them(tmp_path: Path, caplog: pyt
 
 
 def test_commands_that_no_job_has_answered_are_answered_by_the_next(tmp_path: Path) -> None:
-    left = Command("left", "job_before", "save", state="applied", applied_at_step=3)
+    left = ControlCommand("left", "job_before", "save", state="applied", applied_at_step=3)
     command_record.write(RunDir(tmp_path), left)
     run("single", tmp_path, [], "max_steps=1")
     now = command_record.read(RunDir(tmp_path), "left")

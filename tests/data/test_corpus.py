@@ -26,7 +26,7 @@ from forgather_cli.data.text import encode
 from forgather_cli.data.text import read as reading
 from forgather_cli.data.text import tokenize as tokenizing
 from forgather_cli.data.text.corpus import Corpus, find_corpus, split_documents
-from forgather_cli.data.text.read import Damage, Part, SourceFile, parts_of, read_documents
+from forgather_cli.data.text.read import Damage, FilePart, SourceFile, parts_of, read_documents
 from forgather_cli.data.text.tokenizer import train_bpe
 from forgather_cli.errors import DataError
 
@@ -53,7 +53,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def documents(path: Path, part: Part = reading.WHOLE) -> list[str]:
+def documents(path: Path, part: FilePart = reading.WHOLE) -> list[str]:
     return [each.text for each in read_documents(SourceFile(path, ""), "text", Damage(), part)]
 
 

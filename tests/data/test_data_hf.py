@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -340,7 +341,6 @@ def train_in_parts(folder: Path, out: Path, trainer: str) -> tuple[list[Any], li
     """On a rank: (losses and norms of 6 steps, and of a run that goes on from the checkpoint of step 3)."""
     from tiny import training_curve
 
-    from forgather_cli import worker
     from forgather_cli.run_dir import RunDir
 
     files = ",".join(str(folder / name) for name in ("a.jsonl", "b.jsonl"))
@@ -354,7 +354,7 @@ def train_in_parts(folder: Path, out: Path, trainer: str) -> tuple[list[Any], li
     def train(name: str, *more: str) -> list[Any]:
         config = load_config(None, [*overrides, f"output_dir={out / name}", "max_steps=6", *more]).config
         (out / name).mkdir(parents=True, exist_ok=True)
-        worker.run(config, RunDir(out / name))
+        tiny.train(config, RunDir(out / name))
         return training_curve(out / name)
 
     try:

@@ -8,11 +8,11 @@ from typing import Any
 
 import chats
 import pytest
+import tiny
 import transformers
 from program import forgather
 from ranks import run_ranks
 
-from forgather_cli import worker
 from forgather_cli.config.load import load_config
 from forgather_cli.data.chat.ends import end_of_turn
 from forgather_cli.data.chat.template import CHATML
@@ -42,7 +42,7 @@ def trained(run: Path, words: list[str]) -> None:
     """Collective. Two steps on chats, with a checkpoint."""
     settings = ["data=instruct", "precision=fp32", "callbacks=minimal", "device=cpu", "seq_len=128", "max_steps=2",
                 "global_batch_size=4", "eval_strategy=no", "async_save=false", f"output_dir={run}"]  # fmt: skip
-    worker.run(load_config(None, [*settings, *words]).config, RunDir(run))
+    tiny.train(load_config(None, [*settings, *words]).config, RunDir(run))
 
 
 def ends(directory: Path) -> Any:

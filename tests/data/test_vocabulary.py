@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import yaml
 from program import forgather
 from torch.utils.data import IterableDataset
 
-from forgather_cli import worker
 from forgather_cli.config.decode import dump_tree
 from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.schema import DataTarget
@@ -110,7 +110,7 @@ def run_own(tmp_path: Path, *words: str) -> Any:
         "data._target_=test_vocabulary.own", "eval_strategy=no", "save_strategy=no", "device=cpu",
     ]  # fmt: skip
     (tmp_path / "run").mkdir()
-    return worker.run(load_config(None, [*base, *words]).config, RunDir(tmp_path / "run"))
+    return tiny.train(load_config(None, [*base, *words]).config, RunDir(tmp_path / "run"))
 
 
 def test_own_data_without_a_vocabulary_gets_none(tmp_path: Path) -> None:

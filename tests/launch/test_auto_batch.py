@@ -88,7 +88,7 @@ from forgather_cli.launch.start import launch
 torch.set_num_threads(1)
 mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (mapped + (700 << 20), resource.RLIM_INFINITY))
-sys.exit(launch(load_config(None, {words!r}), forgather_cli.worker.work))
+sys.exit(launch(lambda: load_config(None, {words!r}), forgather_cli.worker.work))
 """
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(*overrides: str) -> int:
-    return launch(load_config("default", [*SMALL, *overrides]), work)
+    return launch(lambda: load_config("default", [*SMALL, *overrides]), work)
 
 
 def losses(run: RunDir) -> dict[int, float]:
@@ -68,8 +69,8 @@ def test_a_run_leaves_config_origin_log_and_outcome(capsys: pytest.CaptureFixtur
 
 def test_the_made_up_name_is_never_that_of_another_run() -> None:
     loaded = load_config("default", [*SMALL, "max_steps=1", "save_strategy=no"])
-    assert launch(loaded, work) == 0
-    assert launch(loaded, work) == 0
+    assert launch(lambda: loaded, work) == 0
+    assert launch(lambda: loaded, work) == 0
     first, second = sorted(Path("outputs/default").iterdir())
     assert second.name == f"{first.name}_2"
 
@@ -96,7 +97,7 @@ def test_overwrite_starts_anew_and_spares_foreign_files() -> None:
 
 def test_resume_adds_a_config_and_goes_on() -> None:
     start("max_steps=2", "output_dir=run")
-    assert launch(reload_config(Path("run"), ["max_steps=4"]), work) == 0
+    assert launch(lambda: reload_config(Path("run"), ["max_steps=4"]), work) == 0
     run = RunDir(Path("run"))
     assert load_saved(run.config).max_steps == 2
     assert load_saved(run.later_config(1)).max_steps == 4
@@ -115,10 +116,10 @@ def test_a_resume_of_a_finished_run_changes_nothing_and_one_that_ends_earlier_is
     before = state()
     for name, words in (("run", []), ("run", ["logging_steps=7"]), ("epochs", [])):
         capsys.readouterr()
-        assert launch(reload_config(Path(name), words), work) == 0
+        assert launch(partial(reload_config, Path(name), words), work) == 0
         assert "nothing left to train: step 2 is the last" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"max_steps: .*step 2, got 1; give 2 or more"):
-        launch(reload_config(Path("run"), ["max_steps=1"]), work)
+        launch(lambda: reload_config(Path("run"), ["max_steps=1"]), work)
     assert state() == before
 
 
@@ -166,7 +167,7 @@ def test_a_run_that_began_from_another_begins_there_again_until_it_has_its_own_c
     again = reload_config(Path("second"), []).config
     assert again.resume_from_checkpoint == "first/checkpoints/step-00000001"
     assert again.resume_components == ["model"]
-    launch(reload_config(Path("second"), ["save_strategy=steps", "max_steps=3"]), work)
+    launch(lambda: reload_config(Path("second"), ["save_strategy=steps", "max_steps=3"]), work)
     settled = reload_config(Path("second"), []).config
     assert (settled.resume_from_checkpoint, settled.resume_components) == (True, "all")
 
@@ -177,7 +178,7 @@ def test_a_run_that_began_from_another_begins_there_again_until_it_has_its_own_c
 def test_a_setup_mistake_leaves_no_directory(capsys: pytest.CaptureFixture[str]) -> None:
     Path("corpus.txt").write_text("")
     words = ["data=text", "data.files=[corpus.txt]", "cache_dir=cache", "model=nano", "output_dir=a/b/run"]
-    assert launch(load_config("default", words), work) == 2
+    assert launch(lambda: load_config("default", words), work) == 2
     assert "error: " in capsys.readouterr().err
     assert {path.name for path in Path().iterdir()} - {"cache"} == {"corpus.txt"}
 
@@ -186,7 +187,7 @@ def test_a_setup_mistake_in_a_resume_takes_back_its_files_alone(capsys: pytest.C
     start("max_steps=1", "output_dir=run")
     before = sorted(path for path in Path("run").rglob("*"))
     exit_before = Path("run/exit.json").read_text()
-    assert launch(reload_config(Path("run"), ["hidden_size=32", "max_steps=2"]), work) == 2
+    assert launch(lambda: reload_config(Path("run"), ["hidden_size=32", "max_steps=2"]), work) == 2
     assert "model" in capsys.readouterr().err
     assert sorted(path for path in Path("run").rglob("*")) == before
     assert Path("run/exit.json").read_text() == exit_before
@@ -285,7 +286,7 @@ def test_a_signal_saves_and_says_how_to_go_on() -> None:
     told = read_exit_record(run)
     assert told is not None
     assert (told.code, told.reason, told.step) == (75, "stopped by SIGTERM", step)
-    assert launch(reload_config(run.root, [f"max_steps={step + 2}"]), work) == 0
+    assert launch(lambda: reload_config(run.root, [f"max_steps={step + 2}"]), work) == 0
     assert set(losses(run)) >= set(range(1, step + 3))
 
 
@@ -295,14 +296,12 @@ import signal, sys
 from pathlib import Path
 from forgather_cli.launch import start
 from forgather_cli.config.load import load_config
-import forgather_cli.worker as worker
-def wait(config, run, should_stop, **hooks):
+def wait(config, run, rank):
     import threading
-    should_stop()
+    rank.poll()
     print("listening", flush=True)
     threading.Event().wait()
-worker.run = wait
-sys.exit(start.launch(load_config("default", {SMALL!r} + ["output_dir=run"]), worker.work))
+sys.exit(start.launch(lambda: load_config("default", {SMALL!r} + ["output_dir=run"]), wait))
 """
     with Process(code=python) as job:
         job.read_until("^listening")
@@ -329,14 +328,14 @@ def test_before_the_first_step_the_first_signal_ends_the_process() -> None:
 
 def test_signals_to_a_forked_worker_do_not_reach_its_parent() -> None:
     with watch_stop_signals() as stop:
-        assert stop.signum is None
+        assert stop.poll() is None
         child = os.fork()
         if child == 0:
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 os.kill(os.getpid(), signum)
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert stop.signum is None
+        assert stop.poll() is None
 
 
 def test_watching_puts_the_handlers_back() -> None:

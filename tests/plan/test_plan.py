@@ -12,7 +12,6 @@ from parity import SCHEDULES
 from ranks import run_ranks
 from torch import Tensor
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ConfigError
@@ -73,7 +72,7 @@ def num_bytes(tensors: list[Any]) -> int:
 
 def measured(path: Path, overrides: tuple[str, ...]) -> dict[str, int]:
     config = tiny.config(path, *SMALL, *overrides, "+callbacks.measure._target_=test_plan.Measure")
-    found: dict[str, int] = worker.run(config, RunDir(path)).measured  # type: ignore[attr-defined]
+    found: dict[str, int] = tiny.train(config, RunDir(path)).measured  # type: ignore[attr-defined]
     return found
 
 

@@ -13,7 +13,6 @@ import tiny
 from program import forgather
 from torch.profiler import ProfilerActivity, profile
 
-from forgather_cli import worker
 from forgather_cli.config.schema import Config
 from forgather_cli.plan.fit import Budget, Fit, budget_of, find_fit
 from forgather_cli.plan.run import make_plan
@@ -43,7 +42,7 @@ def test_predictions_are_near_what_is_allocated(tmp_path: Path, overrides: tuple
     config = tiny.config(tmp_path, *SHORT, *overrides)
     gc.collect()  # models of earlier tests that went meanwhile would count as given back
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        worker.run(config, RunDir(tmp_path))
+        tiny.train(config, RunDir(tmp_path))
     low, high = CASES[overrides]
     assert low <= make_plan(config).fullest.tensors / peak(trace) <= high
 

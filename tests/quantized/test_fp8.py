@@ -208,7 +208,7 @@ def test_a_checkpoint_is_a_plain_model_that_fp32_goes_on_from(runs: dict[str, Re
 def test_transformers_loads_the_checkpoint(runs: dict[str, Result]) -> None:
     from transformers import AutoModelForCausalLM
 
-    from forgather_cli.source import load_source
+    from forgather_cli.inference.source import load_source
 
     path = RunDir(runs["ddp 2"].path).checkpoint(2)
     source = load_source(path, device="cpu")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forgather_cli.config.schema import GROUP_SIZES, QATSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.finalize.quantize import load_quantized, quantize_directory
+from forgather_cli.inference.source import load_source
 from forgather_cli.loss import CrossEntropy
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import allocate, init_parameters
@@ -27,7 +28,6 @@ from forgather_cli.plan.memory import half_copies
 from forgather_cli.plan.parameters import parameter_rows
 from forgather_cli.quantized.convert import converted
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import load_source
 from forgather_cli.strategies.base import ModelSpec
 from forgather_cli.strategies.single import SingleDevice
 

@@ -12,7 +12,7 @@ from terminal import Terminal
 
 from forgather_cli.launch.exit_status import State, read_exit_record, write_exit_record
 from forgather_cli.run_dir import RunDir
-from forgather_cli.sweeps.run import Job, _cells
+from forgather_cli.sweeps.run import SweepJob, _cells
 
 SMALL = ["model=nano", "precision=fp32",
          "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
@@ -139,8 +139,8 @@ def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> 
         run.exit.unlink(missing_ok=True)
         if told is not None:
             write_exit_record(run, told, code or 0, "because", 3)
-        assert _cells(Job("x", [], run), code) == [shown, "-", "-", "-", "-", "-"]
-        assert Job("x", [], run).is_done == (told == "done"), "only what is done is not started again"
+        assert _cells(SweepJob("x", [], run), code) == [shown, "-", "-", "-", "-", "-"]
+        assert SweepJob("x", [], run).is_done == (told == "done"), "only what is done is not started again"
 
 
 def test_a_sweep_checks_all_jobs_before_the_first(

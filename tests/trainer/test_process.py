@@ -15,7 +15,6 @@ import pytest
 import tiny
 import torch
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import DivergenceError
@@ -142,9 +141,9 @@ def matmul_precision() -> Iterator[None]:
 @pytest.mark.usefixtures("matmul_precision")
 def test_fp32_products_are_as_precise_as_the_setting_says(tmp_path: Path) -> None:
     tiny_run = ["max_steps=1", "save_strategy=no", "eval_strategy=no", "float32_matmul_precision=medium"]
-    worker.run(tiny.config(tmp_path, *tiny_run), RunDir(tmp_path))
+    tiny.train(tiny.config(tmp_path, *tiny_run), RunDir(tmp_path))
     assert torch.get_float32_matmul_precision() == "medium"
-    worker.run(tiny.config(tmp_path, *tiny_run[:-1]), RunDir(tmp_path))
+    tiny.train(tiny.config(tmp_path, *tiny_run[:-1]), RunDir(tmp_path))
     assert torch.get_float32_matmul_precision() == "medium", "null leaves it as it is"
 
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgather_cli
-from forgather_cli import Trainer, TrainingArguments, worker
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.run_dir import RunDir
 
@@ -95,7 +95,7 @@ def step_of(root: str, *overrides: str) -> tuple[dict[str, int], dict[str, int],
     )  # fmt: skip
     layout = (f"nproc_per_node={dist.get_world_size()}",) if dist.is_initialized() else ()
     config = tiny.config(Path(root), *layout, *settings, *overrides, callbacks="default")
-    worker.run(config, RunDir(Path(root)))
+    tiny.train(config, RunDir(Path(root)))
     watch = sys.modules["test_step_costs"].Watch.newest
     return dict(watch.operations.sent), dict(watch.operations.waits), dict(watch.methods.reads)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from forgather_cli import Trainer, TrainingArguments, worker
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
@@ -23,7 +23,7 @@ IDS = [[5, 9, 200, 31], [7]]
 def written(root: str, *overrides: str) -> dict[str, Any]:
     run = Path(root)
     more = ("nproc_per_node=2",) if dist.is_initialized() else ()
-    trainer = worker.run(tiny.config(run, "save_strategy=no", "eval_strategy=no", *more, *overrides), RunDir(run))
+    trainer = tiny.train(tiny.config(run, "save_strategy=no", "eval_strategy=no", *more, *overrides), RunDir(run))
     before = torch.get_rng_state()
     found = {
         "greedy": trainer.generate(IDS, max_new_tokens=12, temperature=0),

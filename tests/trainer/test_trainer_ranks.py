@@ -13,14 +13,16 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 from saving import damage, flip
 
-from forgather_cli import worker
 from forgather_cli.callbacks.base import CommandCounts, TrainerCallback, TrainerControl
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.data.loaders.collate import Counts, Step
 from forgather_cli.errors import ConfigError
+from forgather_cli.launch.context import RankContext
+from forgather_cli.launch.place import Place
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
+from forgather_cli.trainer.from_python import ScriptJob
 from forgather_cli.trainer.step_sync import Agreed, StepSync, Sum
 
 LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("trainer=pipeline", "n_microbatches=2")}
@@ -29,7 +31,7 @@ LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("t
 def trained(root: str, *overrides: str, **hooks: Any) -> dict[str, Any]:
     """A whole run in this rank; what it came to."""
     run = Path(root)
-    trainer = worker.run(
+    trainer = tiny.train(
         tiny.config(run, "nproc_per_node=2" if dist.is_initialized() else "seed=42", *overrides), RunDir(run), **hooks
     )
     return {
@@ -73,7 +75,7 @@ def recomputing(root: str, *overrides: str) -> tuple[list[str], list[float]]:
     """The layers of this rank that recompute their activations in a run, and the gradient norms of its steps."""
     run = Path(root)
     more = ("gradient_checkpointing=true", "gradient_checkpointing_every=2", "nproc_per_node=2")
-    trainer = worker.run(tiny.config(run, *EVERY, *more, *overrides), RunDir(run))
+    trainer = tiny.train(tiny.config(run, *EVERY, *more, *overrides), RunDir(run))
     parts = [part for part in trainer.strategy.parts if isinstance(part, Decoder)]
     names = [name for part in parts for name, layer in part.model.layers.items() if "forward" in vars(layer)]
     return names, values({"history": trainer.state.log_history}, "grad_norm")
@@ -106,11 +108,13 @@ def told_on(rank: int, from_poll: int, root: str, *overrides: str) -> dict[str, 
     """A run in which one rank gets SIGTERM."""
     polls = iter(range(10_000))
     heard: list[int] = []
+    context = RankContext(Place(dist.get_rank(), 2))
+    context.poll = lambda: 15 if dist.get_rank() == rank and next(polls) >= from_poll else None
+    context.acknowledge = heard.append
     result = trained(
         root,
         *overrides,
-        should_stop=lambda: 15 if dist.get_rank() == rank and next(polls) >= from_poll else None,
-        on_stop=heard.append,
+        rank=context,
     )
     return {**result, "heard": heard}
 
@@ -156,7 +160,7 @@ def test_an_open_log_interval_goes_on_with_the_sums_of_all_ranks(tmp_path: Path)
 
 def weights_and_moments(root: str, *overrides: str) -> tuple[list[float], dict[str, Any]]:
     run = Path(root)
-    trainer = worker.run(tiny.config(run, *overrides), RunDir(run))
+    trainer = tiny.train(tiny.config(run, *overrides), RunDir(run))
     moments = {name: tensor.clone() for name, tensor in trainer.optimizer.state_tensors().items()}
     return values({"history": trainer.state.log_history}, "grad_norm"), moments
 
@@ -259,7 +263,7 @@ def agreed() -> list[Any]:
         return Step(batches, Counts.of(batches))
 
     def started(step: Any, stop: int | None, saved: bool, copies: int) -> StepSync:
-        sync = StepSync(TrainerControl(), lambda: stop, lambda signum: None, group=group, world_size=2, copies=copies)
+        sync = StepSync(TrainerControl(), ScriptJob(lambda: stop), group=group, world_size=2, copies=copies)
         sync.start(step, save_done=saved)
         return sync
 
@@ -294,7 +298,7 @@ def test_sums_under_way_together_are_read_in_any_order() -> None:
 @pytest.mark.parametrize(("asked", "signum"), [(None, None), (2, 2), (1, 1), (12, 15)])
 def test_one_rank_needs_no_group(asked: int | None, signum: int | None) -> None:
     heard: list[int] = []
-    sync = StepSync(TrainerControl(), lambda: asked, heard.append)
+    sync = StepSync(TrainerControl(), ScriptJob(lambda: asked, heard.append))
     assert [sync.poll(), sync.poll()] == [asked is not None] * 2
     assert heard == ([] if signum is None else [signum])
     assert sync.signum == signum
@@ -448,7 +452,7 @@ def diverging_seed(root: str) -> None:
     config = tiny.config(
         Path(root), "trainer=ddp", "nproc_per_node=2", "learning_rate=1e30", "max_grad_norm=null", "max_steps=40"
     )
-    worker.run(config, RunDir(Path(root)))
+    tiny.train(config, RunDir(Path(root)))
 
 
 def test_divergence_ends_all_ranks_at_one_step(tmp_path: Path) -> None:

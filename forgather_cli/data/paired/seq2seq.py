@@ -26,7 +26,7 @@ from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
 from forgather_cli.data.text.read import (
     BadRow,
     Damage,
-    Part,
+    FilePart,
     SourceFile,
     chunks,
     encodable,
@@ -109,7 +109,7 @@ def _read(option: Seq2SeqSettings, files: Sequence[SourceFile], damage: Damage, 
         if kind not in (".jsonl", ".json", ".parquet"):
             raise DataError(f"{path}: holds no pairs by its name; give jsonl, json or parquet files")
 
-        def rows(part: Part, path: Path = path, kind: str = kind) -> Iterator[_Pair | BadRow]:
+        def rows(part: FilePart, path: Path = path, kind: str = kind) -> Iterator[_Pair | BadRow]:
             for record in read_rows(path) if kind == ".parquet" else read_records(path, damage):
                 yield record if isinstance(record, BadRow) else _pair(option, record)
 

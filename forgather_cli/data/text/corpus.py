@@ -26,8 +26,8 @@ from forgather_cli.data.text.read import (
     read_documents,
 )
 from forgather_cli.data.tokens import Split
+from forgather_cli.documents.regular_files import open_file
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import open_file
 
 if TYPE_CHECKING:  # processes that tokenize need this module and no settings, whose import takes as long as theirs
     from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
@@ -37,7 +37,7 @@ _MANY = 20_000  # files; of more no single one is remembered
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-class Piece(NamedTuple):
+class CorpusPiece(NamedTuple):
     """Documents of a corpus that are read together: consecutive parts of its files, or rows of a table."""
 
     parts: list[Any]
@@ -68,10 +68,10 @@ class Documents(Protocol):
     def fingerprint(self, cache: Cache) -> str:
         """Hash of content and split rules."""
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[CorpusPiece]:
         """All documents in order. Equal content is cut in equal pieces."""
 
-    def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
+    def read(self, piece: CorpusPiece, damage: Damage) -> Iterator[Document]:
         """The documents of a piece that are not empty. Raises DataError for content that cannot be read."""
 
     def nothing(self) -> DataError:
@@ -101,19 +101,19 @@ class Corpus:
         rules = [_VERSION, len(self.files), self.eval_fraction, self.by_name, self.text_key]
         return digest([self.content(cache), [*rules, "skip"] if self.skip_bad else rules])
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[CorpusPiece]:
         """Small files are joined to 16 MiB, long ones are cut."""
-        found: list[Piece] = []
+        found: list[CorpusPiece] = []
         for number, source in enumerate(self.all_files):
             is_eval = number >= len(self.files)
             for part in parts_of(source.path):
                 if not found or found[-1].is_eval != is_eval or found[-1].num_bytes + part.num_bytes > read.PIECE:
-                    found.append(Piece([], is_eval, 0))
+                    found.append(CorpusPiece([], is_eval, 0))
                 found[-1].parts.append((number, part))
                 found[-1] = found[-1]._replace(num_bytes=found[-1].num_bytes + part.num_bytes)
         return found
 
-    def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
+    def read(self, piece: CorpusPiece, damage: Damage) -> Iterator[Document]:
         for number, part in piece.parts:
             yield from read_documents(self.all_files[number], self.text_key, damage, part, skip_bad=self.skip_bad)
 

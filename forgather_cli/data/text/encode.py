@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from forgather_cli.data.cache import InterruptedBuildError
 from forgather_cli.data.text import read as reading
-from forgather_cli.data.text.corpus import Documents, Piece, is_held_out
+from forgather_cli.data.text.corpus import CorpusPiece, Documents, is_held_out
 from forgather_cli.data.text.read import Damage, chunks
 from forgather_cli.data.text.tokenizer import Tokenizer, unspelled
 from forgather_cli.data.tokens import SPLITS, Split
@@ -43,7 +43,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass
-class Encoded:
+class EncodedPiece:
     """What is known of a piece besides its tokens, which are in the files of its splits."""
 
     lengths: dict[Split, list[Ints]] = field(default_factory=lambda: {"train": [], "eval": []})
@@ -58,7 +58,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class DocumentEncoder:
     """How the documents of a corpus become tokens. Travels to other processes."""
 
     corpus: Documents
@@ -67,9 +67,9 @@ class Encoder:
     """Tokens before and behind each document."""
     dtype: str
 
-    def encode(self, piece: Piece, outputs: Outputs, report: Report, *, is_first: bool = False) -> Encoded:
+    def encode(self, piece: CorpusPiece, outputs: Outputs, report: Report, *, is_first: bool = False) -> EncodedPiece:
         """Write the tokens of a piece. ``is_first``: no document is before."""
-        made = Encoded()
+        made = EncodedPiece()
         for chunk in chunks(self.corpus.read(piece, made.damage), report):
             arrays = self.tokenizer.encode_arrays([document.text for document in chunk])
             taken: dict[Split, list[NDArray[Any]]] = {"train": [], "eval": []}
@@ -83,7 +83,7 @@ class Encoder:
                 self.write(taken[split], split, outputs[split], made)
         return made
 
-    def write(self, documents: Sequence[NDArray[Any]], split: Split, output: BinaryIO, made: Encoded) -> None:
+    def write(self, documents: Sequence[NDArray[Any]], split: Split, output: BinaryIO, made: EncodedPiece) -> None:
         """Append documents, each with the tokens around it, and note them in ``made``."""
         out, lengths = joined(documents, self.around, self.dtype)
         output.write(out.data)
@@ -114,7 +114,7 @@ def joined(
 class TokenizerWorkers:
     """``num`` processes that encode pieces into files of a directory. Leaving the context ends them."""
 
-    def __init__(self, num: int, encoder: Encoder, pieces: Sequence[Piece], directory: Path) -> None:
+    def __init__(self, num: int, encoder: DocumentEncoder, pieces: Sequence[CorpusPiece], directory: Path) -> None:
         # names of our own: processes of a builder that was killed may not have noticed yet
         self._stem, self._num_pieces = directory / f"pieces-{uuid.uuid4().hex}", len(pieces)
         self._threads = ThreadPoolExecutor(num)
@@ -148,11 +148,11 @@ class TokenizerWorkers:
             connection.close()
         self._workers = []
 
-    def encode(self, first: int, report: Report) -> Iterator[tuple[Encoded, dict[Split, Path]]]:
+    def encode(self, first: int, report: Report) -> Iterator[tuple[EncodedPiece, dict[Split, Path]]]:
         """Encode the pieces from number ``first`` on: what became of each, in their order, with the files that hold
         its tokens. ``report`` is called from threads. Raises DataError."""
 
-        def ask(number: int) -> tuple[Encoded, dict[Split, Path]]:
+        def ask(number: int) -> tuple[EncodedPiece, dict[Split, Path]]:
             connection, process = self._idle.get()
             try:
                 connection.send(number)

@@ -21,7 +21,7 @@ from forgather_cli.config.schema import DatasetSettings, HfSettings
 from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.text import read as reading
 from forgather_cli.data.text.compressed import check_archives
-from forgather_cli.data.text.corpus import Piece, find_files, stamp_of
+from forgather_cli.data.text.corpus import CorpusPiece, find_files, stamp_of
 from forgather_cli.data.text.read import Damage, Document, Record, kind_of
 from forgather_cli.errors import DataError
 from forgather_cli.hub import can_reach
@@ -226,17 +226,17 @@ class HfCorpus:
     def fingerprint(self, cache: Cache) -> str:
         return digest([_VERSION, self.content(cache), self.eval_fraction, *(["skip"] if self.skip_bad else [])])
 
-    def pieces(self) -> list[Piece]:
-        found: list[Piece] = []
+    def pieces(self) -> list[CorpusPiece]:
+        found: list[CorpusPiece] = []
         for number, dataset in enumerate(self._datasets()):
             share = dataset.data.nbytes / max(1, dataset.data.num_rows)  # bytes of a row
             rows = max(1, int(reading.PIECE / max(1.0, share)))
             for start in range(0, len(dataset), rows):
                 stop = min(start + rows, len(dataset))
-                found.append(Piece([number, start, stop], number > 0, int((stop - start) * share)))
+                found.append(CorpusPiece([number, start, stop], number > 0, int((stop - start) * share)))
         return found
 
-    def read(self, piece: Piece, damage: Damage) -> Iterator[Document]:
+    def read(self, piece: CorpusPiece, damage: Damage) -> Iterator[Document]:
         number, start, stop = piece.parts
         share = piece.num_bytes // max(1, stop - start)
         for row, text in enumerate(_texts(self._datasets()[number], self.text_key, start, stop), start):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from forgather_cli.data.text.compressed import CODECS, Opened, opened
+from forgather_cli.documents.json_and_yaml import check_text, parse_json
+from forgather_cli.documents.regular_files import not_utf8, open_file
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import check_text, not_utf8, open_file, parse_json
 
 _CHUNK = 1 << 20  # characters that are encoded at once
 PIECE = 16 << 20  # bytes; a longer plain text becomes several documents, cut at line borders: memory is bounded
@@ -32,7 +33,7 @@ class Document(NamedTuple):
     """Bytes of the source that it stands for, for progress."""
 
 
-class Text(Protocol):
+class HasText(Protocol):
     """A document, or what else is encoded by itself."""
 
     @property
@@ -43,7 +44,7 @@ class Text(Protocol):
         """Bytes of the source that it stands for, for progress."""
 
 
-_Text = TypeVar("_Text", bound=Text)
+_Text = TypeVar("_Text", bound=HasText)
 _Row = TypeVar("_Row")
 
 
@@ -99,7 +100,7 @@ class SourceFile:
     """What identifies it besides its bytes: the path relative to the corpus, or the file type."""
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Some of a file: the bytes [start, stop), or of parquet the row groups; None: to the end."""
 
     start: int = 0
@@ -108,7 +109,7 @@ class Part(NamedTuple):
     """Of the file, for progress."""
 
 
-WHOLE = Part()
+WHOLE = FilePart()
 
 
 def kind_of(path: Path) -> str:
@@ -126,7 +127,7 @@ def codec_of(path: Path) -> str:
 
 
 def read_documents(
-    source: SourceFile, text_key: str, damage: Damage, part: Part = WHOLE, *, skip_bad: bool = False
+    source: SourceFile, text_key: str, damage: Damage, part: FilePart = WHOLE, *, skip_bad: bool = False
 ) -> Iterator[Document]:
     """The documents of a file, or of a part that ``parts_of`` names, that are not empty. Raises DataError.
 
@@ -136,7 +137,7 @@ def read_documents(
     if kind in (".jsonl", ".json", ".parquet"):
         is_table = kind == ".parquet"
 
-        def rows(part: Part) -> Iterator[Document | BadRow]:
+        def rows(part: FilePart) -> Iterator[Document | BadRow]:
             for record in read_rows(path, part, text_key) if is_table else read_records(path, damage, part):
                 if isinstance(record, BadRow):
                     yield record
@@ -159,7 +160,7 @@ def read_documents(
     return (document for document in documents if document.text)
 
 
-def parts_of(path: Path) -> list[Part]:
+def parts_of(path: Path) -> list[FilePart]:
     """A file cut into parts of about 16 MiB where that is possible without reading it, else one part.
 
     Raises DataError if it cannot be read.
@@ -167,13 +168,13 @@ def parts_of(path: Path) -> list[Part]:
     try:
         size = path.stat().st_size
         if size <= PIECE or codec_of(path) or kind_of(path) == ".json":  # may be one list
-            return [Part(num_bytes=size)]
+            return [FilePart(num_bytes=size)]
         return _row_groups(path, size) if kind_of(path) == ".parquet" else list(_ranges(path, size))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _ranges(path: Path, size: int) -> Iterator[Part]:
+def _ranges(path: Path, size: int) -> Iterator[FilePart]:
     """Ranges of a plain file that end with a line; of text, which may have no lines, with a character."""
     longest = None if kind_of(path) == ".jsonl" else PIECE
     with open_file(path) as handle:
@@ -189,7 +190,7 @@ def _ranges(path: Path, size: int) -> Iterator[Part]:
             else:
                 rest = len(_end_of_line(handle.readline(longest)))
             stop = min(start + PIECE + rest, size)
-            yield Part(start, stop, stop - start)
+            yield FilePart(start, stop, stop - start)
             start = stop
 
 
@@ -206,7 +207,7 @@ def _end_of_line(data: bytes) -> bytes:
     return data
 
 
-def _plain(source: SourceFile, damage: Damage, part: Part) -> Iterator[Document]:
+def _plain(source: SourceFile, damage: Damage, part: FilePart) -> Iterator[Document]:
     with opened(source.path) as file:
         start, rest = part.start, b""
         file.seek(start)
@@ -251,9 +252,9 @@ _MOST_BAD_ROWS = 1000  # that are looked for: with a wrong text_key every row is
 
 def sound_rows(
     name: Path | str,
-    rows: Callable[[Part], Iterator[_Row | BadRow]],
+    rows: Callable[[FilePart], Iterator[_Row | BadRow]],
     damage: Damage,
-    part: Part = WHOLE,
+    part: FilePart = WHOLE,
     *,
     skip_bad: bool,
 ) -> Iterator[_Row]:
@@ -298,7 +299,7 @@ def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def read_records(path: Path, damage: Damage, part: Part = WHOLE) -> Iterator[Record | BadRow]:
+def read_records(path: Path, damage: Damage, part: FilePart = WHOLE) -> Iterator[Record | BadRow]:
     """The JSON objects of a jsonl file or of a part of it, or of a json file: a list of them, or one in each line.
 
     Raises DataError for a list that cannot be read.
@@ -342,7 +343,7 @@ def _is_blank(line: bytes) -> bool:
     return not line.removeprefix(_BOM).strip()
 
 
-def _lines(file: Opened, part: Part) -> Iterator[bytes]:
+def _lines(file: Opened, part: FilePart) -> Iterator[bytes]:
     file.seek(part.start)
     position = part.start
     for line in file.handle:
@@ -352,7 +353,7 @@ def _lines(file: Opened, part: Part) -> Iterator[bytes]:
             return
 
 
-def rows_before(path: Path, part: Part) -> int:
+def rows_before(path: Path, part: FilePart) -> int:
     """Lines or rows of a file before a part: counted when a message needs them."""
     if kind_of(path) == ".parquet":
         with _parquet_file(path) as file:
@@ -387,7 +388,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: cannot be read ({first})") from error
 
 
-def _row_groups(path: Path, size: int) -> list[Part]:
+def _row_groups(path: Path, size: int) -> list[FilePart]:
     """Row groups, joined to parts of 16 MiB and more of what they hold."""
     with _parquet_file(path) as file:
         sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
@@ -395,12 +396,12 @@ def _row_groups(path: Path, size: int) -> list[Part]:
     for stop, each in enumerate(sizes, 1):
         held += each
         if held >= PIECE or stop == len(sizes):
-            parts.append(Part(start, stop, size * held // total))
+            parts.append(FilePart(start, stop, size * held // total))
             start, held = stop, 0
     return parts
 
 
-def read_rows(path: Path, part: Part = WHOLE, column: str | None = None) -> Iterator[Record]:
+def read_rows(path: Path, part: FilePart = WHOLE, column: str | None = None) -> Iterator[Record]:
     """The rows of a parquet file or of a part of it as records, their numbers from 1; of one column alone where that is
     named. Raises DataError."""
     with _parquet_file(path) as file:

@@ -17,15 +17,15 @@ from typing import BinaryIO
 
 import numpy as np
 
-from forgather_cli.bars import Bar
 from forgather_cli.data.cache import Cache, Meta, Meter, digest
-from forgather_cli.data.text.corpus import Documents, Piece, available_cores, cut_last, split_documents
-from forgather_cli.data.text.encode import Encoded, Encoder, TokenizerWorkers
+from forgather_cli.data.text.corpus import CorpusPiece, Documents, available_cores, cut_last, split_documents
+from forgather_cli.data.text.encode import DocumentEncoder, EncodedPiece, TokenizerWorkers
 from forgather_cli.data.text.read import Damage
 from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, around_documents, train_bpe
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized, cached_tokens, dtype_of
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import write_whole
+from forgather_cli.terminal.bars import Bar
 
 _VERSION = 2  # of the files below
 _WORTH_PROCESSES = 64 << 20  # bytes of text; less is done before processes have started
@@ -85,7 +85,7 @@ def tokenize_corpus(
 def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cache, processes: int | None) -> Meta:
     """Tokenize a corpus into ``directory``, which may hold the files of a killed build to resume."""
     dtype = dtype_of(tokenizer.vocab_size)
-    encoder = Encoder(corpus, tokenizer, around_documents(tokenizer), dtype)
+    encoder = DocumentEncoder(corpus, tokenizer, around_documents(tokenizer), dtype)
     pieces = corpus.pieces()
     files = TokenFiles(directory, digest([_VERSION, "documents of pieces", pieces]), dtype)
     journal = files.journal
@@ -97,7 +97,7 @@ def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cach
             # a fraction is asked for and no document was held out: hold out the end of the last
             *_, last = corpus.read(pieces[journal.last], Damage())
             files.drop_last("train")
-            made = Encoded()
+            made = EncodedPiece()
             for split, document in cut_last(corpus, last, journal.chars, any_held_out=False):
                 encoder.write(tokenizer.encode_arrays([document.text]), split, files.outputs[split], made)
             files.commit(made)
@@ -117,8 +117,8 @@ def _write(directory: Path, corpus: Documents, tokenizer: Tokenizer, cache: Cach
 
 
 def _encode(
-    encoder: Encoder,
-    pieces: Sequence[Piece],
+    encoder: DocumentEncoder,
+    pieces: Sequence[CorpusPiece],
     files: TokenFiles,
     directory: Path,
     meter: Meter,
@@ -126,7 +126,7 @@ def _encode(
 ) -> None:
     """Encode the pieces that are not done, here or in processes."""
 
-    def encode_here(piece: Piece) -> None:
+    def encode_here(piece: CorpusPiece) -> None:
         files.commit(encoder.encode(piece, files.outputs, meter.add, is_first=files.journal.last < 0))
 
     first = files.journal.done
@@ -149,7 +149,7 @@ def _encode(
                 files.commit(made)
 
 
-def _num_bytes(pieces: Sequence[Piece]) -> int:
+def _num_bytes(pieces: Sequence[CorpusPiece]) -> int:
     return sum(piece.num_bytes for piece in pieces)
 
 
@@ -174,7 +174,7 @@ class Journal:
     num_spelled: int = 0
     damage: Damage = field(default_factory=Damage)
 
-    def add(self, made: Encoded) -> None:
+    def add(self, made: EncodedPiece) -> None:
         for split in SPLITS:
             self.tokens[split] += sum(int(each.sum()) for each in made.lengths[split])
             self.documents[split] += (found := sum(map(len, made.lengths[split])))
@@ -232,7 +232,7 @@ class TokenFiles:
                 _copy(source, self.outputs[split])
             path.unlink()
 
-    def commit(self, made: Encoded) -> None:
+    def commit(self, made: EncodedPiece) -> None:
         """Make a piece's tokens, which are written, durable: from now on they survive a crash of process or machine."""
         for split in SPLITS:
             for lengths in made.lengths[split]:

@@ -9,14 +9,14 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forgather_cli.documents.fields import FieldError
 from forgather_cli.errors import SetupError
-from forgather_cli.input_files import FieldError
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
@@ -37,6 +37,11 @@ Others = Callable[[Any], "tuple[str, list[Any]] | None"]
 """What else than a checkpoint's values is encoded: a value's kind and parts; None if it is none of that."""
 Makers = Mapping[str, Callable[[list[Any]], Any]]
 """By kind what makes the value of its parts."""
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 @dataclass
