@@ -40,7 +40,7 @@ ALLOWED = {
         "runs.find", "runs.summary",
     },
     "inspection": {"data"},
-    "launch": {"checkpoint.manifest", "checkpoint.retention", "config", "distributed"},
+    "launch": {"checkpoint.choice", "config", "distributed"},
     "plan": {
         "cli.output", "cli.words", "config.batch", "config.decode", "config.diloco", "config.load",
         "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments", "launch.exit_status", "launch.layout",

@@ -48,6 +48,11 @@ class DamagedError(CheckpointError):
     """A checkpoint that is not as it was written."""
 
 
+def damaged(path: Path, problems: Iterable[str]) -> DamagedError:
+    """The error for the checkpoint at ``path``, naming every damaged file."""
+    return DamagedError(f"{path}: is damaged: {'; '.join(problems)}")
+
+
 @sent
 @dataclass(frozen=True)
 class FileEntry:

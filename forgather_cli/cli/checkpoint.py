@@ -304,14 +304,15 @@ def edit(
 
 def _how_to_resume(path: Path, words: list[str]) -> str | None:
     """The remedy where the run would resume from another checkpoint than the edited one, at ``path``."""
-    from forgather_cli.checkpoint.retention import resumed
+    from forgather_cli.checkpoint.choice import resumed
 
     run = run_of(path)
     newest = None if run is None else resumed(run)
-    if run is None or newest is None or newest.resolve() == path.resolve():
+    if run is None or newest is None or newest.path.resolve() == path.resolve():
         return None
     command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
-    return f"a plain forgather resume starts from {newest.name}; to resume from the edited one: {shlex.join(command)}"
+    where = newest.path.name
+    return f"a plain forgather resume starts from {where}; to resume from the edited one: {shlex.join(command)}"
 
 
 def _reader(source: Path) -> Reader:
