@@ -13,8 +13,8 @@ def run() -> NoReturn:
     # half imported.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from forgather_cli.bars import doing
-    from forgather_cli.folding import show_all_text
+    from forgather_cli.terminal.bars import doing
+    from forgather_cli.terminal.folding import show_all_text
 
     show_all_text()
 

@@ -22,7 +22,7 @@ from forgather_cli.runs.records import Record, check_logged, metric_names, recor
 if TYPE_CHECKING:
     from torch import nn
 
-    from forgather_cli.generation import Generator
+    from forgather_cli.inference.generation import Generator
     from forgather_cli.trainer import Trainer
 
 
@@ -156,7 +156,7 @@ class Run:
 
         Reads and verifies every byte of the checkpoint. Raises SetupError.
         """
-        from forgather_cli.source import load_source
+        from forgather_cli.inference.source import load_source
 
         return load_source(self._source(checkpoint), device=device, trust_config=self._trust).model
 
@@ -172,7 +172,7 @@ class Run:
         num_beams, seed and so on. Raises ConfigError, SetupError.
         """
         from forgather_cli.config.decode import decode_sampling
-        from forgather_cli.generation import load_generator
+        from forgather_cli.inference.generation import load_generator
 
         sampling = decode_sampling(settings)
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forgather_cli.documents.messages import pack, unpack
 from forgather_cli.errors import CheckpointError, ForgatherError, SetupError, ranks_named
-from forgather_cli.messages import pack, unpack
 from forgather_cli.shards import box_of, locals_of
 
 T = TypeVar("T")

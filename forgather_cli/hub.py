@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from forgather_cli.bars import doing
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in
+from forgather_cli.terminal.bars import doing
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]

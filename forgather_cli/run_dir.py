@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.documents.json_and_yaml import read_yaml
 from forgather_cli.errors import CallbackError, PartError, SetupError
-from forgather_cli.input_files import read_yaml
 
 ABOUT_THE_RUN = frozenset(
     ("output_dir", "logging_dir", "job_id", "overwrite_output_dir", "resume_from_checkpoint", "resume_components",

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.bars import Bar, doing
 from forgather_cli.config.decode import written_tree
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.launch.context import RankContext
@@ -26,6 +25,7 @@ from forgather_cli.launch.exit_status import ExitStatus, done
 from forgather_cli.launch.processes import collect_less, keep_heap, leave
 from forgather_cli.launch.rank import main as rank_process
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal.bars import Bar, doing
 
 if TYPE_CHECKING:
     from forgather_cli.data.splits import DataSplits
@@ -126,7 +126,7 @@ def read_data(config: Config, *, shown: bool = True) -> DataSplits:
 def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:
     """Evaluate for ``forgather eval``. A signal ends the process at once, since nothing here polls for it."""
     with doing("importing torch"):
-        from forgather_cli.evaluation import evaluate_source
+        from forgather_cli.inference.evaluation import evaluate_source
 
     logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
     request = json.loads(run_dir.evaluation.read_text(encoding="utf-8"))

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from forgather_cli import bars
 from forgather_cli.launch.processes import collect_less
+from forgather_cli.terminal import bars
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,7 @@ from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.config.decode import dump_tree, to_tree
 from forgather_cli.config.schema import Target
 from forgather_cli.data.text.tokenizer import ByteTokenizer
-from forgather_cli.input_files import write_whole
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
 

@@ -9,9 +9,9 @@ import os
 import pkgutil
 
 import forgather_cli
-from forgather_cli import bars
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.processes import collect_less
+from forgather_cli.terminal import bars
 
 collect_less()
 bars.SILENCE = 3600.0  # see conftest.py

@@ -11,7 +11,7 @@ from typing import Any
 from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
 from forgather_cli.callbacks.console import Stream, say, timestamp
 from forgather_cli.callbacks.screen import Screen
-from forgather_cli.folding import fold
+from forgather_cli.terminal.folding import fold
 
 Logs = Mapping[str, Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, Divergence, TrainerControl, TrainerState
 from forgather_cli.config.schema import DivergenceSettings
+from forgather_cli.documents.fields import COUNT, NUMBER, FieldKind, check_fields, optional
 from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import COUNT, NUMBER, FieldKind, check_fields, optional
 
 logger = logging.getLogger(__name__)
 

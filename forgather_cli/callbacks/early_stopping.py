@@ -8,7 +8,7 @@ from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import EarlyStoppingSettings
-from forgather_cli.input_files import COUNT, NUMBER, check_fields, optional
+from forgather_cli.documents.fields import COUNT, NUMBER, check_fields, optional
 
 logger = logging.getLogger(__name__)
 

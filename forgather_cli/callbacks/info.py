@@ -9,7 +9,7 @@ import yaml
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say
 from forgather_cli.config.schema import InfoSettings
-from forgather_cli.folding import fold
+from forgather_cli.terminal.folding import fold
 
 
 class InfoCallback(BuiltIn[InfoSettings]):

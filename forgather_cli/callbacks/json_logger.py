@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import JsonSettings
-from forgather_cli.input_files import parse_json, read_bytes
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import read_bytes
 
 logger = logging.getLogger(__name__)
 

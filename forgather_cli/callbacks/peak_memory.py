@@ -17,7 +17,7 @@ from forgather_cli.callbacks.metrics import peak_memory, peak_reserved
 from forgather_cli.callbacks.tensorboard import indented
 from forgather_cli.config.schema import PeakMemorySettings
 from forgather_cli.distributed import gather
-from forgather_cli.messages import sent
+from forgather_cli.documents.messages import sent
 
 logger = logging.getLogger(__name__)
 

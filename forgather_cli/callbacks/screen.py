@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from forgather_cli.bars import close_bar, open_bar
 from forgather_cli.callbacks.console import Stream, console, is_notebook, is_terminal, printable
-from forgather_cli.folding import fold
+from forgather_cli.terminal.bars import close_bar, open_bar
+from forgather_cli.terminal.folding import fold
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from forgather_cli.bars import Bar
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
 from forgather_cli.callbacks.json_logger import append, replace_file
@@ -27,6 +26,7 @@ from forgather_cli.callbacks.tensorboard import indented
 from forgather_cli.config.schema import Sampling, TextgenSettings
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
+from forgather_cli.terminal.bars import Bar
 
 logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]

@@ -7,5 +7,6 @@
       state.json, state.safetensors      components that are equal on all ranks, and their tensors
       state-rank-00000.json, ...         components that each rank has of its own, or has stored for its group or node
 
-``format`` (which byte of which file a tensor's rows are), ``files``, ``manifest`` and ``retention`` do without torch.
+``format`` (which byte of which file a tensor's rows are), ``files``, ``manifest``, ``choice`` (of which one a resume
+takes) and ``retention`` do without torch.
 """

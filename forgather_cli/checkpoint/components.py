@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forgather_cli.checkpoint.format import Piece
 from forgather_cli.checkpoint.tensors import spec_of
-from forgather_cli.encoding import Encoded, Stateful
+from forgather_cli.documents.encoding import Encoded, Stateful
 from forgather_cli.errors import SetupError
 from forgather_cli.shards import box_of, is_sharded, local, needs_exchange, rows_of
 

@@ -20,7 +20,7 @@ from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import NAME, merge_entries
 from forgather_cli.checkpoint.retention import EDITED, record
 from forgather_cli.config.schema import Config
-from forgather_cli.encoding import Encoded
+from forgather_cli.documents.encoding import Encoded
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError
 from forgather_cli.optim.groups import assign
 from forgather_cli.optim.state import check_group_states, in_schedule, plain

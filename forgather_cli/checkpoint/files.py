@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from forgather_cli.documents.regular_files import open_file
 from forgather_cli.errors import SetupError
-from forgather_cli.input_files import open_file
 
 CHUNK_BYTES = 8 << 20
 """Unit of hashing and writing; small enough to be in a cache between the two."""

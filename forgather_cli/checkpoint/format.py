@@ -17,9 +17,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.messages import sent
+from forgather_cli.documents.regular_files import open_file
 from forgather_cli.errors import CheckpointError
-from forgather_cli.input_files import open_file, parse_json
-from forgather_cli.messages import sent
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's shard limit ("5GB"); a larger tensor gets a file of its own."""

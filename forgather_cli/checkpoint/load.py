@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from forgather_cli.bars import Bar
+from forgather_cli.checkpoint.choice import candidates, choose
 from forgather_cli.checkpoint.components import Component, Sharing, rank_file, shared_file
 from forgather_cli.checkpoint.files import Range
 from forgather_cli.checkpoint.manifest import (
@@ -21,24 +21,18 @@ from forgather_cli.checkpoint.manifest import (
     Level,
     Manifest,
     NewerFormatError,
+    damaged,
     read_manifest,
 )
-from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
 from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.distributed import gather, on_rank_0, rank_in
-from forgather_cli.encoding import decode
+from forgather_cli.documents.encoding import decode
+from forgather_cli.documents.fields import ANYTHING, TEXT, FieldError, check_fields, object_of, optional
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import CheckpointError
-from forgather_cli.input_files import (
-    ANYTHING,
-    TEXT,
-    FieldError,
-    check_fields,
-    object_of,
-    optional,
-    read_json_object,
-)
 from forgather_cli.run_dir import RunDir, step_of
 from forgather_cli.shards import Box
+from forgather_cli.terminal.bars import Bar
 
 log = logging.getLogger(__name__)
 Kind = Literal["model", "optimizer"]
@@ -67,7 +61,7 @@ class Reader:
         """
         problems = find_problems(self.path, self.manifest, level, group)
         if problems:
-            raise DamagedError(f"{self.path}: is damaged: {'; '.join(problems)}")
+            raise damaged(self.path, problems)
 
     # -------------------------------------------------------------------------------------------------------- tensors
 
@@ -246,13 +240,11 @@ def instead_of(path: Path) -> str:
                 return f"{run} has {', '.join(names[-5:])}" + (", and earlier ones" if len(names) > 5 else "")
     if step_of(place) is None or place.parent.name != "checkpoints":
         return "name another checkpoint, RUN/checkpoints/step-..."
-    try:
-        manifests, _ = _read_all(RunDir(place.parents[1]))
-    except CheckpointError:
-        manifests = {}
-    for other, manifest in manifests.items():
-        if other.name != place.name and manifest.healthy and not manifest.problems(other):
-            return f"use {path.parent / other.name}, the newest other one that is healthy and whole"
+    with suppress(CheckpointError):
+        own = RunDir(place.parents[1])
+        others = [each for each in candidates(own) if each.healthy and each.path.name != place.name]
+        if (other := choose(own, Manifest.problems, others)) is not None:
+            return f"use {path.parent / other.path.name}, the newest other one that is healthy and whole"
     return "its run has no other checkpoint that is healthy and whole: start afresh"
 
 
@@ -280,28 +272,11 @@ def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Read
     Every damaged one on the way is a warning of rank 0 with file and reason. Raises CheckpointError on all ranks if all
     are damaged, or if one is of a newer format: falling back behind it would lose work that an upgrade keeps.
     """
-    manifests, problems = on_rank_0(lambda: _read_all(run), group)
-    readers = [Reader(path, manifest) for path, manifest in manifests.items()]
-    for reader in sorted(readers, key=lambda reader: not reader.manifest.healthy):  # stable: newest first within each
-        try:
-            reader.verify(verify, group)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        if rank_in(group) == 0:  # why this one is not simply the newest
-            for problem in problems:
-                log.warning("%s; %s is used", problem, reader.path)
-            if not reader.manifest.healthy:
-                log.warning("%s: was saved while training looked diverged, but no healthy one is left", reader.path)
-            elif not readers[0].manifest.healthy:
-                log.warning("%s: was saved while training looked diverged; %s is used", readers[0].path, reader.path)
-        return reader
-    if problems:
-        raise CheckpointError(
-            f"no usable checkpoint is left in {run.root}; start afresh with forgather train ... "
-            f"overwrite_output_dir=true\n  " + "\n  ".join(problems)
-        )
-    return None
+    found = on_rank_0(lambda: candidates(run), group)
+    chosen = choose(run, lambda manifest, path: find_problems(path, manifest, verify, group), found)
+    for why in chosen.why if chosen is not None and rank_in(group) == 0 else ():
+        log.warning("%s", why)
+    return None if chosen is None else Reader(chosen.path, chosen.manifest)
 
 
 def best_valid(run: RunDir, best_by: BestBy | None = None, verify: Level = "full", group: Any = None) -> Reader | None:
@@ -323,10 +298,13 @@ def healthy_ones(run: RunDir, group: Any = None) -> list[Reader]:
     """Collective in ``group``. The run's healthy checkpoints, newest first, not verified; one whose manifest is damaged
     is a warning of rank 0.
     """
-    manifests, problems = on_rank_0(lambda: _read_all(run), group)
-    for problem in problems:
-        _left_out(problem, group)
-    return [Reader(path, manifest) for path, manifest in manifests.items() if manifest.healthy]
+    found = on_rank_0(lambda: candidates(run), group)
+    for each in found:
+        if isinstance(each.error, NewerFormatError):
+            raise each.error
+        if each.error is not None:
+            _left_out(each.error, group)
+    return [Reader(each.path, each.manifest) for each in found if each.healthy]
 
 
 def whole_ones(readers: Iterable[Reader], verify: Level = "full", group: Any = None) -> Iterator[Reader]:
@@ -343,27 +321,6 @@ def whole_ones(readers: Iterable[Reader], verify: Level = "full", group: Any = N
 def _left_out(problem: object, group: Any) -> None:
     if rank_in(group) == 0:
         log.warning("%s; it is left out", problem)
-
-
-def _read_all(run: RunDir) -> tuple[dict[Path, Manifest], list[str]]:
-    """The manifests of the run's checkpoints by path, newest first, and what is wrong with those that have none.
-
-    Abandoned ones are left out.
-    """
-    manifests, problems = {}, []
-    rollbacks = read_rollbacks(run)
-    for step in reversed(run.checkpoint_steps()):
-        path = run.checkpoint(step)
-        try:
-            manifest = read_manifest(path)
-        except NewerFormatError:
-            raise
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        if not is_abandoned(step, manifest.rollbacks, rollbacks):
-            manifests[path] = manifest
-    return manifests, problems
 
 
 def find_problems(path: Path, manifest: Manifest, level: Level, group: Any = None) -> list[str]:

@@ -10,11 +10,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.files import Range, hash_range
 from forgather_cli.checkpoint.format import FiniteScan
-from forgather_cli.errors import CheckpointError
-from forgather_cli.input_files import (
+from forgather_cli.documents.fields import (
     ANYTHING,
     COUNT,
     FLAG,
@@ -23,15 +21,16 @@ from forgather_cli.input_files import (
     FieldError,
     FieldKind,
     check_fields,
-    file_inside,
     list_of,
     object_of,
     optional,
-    read_json,
     several,
 )
-from forgather_cli.messages import sent
+from forgather_cli.documents.json_and_yaml import file_inside, read_json
+from forgather_cli.documents.messages import sent
+from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import step_of
+from forgather_cli.terminal.bars import Bar
 
 NAME = "manifest.json"
 FORMAT = "forgather-checkpoint"
@@ -47,6 +46,11 @@ class NewerFormatError(CheckpointError):
 
 class DamagedError(CheckpointError):
     """A checkpoint that is not as it was written."""
+
+
+def damaged(path: Path, problems: Iterable[str]) -> DamagedError:
+    """The error for the checkpoint at ``path``, naming every damaged file."""
+    return DamagedError(f"{path}: is damaged: {'; '.join(problems)}")
 
 
 @sent

@@ -21,9 +21,9 @@ from forgather_cli.checkpoint.manifest import NAME, Manifest, NewerFormatError, 
 from forgather_cli.checkpoint.snapshot import Snapshot
 from forgather_cli.checkpoint.tensors import share_in_pieces, whole, write_index
 from forgather_cli.distributed import NoAnswerError, gather, joined
-from forgather_cli.encoding import Encoded
+from forgather_cli.documents.encoding import Encoded
+from forgather_cli.documents.messages import sent
 from forgather_cli.errors import CheckpointError, ForgatherError
-from forgather_cli.messages import sent
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

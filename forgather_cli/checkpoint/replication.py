@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forgather_cli.checkpoint.components import LocalShard
 from forgather_cli.checkpoint.format import Piece
-from forgather_cli.encoding import TAG, Encoded, raw_bytes
+from forgather_cli.documents.encoding import TAG, Encoded, raw_bytes
 from forgather_cli.errors import ReplicationError, ranks_named
 
 Check = Literal["none", "quick", "tensor", "full"]

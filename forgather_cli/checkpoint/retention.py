@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which one a resume takes, which is best, and which may be deleted. No torch here."""
+"""Which checkpoints a run has, which is best, and which may be deleted. No torch here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.checkpoint.choice import resumed
 from forgather_cli.checkpoint.files import remove, sibling, siblings, size_of, sync_directory
 from forgather_cli.checkpoint.manifest import NAME, BestBy, NewerFormatError, read_manifest
 from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
@@ -167,23 +168,13 @@ def pending(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
     A start writes its config, which has the edits in it; so later ones need not look here, and what a later command
     line has set stays.
     """
-    path = resumed(run)
-    if path is None:
+    chosen = resumed(run)
+    if chosen is None or chosen.manifest is None:
         return None
-    try:
-        found = read_manifest(path).info.get(EDITED)
-    except CheckpointError:
-        return None  # whoever loads it says what is wrong
+    found = chosen.manifest.info.get(EDITED)
     if not isinstance(found, dict) or found.get("starts") != _starts(run):
         return None
-    return path, dict(found.get("settings", {}))
-
-
-def resumed(run: RunDir) -> Path | None:
-    """The checkpoint that a resume will use, as far as manifests and file sizes show."""
-    usable = [info for info in list_checkpoints(run) if info.usable]
-    healthy = [info for info in usable if info.healthy] or usable
-    return healthy[-1].path if healthy else None
+    return chosen.path, dict(found.get("settings", {}))
 
 
 def _starts(run: RunDir | None) -> int:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.checkpoint.files import sync_directory
+from forgather_cli.documents.fields import COUNT, TEXT, FieldKind, check_fields, list_of, optional
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.messages import sent
+from forgather_cli.documents.regular_files import read_bytes
 from forgather_cli.errors import CheckpointError
-from forgather_cli.input_files import COUNT, TEXT, FieldKind, check_fields, list_of, optional, parse_json, read_bytes
-from forgather_cli.messages import sent
 from forgather_cli.run_dir import RunDir
 
 

@@ -32,8 +32,8 @@ from forgather_cli.checkpoint.snapshot import Snapshots
 from forgather_cli.checkpoint.trial import try_save
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.distributed import cpu_group, gather, joined
+from forgather_cli.documents.messages import sent
 from forgather_cli.errors import SetupError
-from forgather_cli.messages import sent
 from forgather_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)

@@ -31,9 +31,9 @@ from forgather_cli.checkpoint.replication import (
     refuse,
 )
 from forgather_cli.distributed import gather, joined
-from forgather_cli.encoding import Encoded
+from forgather_cli.documents.encoding import Encoded
+from forgather_cli.documents.messages import sent
 from forgather_cli.errors import NotFiniteError, SetupError
-from forgather_cli.messages import sent
 from forgather_cli.shards import RowExchange, not_finite
 
 Kinds = Mapping[str, Mapping[str, LocalShard]]

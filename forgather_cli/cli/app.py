@@ -10,10 +10,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from forgather_cli import __version__
-from forgather_cli.bars import doing
 from forgather_cli.cli.style import Command, Group, as_mistake
 from forgather_cli.errors import ForgatherError, not_installed, too_few_descriptors
 from forgather_cli.launch.error_report import report_error
+from forgather_cli.terminal.bars import doing
 
 COMMANDS = {
     "train": "forgather_cli.cli.train:train",
@@ -60,7 +60,7 @@ class Commands(Group):
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         with doing("importing the commands"):
             found = getattr(import_module(module), attribute)
-        parent = typer.Typer()
+        parent = typer.Typer(rich_markup_mode=self.rich_markup_mode)  # typer 0.20 leaves a placeholder
         if isinstance(found, typer.Typer):
             parent.add_typer(found, name=cmd_name)
         else:

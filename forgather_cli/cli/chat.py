@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import only_json, print_json, show, tell_of_limit
 from forgather_cli.errors import SetupError
-from forgather_cli.folding import tell
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.schema import Sampling
     from forgather_cli.data.chat.template import Message
-    from forgather_cli.generation import Generator, Text
+    from forgather_cli.inference.generation import Generator, Text
 
 _ASK = "> "
 _KEYS = "Ctrl-C stops the answer, Ctrl-D or exit ends."

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -28,8 +27,9 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import Overrides, RunPath, TrustConfig, check_overrides, or_latest, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
-from forgather_cli.folding import tell
 from forgather_cli.run_dir import RunDir, run_of, shown
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.checkpoint.load import Reader
@@ -304,14 +304,15 @@ def edit(
 
 def _how_to_resume(path: Path, words: list[str]) -> str | None:
     """The remedy where the run would resume from another checkpoint than the edited one, at ``path``."""
-    from forgather_cli.checkpoint.retention import resumed
+    from forgather_cli.checkpoint.choice import resumed
 
     run = run_of(path)
     newest = None if run is None else resumed(run)
-    if run is None or newest is None or newest.resolve() == path.resolve():
+    if run is None or newest is None or newest.path.resolve() == path.resolve():
         return None
     command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
-    return f"a plain forgather resume starts from {newest.name}; to resume from the edited one: {shlex.join(command)}"
+    where = newest.path.name
+    return f"a plain forgather resume starts from {where}; to resume from the edited one: {shlex.join(command)}"
 
 
 def _reader(source: Path) -> Reader:

@@ -12,7 +12,7 @@ from forgather_cli.cli.output import AsJson, Col, console, print_facts, print_js
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load, saved_config
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.folding import tell
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -178,7 +178,7 @@ def copy_recipe(
 ) -> None:
     """Put a recipe where you edit it."""
     from forgather_cli.config import options as known
-    from forgather_cli.input_files import read_text, write_whole
+    from forgather_cli.documents.regular_files import read_text, write_whole
 
     text = read_text(known.find_recipe(name, known.search_path(config_dir), Path.cwd()), ConfigError)
     if file.suffix != ".yaml":

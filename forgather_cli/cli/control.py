@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.callbacks.columns import STEP_COLUMNS, duration, format_value
 from forgather_cli.callbacks.display import evaluation_entries
 from forgather_cli.cli.output import (
@@ -28,11 +27,12 @@ from forgather_cli.control import client, command_record, listing, registry
 from forgather_cli.control.command_record import ABORT, DONE, SAVE, SAVE_AND_STOP, STOP
 from forgather_cli.control.registry import Entry
 from forgather_cli.errors import ConfigError, ControlError
-from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.launch.stacks import Standing, table
 from forgather_cli.run_dir import RunDir, shown
 from forgather_cli.runs.summary import holder_of, how_it_ended
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 _REDRAW = 1.0  # seconds
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from forgather_cli.bars import Bar, doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -27,8 +26,9 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load
 from forgather_cli.errors import ConfigError, did_you_mean
-from forgather_cli.folding import tell
 from forgather_cli.run_dir import shown
+from forgather_cli.terminal.bars import Bar, doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.schema import Config

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -37,11 +36,13 @@ from forgather_cli.cli.words import (
     load_config_of,
     quoted,
 )
+from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, ControlError, SetupError
-from forgather_cli.folding import tell
-from forgather_cli.input_files import read_json_object, read_text
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,7 +91,7 @@ def server(
 
 def _composed(source: str, overrides: list[str], config_dir: Path | None) -> tuple[Loaded, DilocoServerSettings]:
     """The config of SOURCE, and the server's own settings. Raises ConfigError with the mistakes of both."""
-    from forgather_cli.checkpoint.retention import list_checkpoints
+    from forgather_cli.checkpoint.choice import choose
     from forgather_cli.config.diloco import load_server_settings, split_server_overrides
 
     recipes, ours = split_server_overrides(overrides)
@@ -103,12 +104,11 @@ def _composed(source: str, overrides: list[str], config_dir: Path | None) -> tup
         recipes = ["model=pretrained", f"model.path={quoted(path)}", f"data.tokenizer={quoted(path)}", *recipes]
     elif run is not None:
         if run.root.resolve() == path.resolve():
-            kept = [info for info in list_checkpoints(run) if info.usable]
-            if not kept:
+            if (chosen := choose(run)) is None:
                 raise SetupError(
                     f"{source}: the run has no checkpoint to begin from; give its recipe for fresh weights"
                 )
-            path = ([info for info in kept if info.healthy] or kept)[-1].path
+            path = chosen.path
         start = str(run.root)
         recipes = [*recipes, f"resume_from_checkpoint={quoted(path.absolute())}", "resume_components=[model]"]
     problems: list[str] = []

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     human_seconds,
@@ -26,6 +25,7 @@ from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_ov
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
+from forgather_cli.terminal.bars import doing
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -63,7 +63,7 @@ def evaluate(
     layout = replace(plan_layout(loaded.config, loaded.given), restarts=0)
     if layout.in_process:
         with interruptible(), only_json(as_json), doing("importing torch"):
-            from forgather_cli.evaluation import evaluate_source
+            from forgather_cli.inference.evaluation import evaluate_source
 
             report = evaluate_source(source, loaded.config, own_tokenizer=own_tokenizer, trust_config=trust_config)
     else:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.chat import continue_texts, converse
 from forgather_cli.cli.output import (
     AsJson,
@@ -26,9 +25,10 @@ from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
 from forgather_cli.config.decode import decode_sampling
 from forgather_cli.config.schema import Meaning, Sampling, wrong_device
 from forgather_cli.errors import ConfigError
+from forgather_cli.terminal.bars import doing
 
 if TYPE_CHECKING:
-    from forgather_cli.generation import Generator, Text
+    from forgather_cli.inference.generation import Generator, Text
 
 _INPUT, _DRAW, _CHAT = "Input and output", "Choosing tokens", "Conversation"
 _TABLE = get_type_hints(Sampling, include_extras=True)
@@ -109,7 +109,7 @@ def generate(
     given = [] if asks else _given(prompt, prompts, chat)
     with interruptible():
         with only_json(as_json), doing("importing torch"):
-            from forgather_cli.generation import load_generator
+            from forgather_cli.inference.generation import load_generator
 
             model = load_generator(source, device=device, trust_config=trust_config, mode=mode)
         if chat or (asks and model.chat is not None):

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.callbacks.columns import TIMES, time_shares
 from forgather_cli.cli.output import (
     AsJson,
@@ -26,12 +25,13 @@ from forgather_cli.cli.output import (
 )
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import RunPath, or_latest
+from forgather_cli.documents.regular_files import open_file
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.folding import tell
-from forgather_cli.input_files import open_file
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.find import find_runs
 from forgather_cli.runs.summary import Summary, how_it_ended, ordered, summarize_all
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 _LOOK = 0.2  # seconds between two looks at a log that grows
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.folding import fold, tell
-from forgather_cli.input_files import write_whole
 from forgather_cli.run_dir import shown
+from forgather_cli.terminal.folding import fold, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from forgather_cli.generation import Generator
-    from forgather_cli.generation import Text as Written
+    from forgather_cli.inference.generation import Generator
+    from forgather_cli.inference.generation import Text as Written
 
 NO_TERMINAL = 100_000  # columns where nobody looks: a pipe gets every value whole, in one line
 _GAP = "   "  # between columns

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import json_text, on_screen, only_json, tell_of_limit
+from forgather_cli.documents.json_and_yaml import parse_json, parse_yaml
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.folding import tell
-from forgather_cli.input_files import parse_json, parse_yaml, read_text
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.schema import Sampling
-    from forgather_cli.generation import Generator, Text
+    from forgather_cli.inference.generation import Generator, Text
 
 _KINDS = ".txt, .jsonl, .yaml or .yml"
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
-from forgather_cli.folding import tell
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import CALLED_FROM, RunDir, shown
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

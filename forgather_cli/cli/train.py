@@ -13,9 +13,9 @@ import typer
 from forgather_cli.cli.output import AsJson, only_json, print_json
 from forgather_cli.cli.words import ConfigDir, Words, load, split_words
 from forgather_cli.errors import ConfigError
-from forgather_cli.folding import tell
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

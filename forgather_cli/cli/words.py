@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.config.options import GROUPS
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.folding import tell
 from forgather_cli.run_dir import RunDir, run_of, step_of
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

@@ -20,8 +20,8 @@ from forgather_cli.config.deepspeed_file import (
     read_deepspeed_json,
 )
 from forgather_cli.config.translation import ALWAYS_SO, Section, Translation
+from forgather_cli.documents.json_and_yaml import read_json, read_yaml
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.input_files import read_json, read_yaml
 
 _FSDP_ALWAYS_SO = (
     "fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type",

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import read_text
 
 
 def as_typed(value: object, text: str) -> str:

@@ -13,8 +13,8 @@ from forgather_cli.config.options import shipped
 from forgather_cli.config.overrides import parse_lines
 from forgather_cli.config.paths import walk
 from forgather_cli.config.schema import DilocoServerSettings
+from forgather_cli.documents.json_and_yaml import read_yaml
 from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import read_yaml
 
 _OURS = re.compile(r"[+~]*diloco([.=@]|$)")
 

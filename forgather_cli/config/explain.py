@@ -15,8 +15,8 @@ from forgather_cli.config.options import Info, SearchPath, comment, groups, reci
 from forgather_cli.config.paths import Setting, ending_with, settings
 from forgather_cli.config.recipe import read_recipe
 from forgather_cli.config.schema import Meaning, Target
+from forgather_cli.documents.json_and_yaml import read_yaml
 from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import read_yaml
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", list: "a list", tuple: "a list", dict: "a mapping"}
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}

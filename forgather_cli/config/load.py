@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.bars import doing
 from forgather_cli.config.accelerate_file import launched_trainer
 from forgather_cli.config.builder import ConfigBuilder
 from forgather_cli.config.compose import compose, is_reference, plain
@@ -24,9 +23,10 @@ from forgather_cli.config.overrides import Parsed, full_path, parse, parse_lines
 from forgather_cli.config.paths import leaves, lookup, walk
 from forgather_cli.config.recipe import Recipe, read_recipe
 from forgather_cli.config.schema import Config
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import read_text
 from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in, resume_command, run_of, step_of
+from forgather_cli.terminal.bars import doing
 
 
 @dataclass(frozen=True)

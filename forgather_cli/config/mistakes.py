@@ -15,8 +15,8 @@ from forgather_cli.config.as_typed import as_typed, text_in
 from forgather_cli.config.options import GROUPS, SERVER, SearchPath
 from forgather_cli.config.paths import is_list, lookup, members, root_keys, settings
 from forgather_cli.config.schema import typed
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, did_you_mean
-from forgather_cli.input_files import read_text
 from forgather_cli.targets import free_arguments, import_target
 
 _SHORT = {

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, did_you_mean
-from forgather_cli.input_files import read_text
 
 GROUPS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision", "callbacks")
 """The config groups, as in ``schema.Config.GROUPS``; stated again so that listing them costs no import."""

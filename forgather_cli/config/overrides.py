@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from forgather_cli.config.as_typed import as_typed
 from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath
 from forgather_cli.config.paths import ending_with, lookup, root_keys, takes_target
+from forgather_cli.documents.json_and_yaml import read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
-from forgather_cli.input_files import read_yaml
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -12,8 +12,8 @@ from typing import Any
 from forgather_cli.control import command_record
 from forgather_cli.control.command_record import ControlCommand
 from forgather_cli.control.registry import LOOPBACK, Entry
+from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.errors import ControlError
-from forgather_cli.input_files import parse_json
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 

@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import read_bytes
 from forgather_cli.errors import ControlError
-from forgather_cli.input_files import parse_json, read_bytes
 from forgather_cli.run_dir import is_name, shown
 
 LOOPBACK = ("127.", "localhost", "::1")

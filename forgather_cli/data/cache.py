@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.checkpoint.files import remove, size_of, sync_directory, sync_file
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import write_whole
 
 log = logging.getLogger(__name__)
 

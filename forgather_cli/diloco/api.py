@@ -24,7 +24,16 @@ from forgather_cli.diloco.registry import Worker
 from forgather_cli.diloco.request import CHUNK, Gone, Receive, Request, Send
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.diloco.wire import WireError
-from forgather_cli.input_files import ANYTHING, FLAG, FieldError, FieldKind, check_fields, list_of, object_of, optional
+from forgather_cli.documents.fields import (
+    ANYTHING,
+    FLAG,
+    FieldError,
+    FieldKind,
+    check_fields,
+    list_of,
+    object_of,
+    optional,
+)
 from forgather_cli.run_dir import RunDir, is_name
 
 log = logging.getLogger(__name__)

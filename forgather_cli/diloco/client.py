@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.diloco.wire import EVICTED, FENCED, VERSION_HEADER, WIRE_VERSION
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import open_file
 from forgather_cli.errors import ConfigError, ControlError, TrainingError
-from forgather_cli.input_files import open_file, parse_json
 
 _CHUNK = 1 << 16  # bytes
 _CONNECT = 30.0  # seconds that the server may be silent within one request

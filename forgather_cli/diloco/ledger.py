@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.diloco.samples import Range, as_ranges
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import read_bytes
 from forgather_cli.errors import SetupError
-from forgather_cli.input_files import parse_json, read_bytes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.wire import WireError
-from forgather_cli.input_files import parse_json
+from forgather_cli.documents.json_and_yaml import parse_json
 
 CHUNK = 1 << 20
 """Bytes that are read and written at once."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from forgather_cli.config.schema import Config, DilocoServerSettings
 from forgather_cli.diloco.global_model import GlobalModel
 from forgather_cli.diloco.server import Server
+from forgather_cli.documents.regular_files import read_text, write_whole
 from forgather_cli.errors import SetupError
-from forgather_cli.folding import tell
-from forgather_cli.input_files import read_text, write_whole
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.run_dir import RunDir, shown
+from forgather_cli.terminal.folding import tell
 
 log = logging.getLogger(__name__)
 

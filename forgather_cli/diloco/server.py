@@ -23,16 +23,16 @@ from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.api import Api, Service
 from forgather_cli.diloco.global_model import GlobalModel
+from forgather_cli.diloco.http_server import serving
 from forgather_cli.diloco.ledger import Closed, drop_lines, hashes_of, read_ledger, write_line
 from forgather_cli.diloco.registry import Registry
 from forgather_cli.diloco.rounds import Rounds
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import SetupError, TrainingError
-from forgather_cli.folding import tell
-from forgather_cli.http_server import serving
-from forgather_cli.input_files import read_json_object
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import DONE, STOPPED, ExitStatus, Kind, done, write_exit_record
 from forgather_cli.run_dir import RunDir, resume_command, shown
+from forgather_cli.terminal.folding import tell
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -7,7 +7,6 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     console,
@@ -21,8 +20,9 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.finalize.options import DtypeName, FinalizeOptions
-from forgather_cli.folding import tell
 from forgather_cli.run_dir import shown
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 
 def finalize(

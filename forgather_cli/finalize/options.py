@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from forgather_cli.config.schema import QuantizeRecipe
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.input_files import read_text
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 LOGIT_BOUND = 1e-4

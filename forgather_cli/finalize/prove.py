@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.bars import Bar
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError, ProofError
 from forgather_cli.finalize import plain_transformers
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.sample import Sample
+from forgather_cli.inference.source import Located, load_located
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate
-from forgather_cli.source import Located, load_located
+from forgather_cli.terminal.bars import Bar
 
 _MAX_KEPT = 1 << 23
 """Logits that are kept of a model, fp32: 32 MiB."""

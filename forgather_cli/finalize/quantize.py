@@ -21,20 +21,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from forgather_cli.bars import Bar
 from forgather_cli.checkpoint.format import read_header
 from forgather_cli.checkpoint.tensors import INDEX, SINGLE, Weights, dtype_of
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.distributed import pick_device
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.finalize.export import read_config, write_json
-from forgather_cli.input_files import read_json_object
 from forgather_cli.models.build import build_model, directory_option, model_of
 from forgather_cli.models.init import reset_buffers
 from forgather_cli.models.pretrained import settings_from_hf
-from forgather_cli.precision.convert import Conversion, indivisible, misaligned, sorted_out
-from forgather_cli.precision.package import need_torchao
-from forgather_cli.precision.recipes import group_size_of, needs_cuda, stored_as, why_not_here
+from forgather_cli.quantized.convert import Conversion, indivisible, misaligned, sorted_out
+from forgather_cli.quantized.package import need_torchao
+from forgather_cli.quantized.recipes import group_size_of, needs_cuda, stored_as, why_not_here
+from forgather_cli.terminal.bars import Bar
 
 _log = logging.getLogger(__name__)
 

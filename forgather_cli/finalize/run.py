@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import forgather_cli
-from forgather_cli.bars import Bar, doing
 from forgather_cli.checkpoint.files import check_absent, hash_range, new_directory, remove
 from forgather_cli.checkpoint.tensors import Weights, write_weights
 from forgather_cli.config.decode import load_saved
@@ -27,6 +26,7 @@ from forgather_cli.config.schema import Config, QATSettings
 from forgather_cli.data.chat.ends import end_of_turn, stop_tokens
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.card import model_card
 from forgather_cli.finalize.export import (
@@ -51,9 +51,9 @@ from forgather_cli.finalize.tokens import (
     read_new_tokens,
     write_chat_template,
 )
-from forgather_cli.input_files import read_json_object
+from forgather_cli.inference.source import Located
 from forgather_cli.models.pretrained import AUTO_MAP, ENCODER_DECODER, MODELING_FILE
-from forgather_cli.source import Located
+from forgather_cli.terminal.bars import Bar, doing
 
 Say = Callable[[str], None]
 _COPIED = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")

@@ -10,9 +10,9 @@ from typing import Any
 
 from forgather_cli.data.chat.template import ChatTemplate
 from forgather_cli.data.text.tokenizer import Tokenizer, add_to_directory, has_token
+from forgather_cli.documents.json_and_yaml import parse_json, read_json_object
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.options import read_given
-from forgather_cli.input_files import parse_json, read_json_object
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import TIME
 from forgather_cli.cli.output import (
     AsJson,
@@ -27,6 +26,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.data.cache import Cache, CacheEntry, entries, remove_entry
 from forgather_cli.errors import ConfigError
+from forgather_cli.terminal.bars import doing
 
 _AGE = re.compile(r"(\d+)([mhdw])")
 _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # seconds

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import typer
 
 from forgather_cli import __version__
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import AsJson, human_bytes, only_json, print_facts, print_json
-from forgather_cli.folding import tell
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 _FIRST = ("forgather", "torch", "python")
 _LITTLE, _NOTHING = 1 << 30, 64 << 20  # bytes free on a disk: soon too few, too few for the smallest run

@@ -12,7 +12,6 @@ from typing import Annotated, get_args
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import TIME
 from forgather_cli.checkpoint.files import size_of
 from forgather_cli.cli.output import (
@@ -28,12 +27,13 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import or_latest
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
-from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import State
 from forgather_cli.launch.run_lock import is_held, remove_run
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.find import OUTPUTS, last_change, runs_below
 from forgather_cli.runs.summary import holder_of, state_of, summarize_or_state
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 _ENDED = get_args(State)
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}

@@ -11,8 +11,8 @@ import sys
 from typing import IO, TYPE_CHECKING
 
 from forgather_cli.errors import ConfigError, ForgatherError
-from forgather_cli.folding import fold
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
+from forgather_cli.terminal.folding import fold
 
 if TYPE_CHECKING:
     from rich.text import Text

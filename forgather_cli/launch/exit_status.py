@@ -16,6 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from forgather_cli.documents.json_and_yaml import parse_json, read_json_object
+from forgather_cli.documents.regular_files import open_file, write_whole
 from forgather_cli.errors import (
     CallbackError,
     ConfigError,
@@ -27,7 +29,6 @@ from forgather_cli.errors import (
     not_installed,
     too_few_descriptors,
 )
-from forgather_cli.input_files import open_file, parse_json, read_json_object, write_whole
 from forgather_cli.run_dir import RunDir
 
 DONE = 0

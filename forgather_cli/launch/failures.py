@@ -174,7 +174,7 @@ def last_words(rank: RankContext, status: ExitStatus, *, farewell: float = 0.0) 
 
 def close_bars() -> None:
     """Take a progress bar off the terminal; given up where the main thread holds the terminal."""
-    bars = sys.modules.get("forgather_cli.bars")
+    bars = sys.modules.get("forgather_cli.terminal.bars")
     if bars is not None:
         within(0.5, bars.close_bars)
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 
 from forgather_cli.config.schema import Config, PipelineSettings
-from forgather_cli.input_files import write_whole
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import Kind
 from forgather_cli.launch.failures import end_stuck

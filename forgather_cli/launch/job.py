@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from forgather_cli.input_files import write_whole
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.launch.processes import temporary_folder
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.bars import doing
 from forgather_cli.config.schema import Config, SingleSettings
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch import failures, hang
@@ -29,6 +28,7 @@ from forgather_cli.launch.rank_log import lasting_output, rank_log
 from forgather_cli.launch.rendezvous import FAREWELL, within
 from forgather_cli.launch.stacks import record_collectives
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal.bars import doing
 
 Work = Callable[[Config, RunDir, RankContext], ExitStatus]
 """Trains, and returns how that ended."""

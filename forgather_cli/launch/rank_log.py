@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
-from forgather_cli.folding import folded, show_all_text
+from forgather_cli.terminal.folding import folded, show_all_text
 
 _GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file: the lines are lost, and there may be room again

@@ -23,13 +23,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from forgather_cli.bars import doing
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import SetupError, ranks_named
-from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 from forgather_cli.launch.place import Place
 from forgather_cli.launch.processes import is_running
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal.bars import doing
 
 SECRET = "FORGATHER_LAUNCH_SECRET"
 """Environment variable: what the ranks sign with, where the file of rank 0 does not do."""

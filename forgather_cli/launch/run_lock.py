@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli import __version__
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import SetupError, TrainingError
-from forgather_cli.folding import tell
-from forgather_cli.input_files import write_whole
 from forgather_cli.launch.exit_status import MISTAKE, ExitStatus, Kind, newest_step, write_exit_record
 from forgather_cli.run_dir import RunDir, resume_command, shown
+from forgather_cli.terminal.folding import tell
 
 _HIDDEN = ".before-"
 _HELD: dict[int, Path] = {}

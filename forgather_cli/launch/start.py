@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.checkpoint.retention import list_checkpoints
+from forgather_cli.checkpoint.choice import candidates, resumed
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import (
     EVALUATED,
@@ -30,7 +30,6 @@ from forgather_cli.config.schema import (
     Target,
 )
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
-from forgather_cli.folding import tell
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
@@ -52,6 +51,7 @@ from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.run_dir import RunDir, resume_command, shown
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
@@ -259,34 +259,33 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
 
     Raises ConfigError if max_steps is smaller than the step that it has reached.
     """
-    from forgather_cli.checkpoint.manifest import read_manifest
     from forgather_cli.config.decode import load_tree
 
-    config, steps = loaded.config, run.checkpoint_steps()
+    config = loaded.config
     if config.resume_from_checkpoint is not True:
         return None
-    if steps and 0 < config.max_steps < steps[-1] and config.resume_components == "all":
+    try:
+        newest = max(candidates(run), key=lambda each: each.step, default=None)
+    except CheckpointError:
+        return None  # whoever resumes it says what is wrong
+    if newest is not None and 0 < config.max_steps < newest.step and config.resume_components == "all":
         raise ConfigError(
-            f"max_steps: the run has a checkpoint of step {steps[-1]}, got {config.max_steps}; give {steps[-1]} or "
+            f"max_steps: the run has a checkpoint of step {newest.step}, got {config.max_steps}; give {newest.step} or "
             f"more, or remove the later checkpoints from {run.checkpoints} to resume from an earlier one"
         )
     ended = read_exit_record(run)
-    if ended is None or ended.state != "done" or (steps and steps[-1] != ended.step):
+    if ended is None or ended.state != "done" or (newest is not None and newest.step != ended.step):
         return None
     if config.max_steps != ended.step:  # it counts epochs, or was stopped early: then any other setting is a reason
         own = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "resume_components")
         saved, tree = load_tree(run.newest_config()), loaded.tree
         if any(saved.get(key) != tree.get(key) for key in {*saved, *tree}.difference(own)):
             return None
-    if steps and config.verify_checkpoint != "none":
-        path = run.checkpoint(steps[-1])
-        try:
-            if read_manifest(path).problems(path, config.verify_checkpoint):
-                return None
-        except CheckpointError:
+    if newest is not None:
+        if newest.manifest is None or newest.manifest.problems(newest.path, config.verify_checkpoint):
             return None
-    if config.average_last is not None and steps and not run.average(steps[-1], config.average_last).is_dir():
-        return None
+        if config.average_last is not None and not run.average(newest.step, config.average_last).is_dir():
+            return None
     return f"step {ended.step} is the last ({ended.reason})"
 
 
@@ -336,12 +335,11 @@ def _conclude_run(held: RunLock, status: ExitStatus) -> None:
     """Conclude the run in its directory. The last line printed is the command that resumes it, where there is one."""
     if held.conclude(status):
         return
-    kept = [] if status.state == "done" else list_checkpoints(held.run)
-    kept = [info for info in kept if info.healthy] or kept  # as a resume chooses
-    if kept:
+    chosen = None if status.state == "done" else resumed(held.run)
+    if chosen is not None:
         how = "" if status.failed else f"{status.message}; "
         stream = sys.stderr if status.code == FAILED else sys.stdout
-        tell(f"\n{how}to resume from step {kept[-1].step}:\n{resume_command(held.run)}", stream)
+        tell(f"\n{how}to resume from step {chosen.step}:\n{resume_command(held.run)}", stream)
 
 
 # ----------------------------------------------------------------------------------------- checks before ranks start

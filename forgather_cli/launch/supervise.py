@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from forgather_cli.bars import doing
 from forgather_cli.errors import SetupError, ranks_named
-from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import FAILED, MISTAKE, ExitStatus, Kind, cut, done, first_cause, killed
 from forgather_cli.launch.job import Attempt, Job
 from forgather_cli.launch.layout import Layout
 from forgather_cli.launch.processes import children, is_running
 from forgather_cli.launch.signals import STOP_SIGNALS, counts_again, end_process, handle_signals
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 _INTERVAL = 0.1  # seconds between two looks at the ranks
 _PATIENCE = 5.0  # seconds that ranks get to end, after the first has failed

@@ -20,8 +20,8 @@ from forgather_cli.config.schema import (
     Target,
     TransformersSettings,
 )
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import ModelError
-from forgather_cli.input_files import read_json_object
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
 from forgather_cli.models.files import read_rows, tensor_files

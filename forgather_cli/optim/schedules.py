@@ -27,8 +27,8 @@ from forgather_cli.config.schema import (
     TransformersScheduleSettings,
     WSDSettings,
 )
+from forgather_cli.documents.fields import AMOUNT, ANYTHING, COUNT, check_fields, list_of, object_of
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.input_files import AMOUNT, ANYTHING, COUNT, check_fields, list_of, object_of
 from forgather_cli.optim import transformers_schedules
 from forgather_cli.optim.state import ParameterOptimizer, in_schedule
 from forgather_cli.targets import import_target, make

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forgather_cli.errors import CheckpointError, SetupError
-from forgather_cli.input_files import (
+from forgather_cli.documents.fields import (
     AMOUNT,
     ANYTHING,
     NUMBER,
@@ -27,6 +26,7 @@ from forgather_cli.input_files import (
     object_of,
     optional,
 )
+from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.shards import local
 
 Winner = Literal["config", "checkpoint"]

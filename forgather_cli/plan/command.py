@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.cli.output import (
     AsJson,
     Col,
@@ -26,6 +25,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load
 from forgather_cli.errors import ConfigError
 from forgather_cli.hub import check_model
+from forgather_cli.terminal.bars import doing
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from forgather_cli.bars import doing
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import (
@@ -29,6 +28,7 @@ from forgather_cli.plan.activations import activations_of, paired_activations
 from forgather_cli.plan.memory import RankMemory
 from forgather_cli.plan.parameters import PlannedParameter, optimizer_bytes, parameter_rows, weight_bytes
 from forgather_cli.plan.pipeline import PlannedStage
+from forgather_cli.terminal.bars import doing
 
 if TYPE_CHECKING:
     from torch import nn

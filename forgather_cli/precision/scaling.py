@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import FP16Settings, PrecisionOption
-from forgather_cli.input_files import AMOUNT, COUNT, check_fields
+from forgather_cli.documents.fields import AMOUNT, COUNT, check_fields
 from forgather_cli.loss import Loss
 
 _GROWTH, _BACKOFF = 2.0, 0.5  # GradScaler's

@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import read_bytes
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
-from forgather_cli.input_files import parse_json, read_bytes
 from forgather_cli.run_dir import RunDir
 
 Record = dict[str, Any]

@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import Any
 
 from forgather_cli.callbacks.columns import TIMES
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import SetupError
-from forgather_cli.input_files import read_text
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.find import settings_of
 from forgather_cli.runs.records import Record, is_number, records_of

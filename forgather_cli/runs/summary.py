@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean
-from forgather_cli.input_files import read_text
 from forgather_cli.launch.exit_status import newest_step, read_exit_record
 from forgather_cli.launch.processes import is_running
 from forgather_cli.run_dir import RunDir, resume_command

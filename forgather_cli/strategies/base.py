@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.distributed import World, gather
-from forgather_cli.encoding import Stateful
+from forgather_cli.documents.encoding import Stateful
 from forgather_cli.errors import ConfigError
 from forgather_cli.labels import IGNORED
 from forgather_cli.models.init import allocate

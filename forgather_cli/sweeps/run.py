@@ -25,18 +25,18 @@ from typing import IO, TYPE_CHECKING
 
 import typer
 
-from forgather_cli.bars import doing
 from forgather_cli.callbacks.console import is_terminal, timestamp
 from forgather_cli.cli.output import Col, console, human, human_seconds, print_json, print_table, table_of
 from forgather_cli.cli.words import load_config_of, quoted
 from forgather_cli.errors import ConfigError
-from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import DONE, FAILED, MISTAKE, STOPPED
 from forgather_cli.launch.processes import available_cores, end_with_parent
 from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import Summary, state_of, summarize, summarize_or_state
+from forgather_cli.terminal.bars import doing
+from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

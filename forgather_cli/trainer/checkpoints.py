@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather_cli.bars import doing
 from forgather_cli.checkpoint.average import average_run
 from forgather_cli.checkpoint.compare import changed_files, compare_configs, record_files
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
@@ -24,13 +23,14 @@ from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
 from forgather_cli.checkpoint.tensors import write_index, write_share
 from forgather_cli.distributed import all_sum, gather, on_rank_0
+from forgather_cli.documents.fields import COUNT, FieldError, check_fields
 from forgather_cli.errors import CheckpointError, SetupError
-from forgather_cli.input_files import COUNT, FieldError, check_fields
 from forgather_cli.models.parts import named_tensors, trainable_parameters
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.optim.state import check_group_states, check_steps, merge_group_states
 from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
+from forgather_cli.terminal.bars import doing
 from forgather_cli.trainer.run import TrainingRun
 from forgather_cli.trainer.states import (
     CallbackStates,

@@ -11,8 +11,8 @@ from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.data.loaders.collate import Batch, Counts, Step
 from forgather_cli.data.loaders.loader import TrainLoader
+from forgather_cli.documents.fields import COUNT, check_fields
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import COUNT, check_fields
 from forgather_cli.trainer.step_sync import StepSync
 
 

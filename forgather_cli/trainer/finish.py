@@ -8,9 +8,9 @@ from dataclasses import replace
 from forgather_cli.callbacks.base import CallbackList
 from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
 from forgather_cli.errors import TrainingError
-from forgather_cli.folding import tell
 from forgather_cli.launch.exit_status import DONE, FAILED, STOPPED, ExitStatus, Kind, done, write_exit_record
 from forgather_cli.run_dir import RunDir, shown
+from forgather_cli.terminal.folding import tell
 from forgather_cli.trainer.checkpoints import Checkpoints
 from forgather_cli.trainer.run import TrainingRun
 

@@ -33,11 +33,11 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.distributed import on_rank_0, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
-from forgather_cli.folding import show_all_text
 from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
 from forgather_cli.run_dir import RunDir, name_file
 from forgather_cli.targets import name_of
+from forgather_cli.terminal.folding import show_all_text
 from forgather_cli.trainer.arguments import TrainingArguments
 from forgather_cli.trainer.given import Objects
 from forgather_cli.trainer.run import TrainingRun

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from forgather_cli import distributed
 from forgather_cli.data.loaders.collate import Counts
 from forgather_cli.distributed import World, gather
-from forgather_cli.input_files import AMOUNT, COUNT, NUMBER, FieldKind, check_fields, optional, several
+from forgather_cli.documents.fields import AMOUNT, COUNT, NUMBER, FieldKind, check_fields, optional, several
 
 _SUM = FieldKind(lambda value: isinstance(value, Tensor) and value.numel() == 1, "one number")
 _KINDS = {

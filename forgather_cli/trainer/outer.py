@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from forgather_cli.distributed import World
+from forgather_cli.documents.fields import COUNT, check_fields
 from forgather_cli.errors import ConfigError
-from forgather_cli.input_files import COUNT, check_fields
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.strategies.base import GradientSharing, Strategy
 

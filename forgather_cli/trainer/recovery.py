@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import logging
 import math
 from collections import Counter
@@ -16,13 +15,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from forgather_cli.callbacks.base import Divergence
+from forgather_cli.checkpoint.choice import resumed
 from forgather_cli.checkpoint.load import Reader, healthy_ones, whole_ones
-from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
+from forgather_cli.checkpoint.retention import delete_abandoned
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
 from forgather_cli.distributed import gather, on_rank_0
-from forgather_cli.encoding import Encoded, decode
-from forgather_cli.errors import CheckpointError, DivergenceError
-from forgather_cli.input_files import FieldError
+from forgather_cli.documents.encoding import Encoded, decode
+from forgather_cli.documents.fields import FieldError
+from forgather_cli.errors import DivergenceError
 from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import resume_command, step_of
 from forgather_cli.trainer.checkpoints import COMPONENTS, Checkpoints
@@ -165,13 +165,11 @@ class Recovery:
 
     def _remedy(self) -> str:
         run_dir = self._run.run_dir
-        with contextlib.suppress(CheckpointError, OSError):
-            healthy = [each for each in list_checkpoints(run_dir) if each.usable and each.healthy]
-            if healthy:
-                return (
-                    f"{resume_command(run_dir)} resumes from the newest healthy checkpoint, "
-                    f"{healthy[-1].path.name}: give it a lower learning_rate or a smaller max_grad_norm"
-                )
+        if (chosen := resumed(run_dir)) is not None and chosen.healthy:
+            return (
+                f"{resume_command(run_dir)} resumes from the newest healthy checkpoint, {chosen.path.name}: give it a "
+                "lower learning_rate or a smaller max_grad_norm"
+            )
         return "the run has no healthy checkpoint: start again with a lower learning_rate or a smaller max_grad_norm"
 
     # --------------------------------------------------------------------------------------------------- the rollback

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from forgather_cli.checkpoint.load import Reader
-from forgather_cli.encoding import Stateful
-from forgather_cli.input_files import (
+from forgather_cli.documents.encoding import Stateful
+from forgather_cli.documents.fields import (
     AMOUNT,
     ANYTHING,
     COUNT,

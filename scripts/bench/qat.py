@@ -38,8 +38,8 @@ def losses(args: argparse.Namespace, overrides: list[str], seed: int, precision:
     """[evaluation loss of the checkpoint, of its quantized form]."""
     from forgather_cli import worker
     from forgather_cli.config.load import load_config
-    from forgather_cli.evaluation import evaluate_source
     from forgather_cli.finalize.quantize import quantize_directory
+    from forgather_cli.inference.evaluation import evaluate_source
     from forgather_cli.run_dir import RunDir
 
     words = [

@@ -50,7 +50,7 @@ def trained(args: argparse.Namespace, overrides: list[str], root: Path) -> Path:
 def evaluated(directory: Path, args: argparse.Namespace) -> tuple[float, int]:
     """(perplexity, bytes of the weights)."""
     from forgather_cli.config.load import load_config
-    from forgather_cli.evaluation import evaluate_source
+    from forgather_cli.inference.evaluation import evaluate_source
 
     config = load_config(None, [f"tokenizer={directory}", f"max_eval_samples={args.samples}"]).config
     metrics = evaluate_source(directory, config)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from forgather_cli.encoding import Encoded, decode
+from forgather_cli.documents.encoding import Encoded, decode
+from forgather_cli.documents.fields import FieldError
 from forgather_cli.errors import SetupError
-from forgather_cli.input_files import FieldError
 
 
 def round_trip(state: Any) -> Any:

@@ -19,8 +19,8 @@ import forgather_cli
 from forgather_cli.checkpoint.format import Piece, TensorSpec
 from forgather_cli.checkpoint.manifest import BestBy, DamagedError, FileEntry, Manifest
 from forgather_cli.distributed import gather, on_rank_0
+from forgather_cli.documents.messages import pack, unpack
 from forgather_cli.errors import ConfigError, OutOfMemoryError, SetupError
-from forgather_cli.messages import pack, unpack
 
 VALUES: list[Any] = [
     None, True, 2**80, -1, 0.1, float("inf"), "ä\0", [], (), {}, set(), b"\x80", Path("a/b"), {"@": 1}, {"$": "int"},

@@ -12,7 +12,7 @@ from forgather_cli.checkpoint import replication
 from forgather_cli.checkpoint.components import LocalShard
 from forgather_cli.checkpoint.format import Piece, TensorSpec
 from forgather_cli.checkpoint.replication import ReplicationCheck, checksums, digest_of, refuse, sha256_of
-from forgather_cli.encoding import DTYPES, Encoded
+from forgather_cli.documents.encoding import DTYPES, Encoded
 from forgather_cli.errors import ReplicationError
 
 SUMS = {"tensor": lambda tensor: checksums({"": tensor})[""], "full": sha256_of}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from saving import resign
 
 from forgather_cli.checkpoint.format import FiniteScan, is_finite
-from forgather_cli.encoding import DTYPES, raw_bytes
+from forgather_cli.documents.encoding import DTYPES, raw_bytes
 
 SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
          "data=synthetic", "num_samples=64", "num_eval_samples=4", "save_steps=1"]  # fmt: skip

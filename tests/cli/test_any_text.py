@@ -13,7 +13,8 @@ import paired
 import pytest
 from program import Process, forgather
 
-from forgather_cli.input_files import parse_yaml, write_whole
+from forgather_cli.documents.json_and_yaml import parse_yaml
+from forgather_cli.documents.regular_files import write_whole
 
 TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=cpu", "max_steps=1", "seq_len=16",
          "global_batch_size=1"]  # fmt: skip

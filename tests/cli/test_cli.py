@@ -511,7 +511,7 @@ class CtrlC:
             os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal's job has it
 sys.meta_path.insert(0, CtrlC())
-from forgather_cli import bars
+from forgather_cli.terminal import bars
 from forgather_cli.__main__ import run
 bars.SILENCE = 3600.0
 sys.argv = ["forgather", "train", "model=nano", "max_steps=1", "output_dir=run"]

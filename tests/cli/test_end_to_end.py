@@ -73,7 +73,7 @@ def model_dir(run: Path, step: int = 8) -> Path:
 def test_transformers_loads_a_checkpoint_as_it_lies(trained: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from forgather_cli.source import load_source
+    from forgather_cli.inference.source import load_source
 
     theirs = AutoModelForCausalLM.from_pretrained(model_dir(trained)).eval()
     ours = load_source(trained, device="cpu")

@@ -22,9 +22,9 @@ from forgather_cli.config.schema import Sampling
 from forgather_cli.data.text.detokenize import Detokenizer
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.errors import ModelError
-from forgather_cli.generation import Generator
+from forgather_cli.inference.generation import Generator
+from forgather_cli.inference.source import Source
 from forgather_cli.models.pretrained import write_model_files
-from forgather_cli.source import Source
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 

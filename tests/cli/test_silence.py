@@ -23,7 +23,7 @@ SMALL = [
 ]  # fmt: skip
 COMMAND = """
 import sys, time
-from forgather_cli import bars
+from forgather_cli.terminal import bars
 
 class Slow:
     def find_spec(self, name, path=None, target=None):
@@ -59,8 +59,8 @@ CASES = {
     "--help": ("forgather_cli.cli.app", "importing the commands"),
     "config show": ("hydra.core.override_parser.overrides_parser", "composing the config"),
     "plan": ("forgather_cli.data.build", "planning the run"),
-    "eval run": ("forgather_cli.evaluation", "importing torch"),
-    "generate run --prompt a --json": ("forgather_cli.generation", "importing torch"),
+    "eval run": ("forgather_cli.inference.evaluation", "importing torch"),
+    "generate run --prompt a --json": ("forgather_cli.inference.generation", "importing torch"),
     "finalize run final": ("forgather_cli.finalize.run", "importing torch"),
     "doctor --json": ("forgather_cli.hardware", "importing torch"),
     "checkpoint list run": ("forgather_cli.checkpoint.retention", "reading the run"),

@@ -25,9 +25,9 @@ from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.tokens import NewToken, add_to_tokenizer
+from forgather_cli.inference.source import load_source
 from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import load_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 START, END = "<|im_start|>", "<|im_end|>"

@@ -16,8 +16,8 @@ from program import Process, forgather
 from tiny import metrics, training_curve
 
 from forgather_cli.data.chat.template import CHATML
+from forgather_cli.inference.source import load_source
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import load_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

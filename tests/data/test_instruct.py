@@ -24,9 +24,9 @@ from forgather_cli.data.packing import in_turn
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError
+from forgather_cli.inference.source import load_source
 from forgather_cli.labels import LENGTHS
 from forgather_cli.loss import model_kwargs
-from forgather_cli.source import load_source
 
 WITHOUT_BLOCKS = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 TALK = conversation(2)

@@ -27,8 +27,8 @@ from forgather_cli.diloco.ledger import read_ledger
 from forgather_cli.diloco.samples import merge, total
 from forgather_cli.diloco.serve import listening
 from forgather_cli.errors import SetupError
+from forgather_cli.inference.source import load_source
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import load_source
 
 Weights = dict[str, Tensor]
 SETTINGS = (*TINY, "diloco.compression=fp32", "diloco.compression_down=bf16", "diloco.sync_every=2",

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import saving
 import yaml
+from program import forgather
 
 from forgather_cli.config.diloco import load_server_settings, server_settings_text, split_server_overrides
 from forgather_cli.config.load import load_config
 from forgather_cli.config.options import shipped
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.errors import ConfigError
+from forgather_cli.run_dir import RunDir
 
 
 def test_the_shipped_file_holds_every_setting_at_its_default() -> None:
@@ -61,3 +64,19 @@ def test_mistakes(override: str, said: str) -> None:
 def test_a_run_has_none_of_them(override: str) -> None:
     with pytest.raises(ConfigError, match="only forgather diloco server has this setting"):
         load_config(None, [override])
+
+
+def test_a_run_without_a_checkpoint_to_begin_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> str:
+        capsys.readouterr()
+        assert forgather("diloco", "server", str(tmp_path)) == 2
+        return capsys.readouterr().err
+
+    RunDir(tmp_path).config.touch()
+    assert "has no checkpoint to begin from" in refused()
+    run = saving.saved_run(tmp_path, 1, 2)
+    for step in (1, 2):
+        (run.checkpoint(step) / "state.json").unlink()
+    assert f"{run.checkpoint(1)}: is damaged: state.json is missing" in refused()
+    (run.checkpoint(2) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
+    assert "upgrade forgather" in refused()  # and does not begin from an older one

@@ -28,9 +28,9 @@ from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.prove import compare_result, measure_source
 from forgather_cli.finalize.run import finalize
 from forgather_cli.finalize.sample import choose_sample
+from forgather_cli.inference.source import load_source, locate
 from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import load_source, locate
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 

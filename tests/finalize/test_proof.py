@@ -18,7 +18,7 @@ from forgather_cli.errors import ProofError
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.plain_transformers import in_fp32
 from forgather_cli.finalize.run import finalize
-from forgather_cli.source import load_source
+from forgather_cli.inference.source import load_source
 
 pytestmark = [
     pytest.mark.usefixtures("own_directory"),

@@ -15,10 +15,10 @@ from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.finalize.quantize import check_recipe, load_quantized, quantize_directory
+from forgather_cli.inference.source import load_source
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import write_config
-from forgather_cli.source import load_source
 
 CPU = torch.device("cpu")
 EVERYWHERE: tuple[QuantizeRecipe, ...] = (

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from program import Process
 
+from forgather_cli.checkpoint.manifest import read_manifest
+from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config, reload_config
 from forgather_cli.errors import ConfigError, SetupError
@@ -121,6 +123,18 @@ def test_a_resume_of_a_finished_run_changes_nothing_and_one_that_ends_earlier_is
     with pytest.raises(ConfigError, match=r"max_steps: .*step 2, got 1; give 2 or more"):
         launch(lambda: reload_config(Path("run"), ["max_steps=1"]), work)
     assert state() == before
+
+
+def test_a_run_is_at_the_end_only_with_a_checkpoint_that_a_resume_may_take() -> None:
+    start("max_steps=3", "save_steps=1", "output_dir=run")
+    run = RunDir(Path("run"))
+    (run.checkpoint(3) / "manifest.json").write_text("")
+    assert launch(reload_config(run.root, ["verify_checkpoint=none"]), work) == 0
+    assert read_manifest(run.checkpoint(3)).final
+    gone_back = Rollback(1, "2026-01-01T00:00:00+00:00", "x", 3, 1, 2, None, [{"epoch": 0, "sample": 4}])
+    append_rollback(run, gone_back)  # and was killed before it deleted what it had gone back from
+    assert launch(reload_config(run.root, ["max_steps=2"]), work) == 0
+    assert run.checkpoint_steps() == [1, 2]
 
 
 def test_resume_takes_group_overrides_and_never_deletes(tmp_path: Path) -> None:

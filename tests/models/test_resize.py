@@ -15,12 +15,12 @@ from torch import Tensor
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import PretrainedSettings, TransformersSettings
 from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.inference.source import load_source
 from forgather_cli.models.build import build_model, initialize
 from forgather_cli.models.hf.build import library
 from forgather_cli.models.init import allocate
 from forgather_cli.models.resize import NOISE, grown_vocabulary, new_rows
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import load_source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 OLD, TOKENS, NEW = 250, 257, 264  # rows of the model, tokens of data.tokenizer=bytes, a multiple of 8

@@ -17,12 +17,12 @@ from torch import Tensor
 from forgather_cli.config.load import load_config
 from forgather_cli.data.build import load_data
 from forgather_cli.errors import ConfigError
+from forgather_cli.inference.source import load_source
 from forgather_cli.models.build import build_model, construct, fill
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.models.transform import cast_parameters
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import load_source
 
 BF16 = torch.bfloat16
 BASE = (

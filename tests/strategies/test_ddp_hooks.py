@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from forgather_cli import DDPSettings, Trainer, TrainerCallback, TrainingArguments
 from forgather_cli.config.schema import PostLocalSGD
-from forgather_cli.encoding import Encoded, decode
+from forgather_cli.documents.encoding import Encoded, decode
 from forgather_cli.errors import ConfigError, TrainingError
 
 # ------------------------------------------------------------------------------------------------ compressed gradients

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.text.hf import without_added
 from forgather_cli.data.text.read import BadRow, Damage, FilePart, Record, kind_of, read_records, read_rows, sound_rows
+from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import parse_json
 
 _T = TypeVar("_T")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

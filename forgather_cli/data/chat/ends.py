@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.data.chat.template import ChatTemplate
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import DataError, ModelError
-from forgather_cli.input_files import read_json_object
 from forgather_cli.targets import accepts
 
 _ANSWER = "forgather answers"

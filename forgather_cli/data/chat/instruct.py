@@ -43,8 +43,8 @@ from forgather_cli.data.text.tokenizer import (
     unspelled,
 )
 from forgather_cli.data.tokens import SPLITS, Split, TargetsWriter, Tokenized, TokenSplit, cached_tokens, dtype_of
+from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import read_text
 
 RULES = 2  # of the files and of the rules that make tokens of a record
 _BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}

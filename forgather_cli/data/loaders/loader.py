@@ -33,8 +33,8 @@ from forgather_cli.data.loaders.iterable import FirstRound, IterableRounds
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, check_dataset, is_map_style, lengths_of
 from forgather_cli.data.loaders.prefetch import to_device
 from forgather_cli.data.loaders.workers import Workers
+from forgather_cli.documents.fields import ANYTHING, COUNT, check_fields, list_of, object_of, optional, several
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import ANYTHING, COUNT, check_fields, list_of, object_of, optional, several
 from forgather_cli.labels import IGNORED
 
 _CHECKED_STEPS = 2

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from forgather_cli.documents.regular_files import open_file
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import open_file
 
 _CHUNK = 1 << 16  # bytes of a file that are decompressed at once
 

@@ -26,8 +26,8 @@ from forgather_cli.data.text.read import (
     read_documents,
 )
 from forgather_cli.data.tokens import Split
+from forgather_cli.documents.regular_files import open_file
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import open_file
 
 if TYPE_CHECKING:  # processes that tokenize need this module and no settings, whose import takes as long as theirs
     from forgather_cli.config.schema import PythonStdlibSettings, TextSettings

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from forgather_cli.data.text.compressed import CODECS, Opened, opened
+from forgather_cli.documents.json_and_yaml import check_text, parse_json
+from forgather_cli.documents.regular_files import not_utf8, open_file
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import check_text, not_utf8, open_file, parse_json
 
 _CHUNK = 1 << 20  # characters that are encoded at once
 PIECE = 16 << 20  # bytes; a longer plain text becomes several documents, cut at line borders: memory is bounded

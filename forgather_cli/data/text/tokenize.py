@@ -17,15 +17,15 @@ from typing import BinaryIO
 
 import numpy as np
 
-from forgather_cli.bars import Bar
 from forgather_cli.data.cache import Cache, Meta, Meter, digest
 from forgather_cli.data.text.corpus import CorpusPiece, Documents, available_cores, cut_last, split_documents
 from forgather_cli.data.text.encode import DocumentEncoder, EncodedPiece, TokenizerWorkers
 from forgather_cli.data.text.read import Damage
 from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, around_documents, train_bpe
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized, cached_tokens, dtype_of
+from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import DataError
-from forgather_cli.input_files import write_whole
+from forgather_cli.terminal.bars import Bar
 
 _VERSION = 2  # of the files below
 _WORTH_PROCESSES = 64 << 20  # bytes of text; less is done before processes have started

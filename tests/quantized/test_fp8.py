@@ -24,7 +24,7 @@ from forgather_cli.loss import CrossEntropy
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.precision import autocast_for
-from forgather_cli.precision.convert import Conversion, converted, emulated
+from forgather_cli.quantized.convert import Conversion, converted, emulated
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import ModelSpec
 from forgather_cli.strategies.single import SingleDevice
@@ -39,9 +39,7 @@ SMALL = (
 
 
 def conversion(model: nn.Module, **settings: Any) -> Conversion:
-    done = converted(model, FP8Settings(**settings), CPU)
-    assert done is not None
-    return done
+    return converted(model, FP8Settings(**settings), CPU)
 
 
 def batch() -> dict[str, Tensor]:
@@ -210,7 +208,7 @@ def test_a_checkpoint_is_a_plain_model_that_fp32_goes_on_from(runs: dict[str, Re
 def test_transformers_loads_the_checkpoint(runs: dict[str, Result]) -> None:
     from transformers import AutoModelForCausalLM
 
-    from forgather_cli.source import load_source
+    from forgather_cli.inference.source import load_source
 
     path = RunDir(runs["ddp 2"].path).checkpoint(2)
     source = load_source(path, device="cpu")

@@ -11,11 +11,11 @@ import finalized
 import pytest
 from program import forgather
 
-from forgather_cli import bars
-from forgather_cli.bars import Bar, doing
 from forgather_cli.config.schema import TextSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.run_dir import RunDir
+from forgather_cli.terminal import bars
+from forgather_cli.terminal.bars import Bar, doing
 
 
 class Terminal(io.StringIO):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgather_cli.documents.fields import FieldError
 from forgather_cli.errors import SetupError
-from forgather_cli.input_files import FieldError
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",

@@ -31,7 +31,7 @@ def pack(value: Any) -> Tensor:
     """(N,) uint8. Raises SetupError for a value of a type that cannot be sent."""
     import torch
 
-    from forgather_cli.encoding import encode, raw_bytes
+    from forgather_cli.documents.encoding import encode, raw_bytes
 
     tensors: dict[str, Tensor] = {}
     document = encode(value, "message", tensors, _parts)
@@ -45,7 +45,7 @@ def unpack(content: Tensor) -> Any:
     """The value that was packed."""
     import torch
 
-    from forgather_cli.encoding import decode
+    from forgather_cli.documents.encoding import decode
 
     place = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
     document, layout = json.loads(content[8:place].numpy().tobytes())

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from forgather_cli.bars import Bar, doing
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import BF16TrueSettings, Config, InstructSettings, SingleSettings, Target
@@ -27,14 +26,15 @@ from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pic
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
+from forgather_cli.inference.source import Located, is_quantized, load_located, locate
 from forgather_cli.loss import EvalMetrics, build_loss
 from forgather_cli.models.build import construct, directory_option, fill, most_tokens
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.pretrained import num_sentinels, read_config
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import Located, is_quantized, load_located, locate
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
+from forgather_cli.terminal.bars import Bar, doing
 from forgather_cli.trainer.build import eval_loader, model_spec
 from forgather_cli.trainer.checkpoints import load_model
 from forgather_cli.trainer.evaluate import Tasks, evaluate, nothing_to_read

@@ -19,6 +19,7 @@ from torch import Tensor
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import AdamWSettings, TransformersSettings
 from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.inference.source import load_source
 from forgather_cli.loss import model_logits
 from forgather_cli.models.build import build_model, initialize
 from forgather_cli.models.cache import KVCache
@@ -28,7 +29,6 @@ from forgather_cli.models.hf.model import CausalLM
 from forgather_cli.models.init import allocate
 from forgather_cli.optim.groups import describe
 from forgather_cli.run_dir import RunDir
-from forgather_cli.source import load_source
 from forgather_cli.strategies.parallelize import blocks_to_shard
 from forgather_cli.trainer.metrics import Flops
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from forgather_cli.bars import doing
 from forgather_cli.config.schema import Sampling
 from forgather_cli.data.chat.template import ChatTemplate, Message
 from forgather_cli.data.text.detokenize import Detokenizer
 from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.documents.json_and_yaml import read_json_object
 from forgather_cli.errors import DataError, ForgatherError, ModelError, SetupError
-from forgather_cli.input_files import read_json_object
+from forgather_cli.inference.source import Source, load_located, locate
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
-from forgather_cli.source import Source, load_located, locate
+from forgather_cli.terminal.bars import doing
 
 Finish = Literal["stop", "length", "limit"]
 """An end token or a stop text; ``max_new_tokens``; the positions the model was trained for."""

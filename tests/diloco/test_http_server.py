@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from forgather_cli import http_server
-from forgather_cli.http_server import OncePerMinute, serving
+from forgather_cli.diloco import http_server
+from forgather_cli.diloco.http_server import OncePerMinute, serving
 
 KNOWN, STRANGER = b"Authorization: yes\r\n", b""
 HEAD = 0.4
@@ -180,7 +180,7 @@ def test_idle_strangers_give_way_and_a_friend_is_answered(
     """More strangers who say nothing than the server may have connections; over TLS they do not even greet."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # which a process with many files open has more of
     context = ssl.create_default_context(cafile=pem / "pem") if tls else None
-    caplog.set_level("WARNING", "forgather_cli.http_server")  # whatever a run of this process has asked for
+    caplog.set_level("WARNING", "forgather_cli.diloco.http_server")  # whatever a run of this process has asked for
 
     async def test(port: int) -> None:
         async with connected(port, ssl=context) as (reader, writer):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forgather_cli.folding import fold, tell
 from forgather_cli.launch.rank_log import rank_log
+from forgather_cli.terminal.folding import fold, tell
 
 RUN = "outputs/of_the_department/learning_rate=0.001"
 LONG = f"{RUN}/{RUN}/{RUN}"

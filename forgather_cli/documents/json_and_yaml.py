@@ -1,0 +1,151 @@
+"""JSON and YAML that anybody may have written, parsed to plain values. No torch here.
+
+A document may be nested deeper than a parser's stack, which ends the process, or expand to more than memory holds.
+Each is an error that says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from forgather_cli.documents.regular_files import MAX_BYTES, Failure, read_text
+from forgather_cli.errors import SetupError
+
+MAX_DEPTH = 200
+"""Of lists and mappings in each other. Python's own limit leaves too little stack to those who walk through them."""
+MAX_NODES = 1_000_000
+"""Of a YAML document, aliases counted as often as they are used."""
+
+
+def read_json(path: Path, fail: Failure = SetupError, limit: int | None = MAX_BYTES) -> Any:
+    """A JSON document of at most ``limit`` bytes. Raises what ``fail`` makes of a message that begins with the path."""
+    text = read_text(path, fail, limit)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise fail(f"{path}: cannot be read (not JSON: {error})") from error
+
+
+def read_json_object(path: Path, fail: Failure = SetupError, limit: int | None = MAX_BYTES) -> dict[str, Any]:
+    """``read_json`` of a document that must be an object."""
+    found = read_json(path, fail, limit)
+    if not isinstance(found, dict):
+        raise fail(f"{path}: must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def read_yaml(path: Path, fail: Failure = SetupError) -> Any:
+    """A YAML document of plain values. Raises what ``fail`` makes of a message that begins with the path."""
+    text = read_text(path, fail)
+    try:
+        return parse_yaml(text)
+    except ValueError as error:
+        raise fail(f"{path}: cannot be read (not valid YAML: {error})") from error
+
+
+def read_weight_map(path: Path, fail: Failure) -> dict[str, Path]:
+    """Tensor name -> its file, of a Hugging Face index. Raises what ``fail`` makes of a message."""
+    found = read_json_object(path, fail).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise fail(f"{path}: has no weight_map, an object of tensor names and files")
+    try:
+        return {name: file_inside(path.parent, file) for name, file in found.items()}
+    except ValueError as error:
+        raise fail(f"{path}: {error}") from error
+
+
+def parse_json(text: str | bytes, *, any_text: bool = False) -> Any:
+    """Raises ValueError, also for what is nested too deeply, and unless ``any_text`` for half of a surrogate pair."""
+    text = text if isinstance(text, str) else text.decode()
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH or ("\\u" in text and not any_text):
+        _check(value, any_text)
+    return value
+
+
+def check_text(value: Any) -> None:
+    """Raise ValueError for half of a surrogate pair in a parsed document."""
+    _check(value, any_text=False)
+
+
+def _check(value: Any, any_text: bool) -> None:
+    todo = [(value, 0)]
+    while todo:
+        item, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        if isinstance(item, dict):
+            todo += ((part, depth + 1) for pair in item.items() for part in pair)
+        elif isinstance(item, list):
+            todo += ((part, depth + 1) for part in item)
+        elif isinstance(item, str) and not any_text and has_half(item):
+            raise ValueError("a text in it holds half of a surrogate pair, which is no character")
+
+
+def has_half(text: str) -> bool:
+    """True for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain values. Raises ValueError, also for what is nested too deeply and for aliases that expand without end."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with libyaml
+    if re.search(r"\\u[dD][89a-fA-F]", text):  # bytes of a file's name that are no UTF-8, which libyaml refuses
+        loader = yaml.SafeLoader
+    try:
+        depth = 0
+        for event in yaml.parse(text, loader):  # first, since building a tree of it may end the process (libyaml 0.2.5)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        made = loader(text)
+        try:
+            node = made.get_single_node()
+            if node is None:
+                return None
+            if _expanded(node, {})[0] > MAX_NODES:
+                raise ValueError(f"its aliases expand to more than {MAX_NODES:,} values")
+            return made.construct_document(node)
+        finally:
+            made.dispose()
+    except (yaml.YAMLError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        # The libyaml of PyYAML 6.0.4 has a bound of its own, and its scanner is ahead of the events counted above.
+        raise ValueError(f"it is nested too deeply: {said}" if "nesting depth" in said else said) from error
+
+
+def _expanded(node: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
+    """(values, depth) of a YAML node with its aliases expanded. Raises ValueError for one that is part of itself."""
+    if id(node) in known:
+        return known[id(node)]
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep, or is part of itself")
+    parts = node.value if isinstance(node.value, list) else []
+    inside = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
+    sizes = [_expanded(part, known, depth + 1) for part in inside]
+    size, height = 1 + sum(size for size, _ in sizes), 1 + max((height for _, height in sizes), default=0)
+    if height > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    known[id(node)] = size, height
+    return size, height
+
+
+def file_inside(directory: Path, name: object) -> Path:
+    """The file of that name, which a document of ``directory`` gives, in it or below.
+
+    Raises ValueError for a name that leads out of it, and for one that no file has.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or has_half(name):
+        raise ValueError(f"{name!r} is no name of a file")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"the file name {name!r} leads out of {directory}")
+    return directory / name

@@ -1,0 +1,94 @@
+"""Regular files that anybody may have written, read whole, and files that are whole as soon as they are there.
+
+A file may be a pipe, at which a reader waits for ever, or no text. Each is an error that says so. No torch here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+
+from forgather_cli.errors import ForgatherError, SetupError
+
+MAX_BYTES = 100_000_000
+"""Of a document that is read whole; the limit of safetensors' own reader for its header."""
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+Failure = Callable[[str], ForgatherError]
+
+
+def open_file(path: Path) -> BufferedReader:
+    """A regular file, open for reading bytes. Raises OSError, whose ``strerror`` says what else is there.
+
+    Nothing but a regular file can be read twice, has a size, and cannot keep its reader waiting.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from error
+    if kind := _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode)):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"is {kind}, give a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, limit: int | None = None) -> bytes:
+    """The content of a regular file. Raises OSError, also for one of more than ``limit`` bytes."""
+    with open_file(path) as file:
+        content = file.read(-1 if limit is None else limit + 1)
+    if limit is not None and len(content) > limit:
+        raise OSError(errno.EFBIG, f"has more than {limit:,} bytes", str(path))
+    return content
+
+
+def read_text(path: Path, fail: Failure = SetupError, limit: int | None = MAX_BYTES) -> str:
+    """A text of at most ``limit`` bytes in UTF-8. Raises what ``fail`` makes of a message that begins with the path."""
+    try:
+        content = read_bytes(path, limit)
+        if problem := not_utf8(content):
+            raise fail(f"{path}: {problem}")
+        return content.decode("utf-8-sig")  # Windows writes a mark first
+    except OSError as error:
+        raise fail(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise fail(f"{path}: cannot be read (not UTF-8 text: {error})") from error
+
+
+def not_utf8(content: bytes, start: int = 0) -> str | None:
+    """What bytes are that cannot be a text in UTF-8, by the mark they begin with and their NULs, and what to do; else
+    None. ``start``: their place in the file.
+    """
+    wide = start == 0 and content.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff"))
+    first = content.find(b"\0")
+    if wide or (start == 0 and content.startswith((b"\xff\xfe", b"\xfe\xff"))):
+        name = "UTF-32" if wide else "UTF-16"
+    elif first < 0:
+        return None
+    elif first < 2 and content[first : first + 16 : 2].count(0) >= min(8, len(content) // 2):  # every other byte
+        name = "UTF-16LE" if (start + first) % 2 else "UTF-16BE"
+    else:
+        return f"is not text (byte {start + first} is NUL); give a text in UTF-8"
+    return f"is text in {name}, which is not read; convert it: iconv -f {name} -t UTF-8 FILE"
+
+
+def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a file that is whole as soon as it is there. Raises OSError; what was at ``path`` is there still then."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
+            # the name of a file may hold bytes that are no UTF-8: JSON and YAML have such escapes
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

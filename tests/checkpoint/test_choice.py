@@ -1,0 +1,105 @@
+"""Which checkpoint a resume takes, and that all who name it name that one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import saving
+from program import modules_after
+
+from forgather_cli.checkpoint.choice import candidates, choose, resumed
+from forgather_cli.checkpoint.load import healthy_ones, instead_of, newest_valid
+from forgather_cli.checkpoint.manifest import Manifest
+from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback
+from forgather_cli.errors import CheckpointError
+from forgather_cli.launch.exit_status import ExitStatus, Kind
+from forgather_cli.launch.run_lock import RunLock
+from forgather_cli.launch.start import _conclude_run
+from forgather_cli.run_dir import RunDir
+
+
+def make_newer(run: RunDir, step: int) -> None:
+    document = {"format": "forgather-checkpoint", "format_version": 7}
+    (run.checkpoint(step) / "manifest.json").write_text(json.dumps(document))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Healthy ones of steps 1 to 3, not healthy ones of 4 and 5."""
+    saving.saved_run(tmp_path, 1, 2, 3)
+    return saving.saved_run(tmp_path, 4, 5, healthy=False)
+
+
+def test_the_newest_whole_one_and_a_healthy_one_if_there_is_any(run: RunDir) -> None:
+    assert [(each.step, each.healthy) for each in candidates(run)] == [
+        (3, True), (2, True), (1, True), (5, False), (4, False),
+    ]  # fmt: skip
+    steps = []
+    for step in (3, 2, 1, 5):
+        chosen = choose(run)
+        assert chosen is not None
+        assert (chosen.path, chosen.healthy) == (run.checkpoint(chosen.step), chosen.step < 4)
+        assert len(chosen.why) == len(steps) + 1  # each damaged one, and what is to be known of the newest
+        steps.append(chosen.step)
+        (run.checkpoint(step) / "state.json").unlink()
+    assert steps == [3, 2, 1, 5]
+    (run.checkpoint(4) / "manifest.json").write_text("")
+    with pytest.raises(CheckpointError, match="no usable checkpoint is left"):
+        choose(run)
+    assert resumed(run) is None
+    assert choose(RunDir(run.root / "nothing")) is None
+
+
+def test_by_size_or_by_content(run: RunDir) -> None:
+    saving.damage(run.checkpoint(3) / "model/model.safetensors", saving.flip(-1))
+    by_size, by_content = choose(run), choose(run, Manifest.problems)
+    assert by_size is not None
+    assert by_content is not None
+    assert (by_size.step, by_content.step) == (3, 2)
+
+
+def test_what_the_run_has_gone_back_from_is_no_candidate(run: RunDir) -> None:
+    append_rollback(run, Rollback(1, "2026-01-01T00:00:00+00:00", "x", 3, 1, 2, [5, 6], [{"epoch": 0, "sample": 3}]))
+    assert [each.step for each in candidates(run)] == [1]
+    (run.checkpoint(1) / "state.json").unlink()
+    assert resumed(run) is None
+
+
+def test_nobody_falls_back_behind_a_newer_format(run: RunDir) -> None:
+    make_newer(run, 2)
+    for ask in (choose, newest_valid, healthy_ones):
+        with pytest.raises(CheckpointError, match="checkpoint format 7"):
+            ask(run)
+    assert resumed(run) is None
+    assert f"use {run.checkpoint(1)}, the newest other one" in instead_of(run.checkpoint(3))
+
+
+def test_choosing_imports_no_torch(run: RunDir) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from forgather_cli.checkpoint.choice import Manifest, RunDir, choose\n"
+        "assert choose(RunDir(pathlib.Path(sys.argv[1])), Manifest.problems).step == 3\n"
+    )
+    assert not {"torch", "numpy"} & modules_after(code, str(run.root))
+
+
+# ---------------------------------------------------------------------------------------------------------- who asks
+
+
+def test_the_last_line_of_a_run_names_the_step_that_a_resume_takes(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told() -> str:
+        capsys.readouterr()
+        with RunLock(run.root) as held:
+            _conclude_run(held, ExitStatus(0, Kind.ERROR, 1, "broken"))
+        return capsys.readouterr().err
+
+    assert "to resume from step 3:" in told()
+    (run.checkpoint(3) / "state.json").unlink()
+    assert "to resume from step 2:" in told()
+    for step in (1, 2, 4, 5):
+        (run.checkpoint(step) / "state.json").unlink()
+    assert told() == ""  # a resume would find none

@@ -1,0 +1,154 @@
+"""Rooms: parts that come out of the tree, each with its tests and YAML. The rest imports none of them at module level,
+trains without them, and says in one line what is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from forks import Plain, fork
+from test_layers import MODULES, ours
+
+from forgather_cli.cli.app import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A part of the tree."""
+
+    paths: tuple[str, ...]
+    """Its files and folders, of the package and of ``conf``."""
+    tests: tuple[str, ...]
+    asks: dict[str, str]
+    """Commands that need it, with what the line matches that each then prints."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What the names of its modules begin with."""
+        return tuple(path.removesuffix(".py").replace("/", ".") + "." for path in self.paths)
+
+
+OPTION = "type: transformers\nconfig: {model_type: gpt2}\n"
+"""Of a user, for model=theirs."""
+ROOMS = {
+    "finalize": Room(
+        ("forgather_cli/finalize",),
+        ("tests/finalize",),
+        {"finalize run final": "^error: forgather_cli/finalize: is not part"},
+    ),
+    "plan": Room(
+        ("forgather_cli/plan",),
+        ("tests/plan",),
+        {
+            "plan model=nano": "^error: forgather_cli/plan: is not part",
+            "train model=nano --dry-run": "^error: forgather_cli/plan: is not part",
+        },
+    ),
+    "pictures": Room(
+        ("forgather_cli/pictures",),
+        ("tests/pictures",),
+        {
+            "logs plot run": "^error: forgather_cli/pictures: is not part",
+            "data stats data=synthetic --plot lengths.png": "^error: forgather_cli/pictures: is not part",
+        },
+    ),
+    "sweeps": Room(
+        ("forgather_cli/sweeps",),
+        ("tests/sweeps",),
+        {"train learning_rate=1e-3,3e-3 -m": "^error: forgather_cli/sweeps: is not part"},
+    ),
+    "housekeeping": Room(
+        ("forgather_cli/housekeeping",),
+        ("tests/housekeeping",),
+        {
+            command: "^error: forgather_cli/housekeeping: is not part"
+            for command in ("doctor", "runs list", "cache list")
+        },
+    ),
+    "transformers": Room(
+        ("forgather_cli/models/hf", "conf/model/transformers.yaml"),
+        ("tests/models/hf",),
+        {
+            "train model=transformers": "^error: model=transformers",
+            "train model=theirs data=synthetic precision=fp32": "^error: forgather_cli/models/hf: is not part",
+        },
+    ),
+    "quantized": Room(
+        ("forgather_cli/quantized", "conf/precision/fp8.yaml", "conf/precision/qat.yaml"),
+        ("tests/quantized",),
+        {
+            "train precision=fp8": "^error: precision=fp8",
+            "finalize run final --quantize int8-weight-only": "^error: forgather_cli/quantized: is not part",
+        },
+    ),
+}
+TRAIN = "train model=nano data=synthetic seq_len=16 num_samples=64 global_batch_size=4 max_steps=2 output_dir=run"
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+def test_nothing_else_imports_it_at_module_level(room: Room) -> None:
+    for name, tree in MODULES.items():
+        # a module of another room may: it is not imported either where nothing asks for both
+        if not any(f"forgather_cli.{name}.".startswith(each.modules) for each in ROOMS.values()):
+            wrong = {found for found in ours(tree, lazy=False) if f"forgather_cli.{found}.".startswith(room.modules)}
+            assert not wrong, f"{name} imports {', '.join(sorted(wrong))}"
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+def test_the_rest_trains_without_it(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("forgather_cli", "conf", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name)  # with compiled modules, which stay valid
+    for path in room.paths:
+        assert (tmp_path / path).exists(), path
+        shutil.rmtree(tmp_path / path) if (tmp_path / path).is_dir() else (tmp_path / path).unlink()
+    assert all((ROOT / path).exists() for path in room.tests)
+    monkeypatch.chdir(tmp_path)
+    Path("conf/model/theirs.yaml").write_text(OPTION)
+    (help_code, help_page), trained, *answers = _forgather("--help", TRAIN, *room.asks)
+    assert help_code == 0
+    listed = re.findall(r"^│ ([a-z]+)  ", help_page, re.MULTILINE)
+    assert listed == [name for name, where in COMMANDS.items() if not where.replace(":", ".").startswith(room.modules)]
+    assert trained[0] == 0, trained[1]
+    assert Path("run/checkpoints/step-00000002").is_dir()
+    for (code, output), (command, said) in zip(answers, room.asks.items(), strict=True):
+        assert code == 2, (command, output)
+        [line] = output.splitlines()
+        assert re.search(said, line), (command, line)
+
+
+SCRIPT = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+os.dup2(1, 2)
+sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+from forgather_cli.cli import app
+from forgather_cli.terminal import bars
+assert app.__file__.startswith(os.getcwd())
+bars.SILENCE = 3600.0
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["forgather", *command.split()]
+    try:
+        app.main()
+    except SystemExit as end:
+        print(f"\\0{end.code or 0}\\0", end="", flush=True)
+"""
+
+
+def _forgather(*commands: str) -> list[tuple[int, str]]:
+    """The exit code and the output of each, all of them in one process that imports what lies in this directory."""
+    fork(os.getpid).join()  # before it the server of such processes does not listen
+    Path("commands.py").write_text(SCRIPT)
+    with Path("errors").open("w") as errors:
+        words = ["-P", "commands.py", json.dumps(commands)]
+        with Plain(words, stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(os.environ)) as process:
+            parts = process.stdout.read().split("\0")
+    assert len(parts) == 2 * len(commands) + 1, parts
+    return [(int(code), output) for output, code in zip(parts[::2], parts[1::2], strict=False)]
